@@ -1,0 +1,638 @@
+"""Attention in tiles: O(T + S) memory in both passes, in plain jnp. The fallback wherever Metal is not.
+
+Forward: online softmax (Milakov & Gimelshein, arXiv:1805.02867) over key tiles. Backward: the probabilities of a tile
+are recomputed from the log-sum-exp (Dao, arXiv:2307.08691, section 3.1). Tiles that no row can see by causality,
+window or lengths are never visited, tiles of disjoint segments and of empty mask blocks are stepped over.
+
+The loops are shaped for XLA's CPU backend, where a matrix product runs at full speed only when it is large and neither
+operand is the transpose of a tile: a *step* takes a few batch rows and key heads, its tile is about 512 × 512 scores,
+keys are transposed once per step, and the gradients of keys and values are accumulated transposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_mfa.philox import keep_mask
+from jax_mfa.specification import Operands, Specification, accumulation_dtype, reduce_rows, row_index
+
+# Scores in a tile, measured on x86-64 with two cores: below 512 × 512 the products slow down, above 2²¹ scores a step
+# over several heads no longer stays in cache.
+TILE_ROWS = 512
+TILE_COLUMNS = 512
+TILE_SCORES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How the loops cut a problem: a step holds `batch_rows` × `key_heads`, a tile `rows` × `columns` scores."""
+
+    batch_rows: int
+    key_heads: int
+    rows: int
+    columns: int
+
+
+def _largest_divisor(n: int, limit: int) -> int:
+    return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)
+
+
+def tiling(spec: Specification, operands: Operands) -> Tiling:
+    """The tile sizes for a problem."""
+    batch, t, n, _ = operands.query.shape
+    s, k = operands.key.shape[1:3]
+    rows = min(t, max(TILE_ROWS // (n // k), 1))
+    columns = min(s, TILE_COLUMNS)
+    units = max(TILE_SCORES // (n // k * rows * columns), 1)
+    key_heads = _largest_divisor(k, units)
+    batch_rows = _largest_divisor(batch, units // k) if key_heads == k else 1
+    return Tiling(batch_rows, key_heads, rows, columns)
+
+
+def empty_statistic(dtype) -> float:
+    """What stands for a log-sum-exp of −inf inside: finite, and exp(score − it) is 0."""
+    return float(jnp.finfo(dtype).max)
+
+
+def _loop(low, high, body, init):
+    """`fori_loop`, without a loop where a single turn is known."""
+    if isinstance(low, int) and isinstance(high, int) and high - low <= 1:
+        return body(low, init) if high > low else init
+    return lax.fori_loop(low, high, body, init)
+
+
+def _map(body, count: int):
+    """Results of `body(0) … body(count − 1)`, stacked."""
+    if count == 1:
+        return tuple(x[None] for x in body(0))
+    return lax.map(body, jnp.arange(count, dtype=jnp.int32))
+
+
+def _clip(x, low, high):
+    """`x` within low..high, in Python while all three are known: loops of known length stay so."""
+    if all(isinstance(v, int) for v in (x, low, high)):
+        return max(low, min(x, high))
+    return jnp.clip(x, low, high)
+
+
+def _finite(x):
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def _slice(x, start, size: int, axis: int):
+    """`size` elements along `axis` from `start`; an axis of size 1 broadcasts and is kept."""
+    if x.shape[axis] == size or x.shape[axis] == 1:
+        return x
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+class _Problem:
+    """A specification with its operands, and the arithmetic of steps and tiles both passes share."""
+
+    def __init__(self, spec: Specification, operands: Operands, tiles: Tiling):
+        self.spec, self.operands, self.tiles = spec, operands, tiles
+        self.repeats = Operands(*spec.repeats)
+        self.batch, self.t, self.n, self.h = operands.query.shape
+        self.s, self.k, self.v = operands.value.shape[1:]
+        self.g = self.n // self.k
+        self.acc = accumulation_dtype(operands.query.dtype)
+        self.masked = spec.has_mask(operands)
+        self.head_steps = self.k // tiles.key_heads
+        self.steps = self.batch // tiles.batch_rows * self.head_steps
+        self.row_tiles = -(-self.t // tiles.rows)
+        self.column_tiles = -(-self.s // tiles.columns)
+
+    def step(self, index) -> _Step:
+        return _Step(self, index)
+
+    def from_steps(self, x):
+        """`[steps, rows, heads, G, T, ...]` back to `[B, T, N, ...]`."""
+        c, tail = self.tiles, x.shape[5:]
+        x = x.reshape(-1, self.head_steps, c.batch_rows, c.key_heads, self.g, x.shape[4], *tail)
+        x = jnp.moveaxis(x, (0, 2, 5, 1, 3, 4), (0, 1, 2, 3, 4, 5))
+        return x.reshape(self.batch, x.shape[2], self.n, *tail)
+
+
+class _Step:
+    """The operands of one step. R batch rows and E key heads of it; everything else keeps its letter."""
+
+    def __init__(self, problem: _Problem, index):
+        self.p, c = problem, problem.tiles
+        self.row0 = index // problem.head_steps * c.batch_rows
+        self.head0 = index % problem.head_steps * c.key_heads
+        o, acc = problem.operands, problem.acc
+
+        per_row = lambda name: None if getattr(o, name) is None else self.rows(name).reshape(-1, 1, 1, 1, 1)
+        self.offset = per_row("query_offset")
+        self.query_lengths = per_row("query_lengths")
+        self.key_lengths = per_row("key_lengths")
+        self.scale = problem.spec.scale if o.scale is None else per_row("scale").astype(acc)
+        self.slopes = None if o.alibi_slopes is None else self.per_head(self.rows("alibi_slopes"))
+        self.query_segments = None if o.query_segment_ids is None else self.rows("query_segment_ids")
+        self.key_segments = None if o.key_segment_ids is None else self.rows("key_segment_ids")
+        self.bias = self.scores_like("bias")
+        self.mask = self.scores_like("mask")
+        self.blocks = self.scores_like("block_mask")
+
+    # --- taking a step's share of an operand
+
+    def rows(self, name: str):
+        """The rows of an operand that the step's batch rows read: [R|1, ...]."""
+        x = getattr(self.p.operands, name)
+        return self.take_rows(x, getattr(self.p.repeats, name))
+
+    def take_rows(self, x, repeat: int = 1):
+        rows, size = x.shape[0], self.p.tiles.batch_rows
+        if rows == 1 or (rows == size == self.p.batch and repeat == 1):
+            return x
+        if size == 1:
+            return lax.dynamic_slice_in_dim(x, row_index(self.row0, repeat, rows), 1, 0)
+        return x[row_index(self.row0 + jnp.arange(size), repeat, rows)]
+
+    def per_head(self, x):
+        """`[R|1, N]` as `[R|1, E, G, 1, 1]`."""
+        x = x.astype(self.p.acc).reshape(x.shape[0], self.p.k, self.p.g, 1, 1)
+        return _slice(x, self.head0, self.p.tiles.key_heads, 1)
+
+    def scores_like(self, name: str):
+        """`[rows, 1|N, 1|T, 1|S]` as `[R|1, 1|E, 1|G, 1|T, 1|S]`."""
+        if getattr(self.p.operands, name) is None:
+            return None
+        x = self.rows(name)
+        heads = (1, 1) if x.shape[1] == 1 else (self.p.k, self.p.g)
+        return _slice(x.reshape(x.shape[0], *heads, *x.shape[2:]), self.head0, self.p.tiles.key_heads, 1)
+
+    def queries_like(self, x):
+        """`[B, T, N, ...]` as `[R, E, G, T, ...]` in its own dtype."""
+        x = self.take_rows(x)
+        x = x.reshape(*x.shape[:2], self.p.k, self.p.g, *x.shape[3:])
+        return jnp.moveaxis(_slice(x, self.head0, self.p.tiles.key_heads, 2), 1, 3)
+
+    def keys_like(self, name: str):
+        """`[rows, S, K, ...]` as `[R|1, E, S, ...]` in the accumulation dtype."""
+        x = _slice(self.rows(name), self.head0, self.p.tiles.key_heads, 2)
+        return jnp.moveaxis(x, 1, 2).astype(self.p.acc)
+
+    def clean(self, x):
+        """`x` with zeros for what is not finite, where a mask may hide it."""
+        return _finite(x) if self.p.masked else x
+
+    # --- rows and columns of a tile
+
+    def tile_start(self, i, size: int, length: int):
+        """First index of tile `i`: the last tile of a ragged length reaches back over its neighbour."""
+        return i * size if length % size == 0 else _clip(i * size, 0, length - size)
+
+    def row_start(self, i):
+        return self.tile_start(i, self.p.tiles.rows, self.p.t)
+
+    def column_start(self, j):
+        return self.tile_start(j, self.p.tiles.columns, self.p.s)
+
+    def positions(self, i):
+        """Positions of tile `i`'s rows: [R|1, 1, 1, rows, 1]."""
+        t = self.row_start(i) + jnp.arange(self.p.tiles.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+        return t + (self.p.spec.query_offset if self.offset is None else self.offset)
+
+    def columns(self, j):
+        return self.column_start(j) + jnp.arange(self.p.tiles.columns, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+
+    def column_tiles(self, i):
+        """The half-open range of column tiles in which a row of tile `i` may see something."""
+        spec, size = self.p.spec, self.p.tiles.columns
+        left, right = spec.window
+        if spec.is_causal:
+            right = 0 if right is None else min(right, 0)
+        low, high = 0, self.p.s
+        if left is not None or right is not None:
+            offset = spec.query_offset if self.offset is None else self.offset
+            first = self.row_start(i) + (offset if self.offset is None else offset.min())
+            last = self.row_start(i) + self.p.tiles.rows - 1 + (offset if self.offset is None else offset.max())
+            if left is not None:
+                low = _clip(first - left, 0, self.p.s)
+            if right is not None:
+                high = _clip(last + right + 1, 0, self.p.s)
+        if self.key_lengths is not None:
+            high = _clip(self.key_lengths.max(), 0, high)
+        if self.query_lengths is not None:
+            high = jnp.where(i * self.p.tiles.rows < self.query_lengths.max(), high, 0)
+        return low // size, -(-high // size)
+
+    def visible(self, i, j):
+        """Which scores of a tile count: bool, broadcastable to [R, E, G, rows, columns]; None where all do."""
+        p, spec, c = self.p, self.p.spec, self.p.tiles
+        left, right = spec.window
+        rules = []
+        column = self.columns(j)
+        if p.masked:
+            if spec.is_causal or (left, right) != (None, None):
+                distance = column - self.positions(i)
+                if spec.is_causal:
+                    rules.append(distance <= 0)
+                if left is not None:
+                    rules.append(distance >= -left)
+                if right is not None:
+                    rules.append(distance <= right)
+            row = self.row_start(i) + jnp.arange(c.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+            if self.key_lengths is not None:
+                rules.append(column < self.key_lengths)
+            if self.query_lengths is not None:
+                rules.append(row < self.query_lengths)
+            if self.mask is not None:
+                rules.append(self.tile_of(self.mask, i, j))
+            if self.query_segments is not None:
+                a, b = self.segments(i, j)
+                rules.append(a[:, None, None, :, None] == b[:, None, None, None, :])
+            if self.blocks is not None:
+                block_rows, block_columns = spec.mask_block
+                blocks = jnp.take(self.blocks, row.reshape(-1) // block_rows, axis=3)
+                rules.append(jnp.take(blocks, column.reshape(-1) // block_columns, axis=4))
+        if p.s % c.columns:
+            rules.append(column >= j * c.columns)
+        return functools.reduce(jnp.logical_and, rules) if rules else None
+
+    def own_rows(self, i):
+        """Which rows of a tile it does not share with its neighbour; None where the tiles do not overlap."""
+        if self.p.t % self.p.tiles.rows == 0:
+            return None
+        row = self.row_start(i) + jnp.arange(self.p.tiles.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+        return row >= i * self.p.tiles.rows
+
+    def segments(self, i, j):
+        return (
+            _slice(self.query_segments, self.row_start(i), self.p.tiles.rows, 1),
+            _slice(self.key_segments, self.column_start(j), self.p.tiles.columns, 1),
+        )
+
+    def unless_empty(self, i, j, body, carry):
+        """`body(carry)`, or `carry` where segments or mask blocks show that no score of the tile is visible."""
+        some = []
+        if self.query_segments is not None:
+            a, b = self.segments(i, j)
+            some.append(((a.min(1) <= b.max(1)) & (b.min(1) <= a.max(1))).any())
+        if self.blocks is not None:
+            rows, columns = self.p.spec.mask_block
+            row = self.row_start(i) + jnp.arange(self.p.tiles.rows)
+            column = self.column_start(j) + jnp.arange(self.p.tiles.columns)
+            row_blocks = jnp.zeros(self.blocks.shape[3], bool).at[row // rows].set(True)
+            column_blocks = jnp.zeros(self.blocks.shape[4], bool).at[column // columns].set(True)
+            touched = row_blocks[:, None] & column_blocks[None, :]
+            some.append((self.blocks & touched.reshape(1, 1, 1, *touched.shape)).any())
+        if not some:
+            return body(carry)
+        return lax.cond(functools.reduce(jnp.logical_and, some), body, lambda x: x, carry)
+
+    def tile_of(self, x, i, j):
+        x = _slice(x, self.row_start(i), self.p.tiles.rows, 3)
+        return _slice(x, self.column_start(j), self.p.tiles.columns, 4)
+
+    # --- products and scores
+
+    def product(self, a, b):
+        """`[R, E, G, rows, x] · [R|1, E, x, y]`: the heads of a group are rows of one product."""
+        r, e, g, t, x = a.shape
+        b = jnp.broadcast_to(b, (r, e, *b.shape[2:]))
+        return lax.dot_general(
+            a.reshape(r * e, g * t, x), b.reshape(r * e, x, b.shape[3]), (((2,), (1,)), ((0,), (0,)))
+        ).reshape(r, e, g, t, b.shape[3])
+
+    def transposed_product(self, a, b):
+        """`[R, E, x, G, rows] · [R, E, G, rows, y]`, summed over the rows of the group: [R, E, x, y]."""
+        r, e, x, g, t = a.shape
+        y = b.shape[4]
+        return lax.dot_general(
+            a.reshape(r * e, x, g * t), b.reshape(r * e, g * t, y), (((2,), (1,)), ((0,), (0,)))
+        ).reshape(r, e, x, y)
+
+    def scores(self, q, keys, i, j):
+        """Scores of a tile after bias, slopes and soft cap, and the derivative of the cap (None without one)."""
+        x = self.product(q, keys)
+        if self.bias is not None:
+            x = x + self.tile_of(self.bias, i, j).astype(x.dtype)
+        if self.slopes is not None:
+            x = x + self.slopes * (self.columns(j) - self.positions(i)).astype(x.dtype)
+        cap = self.p.spec.logits_soft_cap
+        if cap is None:
+            return x, None
+        y = jnp.tanh(x / cap)
+        return cap * y, 1 - y * y
+
+    def kept(self, i, j):
+        """1 / (1 − rate) for the scores of a tile that dropout keeps, 0 for the others; None without dropout."""
+        o, c, p = self.p.operands, self.p.tiles, self.p
+        if o.dropout is None:
+            return None
+        seed0, seed1, batch = (self.rows("dropout")[:, w].reshape(-1, 1, 1, 1, 1) for w in range(3))
+        head = jnp.arange(p.n, dtype=jnp.uint32).reshape(1, p.k, p.g, 1, 1)
+        head = _slice(head, self.head0, c.key_heads, 1)
+        row = self.row_start(i) + jnp.arange(c.rows).reshape(1, 1, 1, -1, 1)
+        keep = keep_mask(
+            p.spec.dropout_rate, (seed0, seed1), batch, head, row.astype(jnp.uint32), self.column_start(j), c.columns
+        )
+        return jnp.where(keep, p.acc.type(1 / (1 - p.spec.dropout_rate)), p.acc.type(0))
+
+
+def forward(spec: Specification, operands: Operands):
+    """Attention and its statistic.
+
+    Returns:
+      out: [B, T, N, V] of the query's dtype.
+      statistic: [B, T, N], the log-sum-exp, or `empty_statistic` for a row that sees nothing; float32 (float64).
+    """
+    c = tiling(spec, operands)
+    p = _Problem(spec, operands, c)
+    acc = p.acc
+    if p.masked:
+        bad_query = ~jnp.isfinite(operands.query).all(-1)
+        bad_key = ~jnp.isfinite(operands.key).all(-1)
+        bad_value = ~jnp.isfinite(operands.value).all(-1)
+        any_bad = bad_query.any() | bad_key.any() | bad_value.any()
+
+    def step(index):
+        w = p.step(index)
+        q = w.clean(w.queries_like(operands.query).astype(acc)) * w.scale
+        keys = jnp.swapaxes(w.clean(w.keys_like("key")), 2, 3)
+        values = w.clean(w.keys_like("value"))
+        sinks = None if operands.sinks is None else w.per_head(w.rows("sinks"))[..., 0]
+        if p.masked:
+            bad_column = _slice(w.take_rows(bad_key, p.repeats.key), w.head0, c.key_heads, 2)
+            bad_column = bad_column | _slice(w.take_rows(bad_value, p.repeats.value), w.head0, c.key_heads, 2)
+            bad_column = jnp.moveaxis(bad_column, 1, 2)[:, :, None, None, :]
+            bad_row = w.queries_like(bad_query)
+
+        def row_tile(i, carry):
+            out, statistic = carry
+            q_i = _slice(q, w.row_start(i), c.rows, 3)
+
+            def column_tile(j, carry):
+                def visit(carry):
+                    high, total, sums = carry
+                    keys_j = _slice(keys, w.column_start(j), c.columns, 3)
+                    values_j = _slice(values, w.column_start(j), c.columns, 2)
+                    x, _ = w.scores(q_i, keys_j, i, j)
+                    see = w.visible(i, j)
+                    if see is not None:
+                        x = jnp.where(see, x, acc.type(-np.inf))
+                    new_high = jnp.maximum(high, x.max(-1))
+                    shift = jnp.where(new_high == -np.inf, acc.type(0), new_high)
+                    probability = jnp.exp(x - shift[..., None])
+                    rescale = jnp.exp(high - shift)
+                    total = total * rescale + probability.sum(-1)
+                    kept = w.kept(i, j)
+                    if kept is not None:
+                        probability = probability * kept
+                    sums = sums * rescale[..., None] + w.product(probability, values_j)
+                    return new_high, total, sums
+
+                return w.unless_empty(i, j, visit, carry)
+
+            low, end = w.column_tiles(i)
+            shape = (c.batch_rows, c.key_heads, p.g, c.rows)
+            init = jnp.full(shape, -np.inf, acc), jnp.zeros(shape, acc), jnp.zeros((*shape, p.v), acc)
+            high, total, sums = _loop(low, end, column_tile, init)
+
+            empty = high == -np.inf
+            if sinks is not None:
+                new_high = jnp.where(empty, acc.type(0), jnp.maximum(high, sinks))
+                rescale = jnp.exp(high - new_high)
+                total = total * rescale + jnp.exp(sinks - new_high)
+                sums, high = sums * rescale[..., None], new_high
+            total = jnp.where(empty, acc.type(1), total)
+            out_i = sums / total[..., None]
+            statistic_i = jnp.where(empty, acc.type(empty_statistic(acc)), high + jnp.log(total))
+
+            if p.masked:
+
+                def taint(see_bad):
+                    def column_tile(j, found):
+                        bad = _slice(bad_column, w.column_start(j), c.columns, 4)
+                        see = w.visible(i, j)
+                        return found | (bad if see is None else see & bad).any(-1)
+
+                    found = _loop(low, end, column_tile, see_bad)
+                    return found | (_slice(bad_row, w.row_start(i), c.rows, 3) & ~empty)
+
+                tainted = lax.cond(any_bad, taint, lambda found: found, jnp.zeros(shape, bool))
+                out_i = jnp.where(tainted[..., None], acc.type(np.nan), out_i)
+                statistic_i = jnp.where(tainted, acc.type(np.nan), statistic_i)
+
+            start = w.row_start(i)
+            out_i = out_i.astype(operands.query.dtype)
+            if p.row_tiles == 1:
+                return out_i, statistic_i
+            return (
+                lax.dynamic_update_slice_in_dim(out, out_i, start, 3),
+                lax.dynamic_update_slice_in_dim(statistic, statistic_i, start, 3),
+            )
+
+        shape = (c.batch_rows, c.key_heads, p.g, p.t)
+        init = jnp.zeros((*shape, p.v), operands.query.dtype), jnp.zeros(shape, acc)
+        return _loop(0, p.row_tiles, row_tile, init)
+
+    out, statistic = _map(step, p.steps)
+    return p.from_steps(out), p.from_steps(statistic)
+
+
+def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_statistic, wanted: tuple[str, ...]):
+    """Cotangents of the operands named in `wanted`, each of its operand's shape and dtype.
+
+    Args:
+      out, statistic: results of `forward`.
+      d_out: [B, T, N, V]; d_statistic: [B, T, N]. What they hold for rows that see nothing is ignored.
+    """
+    c = tiling(spec, operands)
+    if "bias" in wanted and operands.bias.shape[0] > 1:
+        c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
+    p = _Problem(spec, operands, c)
+    acc = p.acc
+    empty = statistic == acc.type(empty_statistic(acc))
+    d_out = jnp.where(empty[..., None], acc.type(0), d_out.astype(acc))
+    d_statistic = jnp.where(empty, acc.type(0), d_statistic.astype(acc))
+    # d(score) = p · (d(p) − shift), with shift = Σ d_out · out − d_statistic
+    shift = (d_out * out.astype(acc)).sum(-1) - d_statistic
+    if p.masked:
+        tainted = ~(jnp.isfinite(shift) & jnp.isfinite(statistic) & jnp.isfinite(d_out).all(-1))
+        any_tainted = tainted.any()
+        d_out = jnp.where(tainted[..., None], acc.type(0), d_out)
+        shift = jnp.where(tainted, acc.type(0), shift)
+        statistic = jnp.where(tainted, acc.type(empty_statistic(acc)), statistic)
+
+    bias_gradient = "bias" in wanted
+    slope_gradient = "alibi_slopes" in wanted
+
+    def step(index, d_bias):
+        w = p.step(index)
+        q = w.clean(w.queries_like(operands.query).astype(acc)) * w.scale
+        q_transposed = jnp.moveaxis(q, 4, 2)
+        keys = w.clean(w.keys_like("key"))
+        keys_transposed = jnp.swapaxes(keys, 2, 3)
+        values_transposed = jnp.swapaxes(w.clean(w.keys_like("value")), 2, 3)
+        do = w.queries_like(d_out)
+        do_transposed = jnp.moveaxis(do, 4, 2)
+        statistics, shifts = w.queries_like(statistic), w.queries_like(shift)
+        if p.masked:
+            bad_row = w.queries_like(tainted)
+
+        def row_tile(i, carry):
+            d_q, d_keys, d_values, bad_column, d_slopes, d_bias = carry
+            start = w.row_start(i)
+            rows = lambda x, axis=3: _slice(x, start, c.rows, axis)
+            q_i, do_i, statistic_i, shift_i = rows(q), rows(do), rows(statistics), rows(shifts)
+            q_transposed_i, do_transposed_i = rows(q_transposed, 4), rows(do_transposed, 4)
+            own = w.own_rows(i)
+
+            def column_tile(j, carry):
+                def visit(carry):
+                    d_q_i, d_keys, d_values, d_slopes, d_bias = carry
+                    column = w.column_start(j)
+                    columns = lambda x, axis: _slice(x, column, c.columns, axis)
+                    x, d_cap = w.scores(q_i, columns(keys_transposed, 3), i, j)
+                    d_p = w.product(do_i, columns(values_transposed, 3))
+                    see = w.visible(i, j)
+                    if own is not None:
+                        see = own if see is None else see & own
+                    probability = jnp.exp(x - statistic_i[..., None])
+                    if see is not None:
+                        probability = jnp.where(see, probability, acc.type(0))
+                    kept = w.kept(i, j)
+                    dropped = probability if kept is None else probability * kept
+                    d_p = d_p if kept is None else d_p * kept
+                    d_x = probability * (d_p - shift_i[..., None])
+                    if d_cap is not None:
+                        d_x = d_x * d_cap
+
+                    def add(total, part):
+                        if p.column_tiles == 1:
+                            return total + part
+                        return lax.dynamic_update_slice_in_dim(total, columns(total, 3) + part, column, 3)
+
+                    d_q_i = d_q_i + w.product(d_x, columns(keys, 2))
+                    d_keys = add(d_keys, w.transposed_product(q_transposed_i, d_x))
+                    d_values = add(d_values, w.transposed_product(do_transposed_i, dropped))
+                    if slope_gradient:
+                        distance = (w.columns(j) - w.positions(i)).astype(acc)
+                        d_slopes = d_slopes + (d_x * distance).sum((3, 4))
+                    if bias_gradient:
+                        if p.masked:
+                            bad = rows(bad_row)[..., None]
+                            d_x = jnp.where(bad if see is None else see & bad, acc.type(np.nan), d_x)
+                        d_bias = _add_bias_gradient(w, d_bias, d_x, start, column)
+                    return d_q_i, d_keys, d_values, d_slopes, d_bias
+
+                return w.unless_empty(i, j, visit, carry)
+
+            low, end = w.column_tiles(i)
+            init = jnp.zeros(q_i.shape, acc), d_keys, d_values, d_slopes, d_bias
+            d_q_i, d_keys, d_values, d_slopes, d_bias = _loop(low, end, column_tile, init)
+
+            if p.masked:
+
+                def taint(bad_column):
+                    def column_tile(j, found):
+                        see = w.visible(i, j)
+                        bad = rows(bad_row)[..., None]
+                        bad = jnp.broadcast_to(bad if see is None else see & bad, (*bad.shape[:4], c.columns))
+                        column = w.column_start(j)
+                        bad = _slice(found, column, c.columns, 2) | bad.any((2, 3))
+                        return lax.dynamic_update_slice_in_dim(found, bad, column, 2)
+
+                    return _loop(low, end, column_tile, bad_column)
+
+                bad_column = lax.cond(any_tainted, taint, lambda found: found, bad_column)
+
+            # rows that the tile shares with its neighbour are zero here, so that adding is right
+            d_q_i = d_q_i if p.row_tiles == 1 else lax.dynamic_update_slice_in_dim(d_q, rows(d_q) + d_q_i, start, 3)
+            return d_q_i, d_keys, d_values, bad_column, d_slopes, d_bias
+
+        heads = (c.batch_rows, c.key_heads)
+        init = (
+            jnp.zeros((*heads, p.g, p.t, p.h), acc),
+            jnp.zeros((*heads, p.h, p.s), acc),
+            jnp.zeros((*heads, p.v, p.s), acc),
+            jnp.zeros((*heads, p.s), bool),
+            jnp.zeros((*heads, p.g), acc),
+            d_bias,
+        )
+        d_q, d_keys, d_values, bad_column, d_slopes, d_bias = _loop(0, p.row_tiles, row_tile, init)
+        if p.masked:
+            d_q = jnp.where(bad_row[..., None], acc.type(np.nan), d_q)
+            bad_column = bad_column[:, :, None, :]
+            d_keys = jnp.where(bad_column, acc.type(np.nan), d_keys)
+            d_values = jnp.where(bad_column, acc.type(np.nan), d_values)
+        # the gradient of the scaled product; the scale itself follows outside
+        return d_bias, (d_q, d_keys, d_values, d_slopes)
+
+    d_bias = jnp.zeros(operands.bias.shape if bias_gradient else (), acc)
+    if p.steps == 1:
+        d_bias, parts = step(0, d_bias)
+        parts = tuple(x[None] for x in parts)
+    else:
+        d_bias, parts = lax.scan(
+            lambda d_bias, index: step(index, d_bias), d_bias, jnp.arange(p.steps, dtype=jnp.int32)
+        )
+    d_q, d_keys, d_values, d_slopes = parts
+    d_q = p.from_steps(d_q)
+
+    def keys_like(x):
+        """`[steps, R, E, x, S]` as `[B, S, K, x]`."""
+        x = x.reshape(-1, p.head_steps, c.batch_rows, c.key_heads, *x.shape[3:])
+        x = jnp.moveaxis(x, (0, 2, 5, 1, 3, 4), (0, 1, 2, 3, 4, 5))
+        return x.reshape(p.batch, p.s, p.k, -1)
+
+    def cotangent(name):
+        operand, repeat = getattr(operands, name), getattr(p.repeats, name)
+        if name == "query":
+            scale = p.spec.scale if operands.scale is None else _per_batch_row(p, operands.scale, "scale").astype(acc)
+            x = d_q * scale
+        elif name == "key":
+            x = keys_like(d_keys)
+        elif name == "value":
+            x = keys_like(d_values)
+        elif name == "bias":
+            return d_bias.astype(operand.dtype)
+        elif name == "scale":
+            q = operands.query.astype(acc)
+            x = ((_finite(q) if p.masked else q) * d_q).sum((1, 2, 3))
+        elif name == "alibi_slopes":
+            x = p.from_steps(d_slopes[:, :, :, :, None])[:, 0]
+            if p.masked:
+                x = jnp.where(tainted.any(1), acc.type(np.nan), x)
+        elif name == "sinks":
+            sinks = _per_batch_row(p, operands.sinks, "sinks").astype(acc)
+            d_sinks = -jnp.exp(sinks.reshape(-1, 1, p.n) - statistic) * shift
+            if p.masked:
+                d_sinks = jnp.where(tainted, acc.type(np.nan), d_sinks)
+            x = d_sinks.sum(1)
+        return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
+
+    return tuple(cotangent(name) for name in wanted)
+
+
+def _per_batch_row(p: _Problem, x, name: str):
+    """`[rows, ...]` as `[B, 1, 1, ...]`, or `[1, 1, 1, ...]` where a single row serves all."""
+    if x.shape[0] > 1:
+        x = x[row_index(np.arange(p.batch), getattr(p.repeats, name), x.shape[0])]
+    return x.reshape(x.shape[0], 1, 1, *x.shape[1:], *((1,) if x.ndim == 1 else ()))
+
+
+def _add_bias_gradient(w: _Step, d_bias, d_x, row, column):
+    """Adds a tile of score gradients to the bias gradient, summed over the axes that the bias broadcasts."""
+    p, c = w.p, w.p.tiles
+    rows, heads, t, s = d_bias.shape
+    d_x = d_x.reshape(c.batch_rows, c.key_heads * p.g, c.rows, c.columns)
+    summed = tuple(axis for axis, size in enumerate((rows, heads, t, s)) if size == 1)
+    if summed:
+        d_x = d_x.sum(summed, keepdims=True)
+    start = (
+        row_index(w.row0, p.repeats.bias, rows) if rows > 1 else 0,
+        w.head0 * p.g if heads > 1 else 0,
+        row if t > 1 else 0,
+        column if s > 1 else 0,
+    )
+    old = lax.dynamic_slice(d_bias, start, d_x.shape)
+    return lax.dynamic_update_slice(d_bias, old + d_x, start)

@@ -1,0 +1,69 @@
+"""The dropout mask: a counter-based generator, so that any tile of any implementation can make its own bits.
+
+Philox-4×32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3). The counter of
+score (b, n, t, s) is (s // 4, t, n, b), its key the two words of the seed; the four output words serve the columns
+4·(s // 4) … 4·(s // 4) + 3.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def _multiply(a: int, x):
+    """High and low words of the 64-bit product of a constant and uint32 `x`, in 32-bit arithmetic."""
+    a_low, a_high = np.uint32(a & 0xFFFF), np.uint32(a >> 16)
+    x_low, x_high = x & np.uint32(0xFFFF), x >> np.uint32(16)
+    low = a_low * x_low
+    middle = a_high * x_low + (low >> np.uint32(16))
+    carry = a_low * x_high + (middle & np.uint32(0xFFFF))
+    high = a_high * x_high + (middle >> np.uint32(16)) + (carry >> np.uint32(16))
+    return high, np.uint32(a) * x
+
+
+def philox(key, counter):
+    """Four uint32 words for each counter.
+
+    Args:
+      key: two uint32 arrays.
+      counter: four uint32 arrays; all six broadcast together.
+    """
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + np.uint32(_WEYL[0]), k1 + np.uint32(_WEYL[1])
+    return c0, c1, c2, c3
+
+
+def keep_mask(rate: float, seed, batch, head, row, first_column, columns: int):
+    """Which scores of a tile dropout keeps, each with probability 1 − rate.
+
+    Args:
+      rate: probability of dropping a score, in [0, 1).
+      seed: two uint32 arrays.
+      batch, head, row: uint32 arrays. They and the seed broadcast together and end in an axis of size 1, which becomes
+        the columns.
+      first_column: index of the tile's first column, a Python or traced integer.
+      columns: static number of columns.
+
+    Returns:
+      bool array of the broadcast shape, last axis `columns`.
+    """
+    first_column = jnp.asarray(first_column, jnp.uint32)
+    groups = (columns + 3) // 4 + 1
+    shape = jnp.broadcast_shapes(*(x.shape for x in (*seed, batch, head, row)))
+    c0 = first_column // 4 + jnp.arange(groups, dtype=jnp.uint32)
+    c0 = c0.reshape((1,) * (len(shape) - 1) + (groups,))
+    words = jnp.stack(philox(seed, (c0, row, head, batch)), axis=-1)
+    words = words.reshape(*shape[:-1], 4 * groups)
+    words = lax.dynamic_slice_in_dim(words, (first_column % 4).astype(jnp.int32), columns, axis=-1)
+    return words >= np.uint32(min(round(rate * 2**32), 2**32 - 1))

@@ -1,0 +1,290 @@
+"""Attention as JAX primitives: what `jit`, `vmap`, `grad` and `shard_map` do with a (specification, operands) pair.
+
+Three primitives, all over flat operands:
+
+* `attention`: (operands) → (out, statistic);
+* `attention_transpose`: (operands, out, statistic, d_out, d_statistic) → cotangents of the wanted operands;
+* `attention_tangent`: (operands, out, statistic, tangents of the wanted operands) → tangents of (out, statistic).
+  Reverse mode never runs it, only its transpose, `attention_transpose`. Forward mode does, through the reference.
+
+A `custom_vjp` would forbid forward mode and `custom_jvp` alone cannot name the backward pass; a linear primitive with a
+transpose gives both. Second derivatives differentiate the reference.
+
+Batching folds the mapped axis into the batch and leaves operands that are not mapped alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_mfa import blockwise, reference
+from jax_mfa.specification import Operands, Specification, accumulation_dtype
+
+
+def pack(operands: Operands):
+    """The operands that are present, and their names."""
+    names = tuple(name for name, x in zip(Operands._fields, operands) if x is not None)
+    return tuple(getattr(operands, name) for name in names), names
+
+
+def unpack(arrays, names) -> Operands:
+    return Operands(**dict(zip(names, arrays)))
+
+
+def statistic_to_lse(statistic):
+    """The public log-sum-exp: −inf where a row sees nothing."""
+    empty = statistic == blockwise.empty_statistic(statistic.dtype)
+    return jnp.where(empty, -jnp.inf, statistic)
+
+
+def _reference_of(arrays, spec: Specification, names, wanted):
+    """The reference as a function of the wanted operands, with the statistic in place of the log-sum-exp; and where."""
+    fixed = dict(zip(names, arrays))
+
+    def fun(*varying):
+        out, lse = reference.attention(spec, Operands(**{**fixed, **dict(zip(wanted, varying))}))
+        empty = jnp.asarray(blockwise.empty_statistic(lse.dtype), lse.dtype)
+        return out, jnp.where(lse == -jnp.inf, empty, lse)
+
+    return fun, tuple(fixed[name] for name in wanted)
+
+
+# --- what each primitive computes
+
+
+def _attention(*arrays, spec, names):
+    return blockwise.forward(spec, unpack(arrays, names))
+
+
+def _transpose(*arrays, spec, names, wanted):
+    n = len(names)
+    return blockwise.backward(spec, unpack(arrays[:n], names), *arrays[n:], wanted)
+
+
+def _tangent(*arrays, spec, names, wanted):
+    fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
+    return jax.jvp(fun, at, arrays[len(names) + 2 :])[1]
+
+
+def _differentiable_transpose(*arrays, spec, names, wanted):
+    """`_transpose` written with JAX's own derivative of the reference, for derivatives of derivatives."""
+    fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
+    results, pullback = jax.vjp(fun, *at)
+    d_out, d_statistic = arrays[len(names) + 2 :]
+    return pullback((d_out.astype(results[0].dtype), d_statistic.astype(results[1].dtype)))
+
+
+# --- shapes
+
+
+def _attention_shapes(*avals, spec, names):
+    o = unpack(avals, names)
+    b, t, n, _ = o.query.shape
+    return (
+        o.query.update(shape=(b, t, n, o.value.shape[-1]), weak_type=False),
+        o.query.update(shape=(b, t, n), dtype=accumulation_dtype(o.query.dtype), weak_type=False),
+    )
+
+
+def _transpose_shapes(*avals, spec, names, wanted):
+    o = unpack(avals[: len(names)], names)
+    return tuple(getattr(o, name).update(weak_type=False) for name in wanted)
+
+
+def _tangent_shapes(*avals, spec, names, wanted):
+    return _attention_shapes(*avals[: len(names)], spec=spec, names=names)
+
+
+# --- vmap
+
+
+def _rows(x, dim) -> int:
+    """Operand rows of an array whose mapped axis, if any, is `dim`."""
+    return x.shape[1] if dim == 0 else x.shape[0]
+
+
+def _mapped(x, dim, size: int):
+    """`x` with a leading mapped axis, broadcast if it had none."""
+    return jnp.moveaxis(x, dim, 0) if dim is not None else jnp.broadcast_to(x[None], (size, *x.shape))
+
+
+def _fold(x, size: int, batch: int, repeat: int):
+    """A mapped operand `[size, rows, ...]` with its mapped axis in front of its rows, and its new repeat."""
+    rows = x.shape[1]
+    if rows == 1:
+        return x.reshape(size, *x.shape[2:]), batch
+    if rows * repeat != batch:  # its rows recur within the batch: one row for each batch row
+        x = jnp.tile(jnp.repeat(x, repeat, 1), (1, batch // (rows * repeat)) + (1,) * (x.ndim - 2))
+        repeat = 1
+    return x.reshape(size * x.shape[1], *x.shape[2:]), repeat
+
+
+def _fold_operands(arrays, dims, size: int, spec: Specification, names, mapped=()):
+    """Folds a mapped axis into the batch; the query and the operands in `mapped` get that axis if they lack it.
+
+    An operand that is not mapped stays as it is: its rows recur for each element of the mapped axis.
+    """
+    query = names.index("query")
+    batch = _rows(arrays[query], dims[query])
+    repeats = dict(zip(Operands._fields, spec.repeats))
+    folded = []
+    for name, x, dim in zip(names, arrays, dims):
+        if dim is not None or name == "query" or name in mapped:
+            x, repeats[name] = _fold(_mapped(x, dim, size), size, batch, repeats[name])
+        folded.append(x)
+    return folded, dataclasses.replace(spec, repeats=tuple(repeats[name] for name in Operands._fields)), batch
+
+
+def _unfold(x, size: int):
+    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+
+
+def _axis_size(arrays, dims) -> int:
+    return next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
+
+
+def _attention_batching(arrays, dims, *, spec, names):
+    size = _axis_size(arrays, dims)
+    operands, spec, _ = _fold_operands(arrays, dims, size, spec, names)
+    results = attention_p.bind(*operands, spec=spec, names=names)
+    return tuple(_unfold(x, size) for x in results), (0, 0)
+
+
+def _fold_results(arrays, dims, size: int, batch: int):
+    """Folds arrays that have one row for each batch row."""
+    return [_mapped(x, d, size).reshape(size * batch, *_mapped(x, d, size).shape[2:]) for x, d in zip(arrays, dims)]
+
+
+def _transpose_batching(arrays, dims, *, spec, names, wanted):
+    size, n = _axis_size(arrays, dims), len(names)
+    operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
+    extra = _fold_results(arrays[n:], dims[n:], size, batch)
+    results = transpose_p.bind(*operands, *extra, spec=folded, names=names, wanted=wanted)
+    out = []
+    for name, x in zip(wanted, results):
+        i = names.index(name)
+        rows, x = _rows(arrays[i], dims[i]), _unfold(x, size)
+        if x.shape[1] != rows:  # `_fold` gave each batch row a row of its own
+            repeat = spec.repeats[Operands._fields.index(name)]
+            x = x.reshape(size, -1, rows, repeat, *x.shape[2:]).sum((1, 3), dtype=x.dtype)
+        out.append(x)
+    return tuple(out), (0,) * len(out)
+
+
+def _tangent_batching(arrays, dims, *, spec, names, wanted):
+    size, n = _axis_size(arrays, dims), len(names)
+    operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
+    results = _fold_results(arrays[n : n + 2], dims[n : n + 2], size, batch)
+    tangents = [
+        _fold(_mapped(x, d, size), size, batch, spec.repeats[Operands._fields.index(name)])[0]
+        for name, x, d in zip(wanted, arrays[n + 2 :], dims[n + 2 :])
+    ]
+    results = tangent_p.bind(*operands, *results, *tangents, spec=folded, names=names, wanted=wanted)
+    return tuple(_unfold(x, size) for x in results), (0, 0)
+
+
+# --- derivatives
+
+
+def _attention_jvp(primals, tangents, *, spec, names):
+    results = attention_p.bind(*primals, spec=spec, names=names)
+    moving = [(name, t) for name, t in zip(names, tangents) if type(t) is not ad.Zero]
+    wanted = tuple(name for name, _ in moving)
+    d_results = tangent_p.bind(*primals, *results, *(t for _, t in moving), spec=spec, names=names, wanted=wanted)
+    return results, d_results
+
+
+def _tangent_transpose(cotangents, *arrays, spec, names, wanted):
+    n = len(names) + 2
+    known, tangents = arrays[:n], arrays[n:]
+    linear = tuple(name for name, t in zip(wanted, tangents) if ad.is_undefined_primal(t))
+    cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
+    results = dict(zip(linear, transpose_p.bind(*known, *cotangents, spec=spec, names=names, wanted=linear)))
+    return [None] * n + [results.get(name) for name in wanted]
+
+
+def _jvp_by_jax(fun):
+    """The derivative rule of a primitive that only derivatives meet: `fun` is plain JAX, so JAX differentiates it."""
+
+    def rule(primals, tangents, **params):
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(functools.partial(fun, **params), tuple(primals), tuple(tangents))
+
+    return rule
+
+
+# --- registration
+
+
+def _primitive(name: str, fun, shapes, batch, static):
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    # jitted, so that a model's many equal layers are traced and lowered once
+    run = jax.jit(fun, static_argnames=static)
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(shapes)
+    lowering = mlir.lower_fun(run, multiple_results=True)
+
+    def rule(ctx, *args, **params):
+        # loops inside start from constants, which shard_map's types would tell from data that varies by device
+        avals = [a.update(vma=frozenset()) if getattr(a, "vma", None) else a for a in ctx.avals_in]
+        return lowering(ctx.replace(avals_in=avals), *args, **params)
+
+    mlir.register_lowering(primitive, rule)
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+attention_p = _primitive("jax_mfa_attention", _attention, _attention_shapes, _attention_batching, ("spec", "names"))
+transpose_p = _primitive(
+    "jax_mfa_attention_transpose", _transpose, _transpose_shapes, _transpose_batching, ("spec", "names", "wanted")
+)
+tangent_p = _primitive(
+    "jax_mfa_attention_tangent", _tangent, _tangent_shapes, _tangent_batching, ("spec", "names", "wanted")
+)
+ad.primitive_jvps[attention_p] = _attention_jvp
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+ad.primitive_jvps[tangent_p] = _jvp_by_jax(_tangent)
+ad.primitive_jvps[transpose_p] = _jvp_by_jax(_differentiable_transpose)
+
+
+def _vary_alike(arrays):
+    """Under `shard_map`, marks every array as varying along each mesh axis that any of them varies along."""
+    if not hasattr(jax, "typeof"):
+        return arrays
+    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
+    union = frozenset().union(*axes)
+    if hasattr(lax, "pcast"):
+        vary = lambda x, missing: lax.pcast(x, missing, to="varying")
+    else:
+        vary = lambda x, missing: lax.pvary(x, missing)
+    return tuple(vary(x, tuple(sorted(union - own))) if union - own else x for x, own in zip(arrays, axes))
+
+
+def _register_with_old_shard_map():
+    """JAX before 0.6 asks each primitive how it maps replication; here as for any elementwise one."""
+    try:
+        from jax.experimental import shard_map
+
+        for primitive in (attention_p, transpose_p, tangent_p):
+            shard_map.register_standard_check(primitive)
+            shard_map.register_standard_rewrite(primitive)
+    except (ImportError, AttributeError):  # newer JAX reads the types of the results
+        pass
+
+
+_register_with_old_shard_map()
+
+
+def attention(spec: Specification, operands: Operands):
+    """Attention and its statistic (see `blockwise.forward`) through the primitives: [B, T, N, V] and [B, T, N]."""
+    arrays, names = pack(operands)
+    out, statistic = attention_p.bind(*_vary_alike(arrays), spec=spec, names=names)
+    return out, statistic

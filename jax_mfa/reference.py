@@ -1,0 +1,113 @@
+"""The definition: attention as CONTRACT.md numbers it, O(T·S) memory, differentiable by JAX in every mode.
+
+Everything else in the package is judged against this page. It is written for reading, shares no code with the
+implementations it judges but the random bits of dropout, and is slow on purpose.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mfa.philox import keep_mask
+from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand
+
+
+def visible(spec: Specification, operands: Operands):
+    """Which columns each row may see: bool [B|1, N|1, T, S]."""
+    o = operands
+    t = jnp.arange(o.query.shape[1], dtype=jnp.int32).reshape(1, 1, -1, 1)
+    s = jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
+    per_row = lambda x: x.reshape(-1, 1, 1, 1)
+    position = t + (spec.query_offset if o.query_offset is None else per_row(o.query_offset))
+    left, right = spec.window
+    see = jnp.ones((1, 1, t.size, s.size), bool)
+    if o.mask is not None:
+        see &= o.mask
+    if spec.is_causal:
+        see &= s <= position
+    if left is not None:
+        see &= s - position >= -left
+    if right is not None:
+        see &= s - position <= right
+    if o.key_lengths is not None:
+        see &= s < per_row(o.key_lengths)
+    if o.query_lengths is not None:
+        see &= t < per_row(o.query_lengths)
+    if o.query_segment_ids is not None:
+        see &= o.query_segment_ids[:, None, :, None] == o.key_segment_ids[:, None, None, :]
+    if spec.mask_block is not None:
+        rows, columns = spec.mask_block
+        see &= jnp.repeat(jnp.repeat(o.block_mask, rows, 2), columns, 3)[:, :, : t.size, : s.size]
+    return see
+
+
+def attention(spec: Specification, operands: Operands):
+    """Attention and its log-sum-exp.
+
+    Returns:
+      out: [B, T, N, V] of the query's dtype.
+      lse: [B, T, N] float32 (float64 for float64 inputs); −inf for a row that sees nothing.
+    """
+    spec, o = expand(spec, operands)
+    batch, t, n, _ = o.query.shape
+    group = n // o.key.shape[2]
+    acc = accumulation_dtype(o.query.dtype)
+    q, k, v = (x.astype(acc) for x in (o.query, o.key, o.value))
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    see = jnp.broadcast_to(visible(spec, o), (batch, n, t, k.shape[1]))
+
+    # a value that nobody sees must not reach anybody, and 0 · NaN is NaN: whoever sees one that is not finite is
+    # marked here, the sums below run over finite numbers
+    tainted = None
+    if spec.has_mask(o):
+        finite = lambda x: jnp.isfinite(x).all(-1).transpose(0, 2, 1)
+        bad_key = ~(finite(k) & finite(v))
+        tainted = (see & bad_key[:, :, None, :]).any(-1) | (~finite(q) & see.any(-1))
+        q, k, v = (jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in (q, k, v))
+
+    # 1-3: scores
+    scale = spec.scale if o.scale is None else o.scale.astype(acc).reshape(-1, 1, 1, 1)
+    x = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+    if o.bias is not None:
+        x = x + o.bias.astype(acc)
+    if o.alibi_slopes is not None:
+        offset = spec.query_offset if o.query_offset is None else o.query_offset.reshape(-1, 1, 1, 1)
+        position = jnp.arange(t).reshape(1, 1, -1, 1) + offset
+        distance = jnp.arange(k.shape[1]).reshape(1, 1, 1, -1) - position
+        x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * distance.astype(acc)
+    if spec.logits_soft_cap is not None:
+        x = spec.logits_soft_cap * jnp.tanh(x / spec.logits_soft_cap)
+
+    # 4-5: softmax over what is visible, and the sink
+    x = jnp.where(see, x, -jnp.inf)
+    high = x.max(-1, keepdims=True, initial=-jnp.inf)
+    empty = high == -jnp.inf
+    if o.sinks is not None:
+        sinks = o.sinks.astype(acc)[:, :, None, None]
+        high = jnp.maximum(high, sinks)
+    high = jnp.where(high == -jnp.inf, jnp.zeros_like(high), high)
+    p = jnp.where(see, jnp.exp(jnp.where(see, x, high) - high), jnp.zeros_like(x))
+    total = p.sum(-1, keepdims=True)
+    if o.sinks is not None:
+        total = total + jnp.exp(sinks - high)
+    total = jnp.where(empty, jnp.ones_like(total), total)
+    p = jnp.where(empty, jnp.zeros_like(p), p / total)
+    lse = jnp.where(empty, -jnp.inf, high + jnp.log(total))[..., 0]
+
+    # 6: dropout
+    if o.dropout is not None:
+        seed0, seed1, index = (o.dropout[:, i].reshape(-1, 1, 1, 1) for i in range(3))
+        head = jnp.arange(n, dtype=jnp.uint32).reshape(1, -1, 1, 1)
+        row = jnp.arange(t, dtype=jnp.uint32).reshape(1, 1, -1, 1)
+        keep = keep_mask(spec.dropout_rate, (seed0, seed1), index, head, row, 0, k.shape[1])
+        p = jnp.where(keep, p / (1.0 - spec.dropout_rate), jnp.zeros_like(p))
+
+    # 7
+    out = jnp.einsum("bnts,bsnv->btnv", p, v)
+    lse = lse.transpose(0, 2, 1)
+    if tainted is not None:
+        tainted = tainted.transpose(0, 2, 1)
+        out = jnp.where(tainted[..., None], np.nan, out)
+        lse = jnp.where(tainted, np.nan, lse)
+    return out.astype(o.query.dtype), lse

@@ -1,0 +1,399 @@
+"""What an attention problem is: one frozen specification and a flat tuple of operands.
+
+Every public function ends here: arguments are checked once, errors name the argument, and what comes out has one
+layout whatever the caller passed. Nothing in this room computes attention or knows which implementation will.
+
+Dimension letters: B batch, T query length, S key length, N query heads, K key/value heads, G = N // K, H head size of
+queries and keys, V head size of values and of the output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mfa.block_mask import BlockMask
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+# lengths and static offsets stay below this, so that the distance of any two positions fits 32 bits
+MAX_POSITION = 2**30 - 1
+
+
+class Operands(NamedTuple):
+    """The arrays of an attention problem; None where a feature is not used.
+
+    The leading axis of an operand holds its *rows*. Batch row b reads row `(b // repeat) % rows`, with `repeat` from
+    `Specification.repeats`: one row serves a whole batch, and an operand that `vmap` did not map is never copied.
+    """
+
+    query: Any  # [B, T, N, H]
+    key: Any  # [rows, S, K, H]
+    value: Any  # [rows, S, K, V]
+    bias: Any = None  # [rows, 1|N, 1|T, 1|S], floating
+    mask: Any = None  # [rows, 1|N, 1|T, 1|S], bool
+    block_mask: Any = None  # [rows, 1|N, ceil(T/block), ceil(S/block)], bool
+    scale: Any = None  # [rows], float
+    query_offset: Any = None  # [rows], int32
+    query_lengths: Any = None  # [rows], int32
+    key_lengths: Any = None  # [rows], int32
+    query_segment_ids: Any = None  # [rows, T], int32
+    key_segment_ids: Any = None  # [rows, S], int32
+    alibi_slopes: Any = None  # [rows, N], float
+    sinks: Any = None  # [rows, N], float
+    dropout: Any = None  # [rows, 3], uint32: two words of seed, and the batch index that the random counter uses
+
+
+DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "alibi_slopes", "sinks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Specification:
+    """The static facts of an attention problem. Hashable: it keys traces, compiled programs and launch plans."""
+
+    is_causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    scale: float = 1.0  # used where operands.scale is None
+    query_offset: int = 0  # used where operands.query_offset is None
+    logits_soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    mask_block: tuple[int, int] | None = None  # rows and columns of one entry of operands.block_mask
+    repeats: tuple[int, ...] = (1,) * len(Operands._fields)
+
+    def has_mask(self, operands: Operands) -> bool:
+        """Whether any rule can make a column invisible."""
+        return (
+            self.is_causal
+            or self.window != (None, None)
+            or any(
+                x is not None
+                for x in (
+                    operands.mask,
+                    operands.block_mask,
+                    operands.query_lengths,
+                    operands.key_lengths,
+                    operands.query_segment_ids,
+                )
+            )
+        )
+
+
+def accumulation_dtype(dtype) -> Any:
+    """float64 for float64 inputs, float32 for everything else."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def row_index(b, repeat: int, rows: int):
+    """The operand row that batch row `b` reads."""
+    return (b // repeat) % rows
+
+
+def expand_rows(x, repeat: int, batch: int):
+    """`x` with one row for each batch row; an operand with a single row keeps it."""
+    if x is None or (x.shape[0] in (1, batch) and repeat == 1):
+        return x
+    return x[row_index(np.arange(batch), repeat, x.shape[0])]
+
+
+def reduce_rows(x, repeat: int, rows: int):
+    """The transpose of reading `rows` rows from a batch: sums `x` over the batch rows that share an operand row."""
+    if x.shape[0] == rows and repeat == 1:
+        return x
+    return x.reshape(-1, rows, repeat, *x.shape[1:]).sum((0, 2), dtype=x.dtype)
+
+
+def expand(spec: Specification, operands: Operands) -> tuple[Specification, Operands]:
+    """The same problem with every operand expanded to one row per batch row (or one for all)."""
+    batch = operands.query.shape[0]
+    full = Operands(*(expand_rows(x, r, batch) for x, r in zip(operands, spec.repeats)))
+    return dataclasses.replace(spec, repeats=(1,) * len(Operands._fields)), full
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a caller's arguments to a specification
+
+
+def _shape(x) -> str:
+    return f"{x.dtype.name}{list(x.shape)}"
+
+
+def _array(name: str, x, kinds: str, expected: str):
+    """`x` as an array whose dtype kind is one of `kinds` ('f' floating, 'i' integer, 'b' bool)."""
+    if isinstance(x, (list, tuple, numbers.Number)):
+        x = np.asarray(x)
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"{name} must be an array ({expected}), got {type(x).__name__}")
+    ok = {
+        "f": jnp.issubdtype(x.dtype, jnp.floating),
+        "i": jnp.issubdtype(x.dtype, jnp.integer),
+        "b": x.dtype == np.bool_,
+    }
+    if not any(ok[kind] for kind in kinds):
+        raise TypeError(f"{name} must be {expected}, got {_shape(x)}")
+    if isinstance(x, np.ndarray) and x.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
+        x = x.astype(np.float32)
+    return jnp.asarray(x)
+
+
+def _static_float(name: str, x, expected: str) -> float:
+    if isinstance(x, bool) or not isinstance(x, numbers.Real) or not math.isfinite(x):
+        raise (ValueError if isinstance(x, float) else TypeError)(f"{name} must be {expected}, got {x!r}")
+    return float(x)
+
+
+def _bool(name: str, x) -> bool:
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a Python bool (it is static), got {x!r}")
+    return bool(x)
+
+
+def _concrete(x):
+    """The values of `x` as numpy, or None while it is traced or lives on other hosts."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return None
+    return np.asarray(x)
+
+
+def _per_row(name: str, x, lead: tuple[int, ...], tail: tuple[int, ...], letters: str):
+    """`x` of shape `lead + tail`, `tail`, or with ones in place of leading axes, as `[rows, *tail]`."""
+    n = len(tail)
+    head = x.shape[: x.ndim - n]
+    fits = x.ndim >= n and x.shape[x.ndim - n :] == tail and len(head) <= max(len(lead), 1)
+    if fits and any(d not in (1, full) for d, full in zip(head[::-1], (lead or (1,))[::-1])):
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} must have shape {letters} = {list(lead + tail)}, got {list(x.shape)}")
+    return _flatten_lead(x, head, lead, tail)
+
+
+def _flatten_lead(x, head, lead, tail):
+    if all(d == 1 for d in head):
+        return x.reshape(1, *tail)
+    return jnp.broadcast_to(x, lead + tail).reshape(-1, *tail)
+
+
+def _scores_like(name: str, x, lead, n: int, t: int, s: int):
+    """A bias or mask that broadcasts to `lead + [N, T, S]`, as `[rows, 1|N, 1|T, 1|S]`; never expanded."""
+    rank = max(len(lead), 1) + 3
+    full = (lead or (1,)) + (n, t, s)
+    if x.ndim > rank or any(d not in (1, e) for d, e in zip(x.shape[::-1], full[::-1])):
+        raise ValueError(
+            f"{name} must broadcast to [..., N, T, S] = {list((*lead, n, t, s))}, got shape {list(x.shape)}"
+        )
+    x = x.reshape((1,) * (rank - x.ndim) + x.shape)
+    return _flatten_lead(x, x.shape[:-3], lead or (1,), x.shape[-3:])
+
+
+def _lengths(name: str, x, lead, limit: int):
+    x = _array(name, x, "i", "integers [B]")
+    x = _per_row(name, x, lead, (), "[B]")
+    values = _concrete(x)
+    if values is not None and values.size and (values.min() < 0 or values.max() > limit):
+        raise ValueError(f"{name} must lie in 0..{limit}, got {values.tolist()}")
+    return x.astype(jnp.int32)
+
+
+def _window(x) -> tuple[int | None, int | None]:
+    if x is None:
+        return (None, None)
+    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+        x = (x, x)
+    if not isinstance(x, (tuple, list)) or len(x) != 2:
+        raise TypeError(f"local_window_size must be an int or a pair (left, right), got {x!r}")
+    for side in x:
+        if side is None:
+            continue
+        if isinstance(side, bool) or not isinstance(side, numbers.Integral):
+            raise TypeError(f"local_window_size must hold static integers or None, got {x!r}")
+        if side < 0:
+            raise ValueError(f"local_window_size must not be negative, got {x!r}")
+    # a side that no distance can exceed is no limit
+    left, right = (None if side is None or side > 2 * MAX_POSITION else int(side) for side in x)
+    return left, right
+
+
+def _seed(x):
+    """A dropout seed as uint32[2]: an int, integers of shape [] or [2], or a `jax.random` key."""
+    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+        x = int(x) & (2**64 - 1)
+        return jnp.asarray(np.array([x & 0xFFFFFFFF, x >> 32], np.uint32))
+    if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if x.shape != ():
+            raise ValueError(f"dropout_seed must be a single key, got keys of shape {list(x.shape)}")
+        words = jax.random.key_data(x).astype(jnp.uint32)
+        return words[-2:] if words.size >= 2 else jnp.concatenate([words, words])
+    x = _array("dropout_seed", x, "i", "an integer, integers [2] or a jax.random key")
+    if x.shape == ():
+        return jnp.stack([x.astype(jnp.uint32), jnp.uint32(0)])
+    if x.shape != (2,):
+        raise ValueError(f"dropout_seed must have shape [] or [2], got {list(x.shape)}")
+    return x.astype(jnp.uint32)
+
+
+def specify(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    query_offset=0,
+    logits_soft_cap=None,
+    alibi_slopes=None,
+    sinks=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    block_mask=None,
+    dropout_rate=0.0,
+    dropout_seed=None,
+) -> tuple[Specification, Operands]:
+    """Checks the arguments of `jax_mfa.dot_product_attention` and brings them into the layout of `Operands`.
+
+    Raises `ValueError` or `TypeError` naming the argument, what was seen and what was expected.
+    """
+    query = _array("query", query, "f", "floating [..., T, N, H]")
+    key = _array("key", key, "f", "floating [..., S, K, H]")
+    value = _array("value", value, "f", "floating [..., S, K, V]")
+    if query.ndim < 3:
+        raise ValueError(f"query must have shape [..., T, N, H], got {list(query.shape)}")
+    lead = query.shape[:-3]
+    t, n, h = query.shape[-3:]
+    for name, x, letters in (("key", key, "[..., S, K, H]"), ("value", value, "[..., S, K, V]")):
+        if x.ndim != query.ndim or x.shape[:-3] != lead:
+            raise ValueError(
+                f"{name} must have shape {letters} with the leading axes of query {list(query.shape)}, "
+                f"got {list(x.shape)}"
+            )
+    s, k = key.shape[-3:-1]
+    if key.shape[-1] != h:
+        raise ValueError(f"key must have the head size of query, H = {h}, got shape {list(key.shape)}")
+    if value.shape[-3:-1] != (s, k):
+        raise ValueError(f"value must have the S, K = {s}, {k} of key, got shape {list(value.shape)}")
+    if k == 0 or n == 0 or n % k:
+        raise ValueError(f"the heads of query must be a multiple of those of key and value, got N = {n}, K = {k}")
+    if h == 0 or value.shape[-1] == 0:
+        raise ValueError(f"head sizes must be at least 1, got H = {h}, V = {value.shape[-1]}")
+    if not query.dtype == key.dtype == value.dtype or query.dtype.name not in DTYPES:
+        raise TypeError(
+            f"query, key and value must share one dtype of {', '.join(DTYPES)}, "
+            f"got {query.dtype.name}, {key.dtype.name}, {value.dtype.name}"
+        )
+    batch = math.prod(lead)
+    acc = accumulation_dtype(query.dtype)
+    if max(t, s) > MAX_POSITION:
+        raise ValueError(f"query and key must be at most {MAX_POSITION} long, got T = {t}, S = {s}")
+
+    if bias is not None:
+        bias = _array("bias", bias, "f", "floating, broadcastable to [..., N, T, S] (a boolean belongs in mask)")
+        bias = _scores_like("bias", bias, lead, n, t, s)
+    if mask is not None:
+        mask = _array("mask", mask, "b", "bool, broadcastable to [..., N, T, S] (an additive mask belongs in bias)")
+        mask = _scores_like("mask", mask, lead, n, t, s)
+
+    static_scale = 1.0 / math.sqrt(h)
+    if isinstance(scale, numbers.Real):
+        static_scale, scale = _static_float("scale", scale, "a finite number"), None
+    elif scale is not None:
+        scale = _array("scale", scale, "f", "a floating scalar")
+        if scale.shape != ():
+            raise ValueError(f"scale must be a scalar, got shape {list(scale.shape)}")
+        scale = scale.reshape(1).astype(acc)
+
+    static_offset = 0
+    if isinstance(query_offset, numbers.Integral) and not isinstance(query_offset, bool):
+        static_offset, query_offset = int(query_offset), None
+        if abs(static_offset) > MAX_POSITION - t:
+            raise ValueError(f"query_offset must keep positions within ±{MAX_POSITION}, got {static_offset}")
+    elif query_offset is not None:
+        query_offset = _array("query_offset", query_offset, "i", "an integer or integers [B]")
+        query_offset = _per_row("query_offset", query_offset, lead, (), "[B]").astype(jnp.int32)
+
+    if query_seq_lengths is not None:
+        query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, lead, t)
+    if key_value_seq_lengths is not None:
+        key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, lead, s)
+
+    if logits_soft_cap is not None:
+        logits_soft_cap = _static_float("logits_soft_cap", logits_soft_cap, "a positive static number or None")
+        if logits_soft_cap <= 0:
+            raise ValueError(f"logits_soft_cap must be positive or None, got {logits_soft_cap}")
+
+    def per_head(name, x):
+        x = _array(name, x, "f", "floating [N]")
+        return _per_row(name, x, lead, (n,), "[N]")
+
+    alibi_slopes = None if alibi_slopes is None else per_head("alibi_slopes", alibi_slopes)
+    sinks = None if sinks is None else per_head("sinks", sinks)
+
+    if (query_segment_ids is None) != (key_value_segment_ids is None):
+        missing = "query_segment_ids" if query_segment_ids is None else "key_value_segment_ids"
+        raise ValueError(f"{missing} must be given too: segment ids need both sides")
+    if query_segment_ids is not None:
+        query_segment_ids = _array("query_segment_ids", query_segment_ids, "i", "integers [..., T]")
+        query_segment_ids = _per_row("query_segment_ids", query_segment_ids, lead, (t,), "[..., T]").astype(jnp.int32)
+        key_value_segment_ids = _array("key_value_segment_ids", key_value_segment_ids, "i", "integers [..., S]")
+        key_value_segment_ids = _per_row("key_value_segment_ids", key_value_segment_ids, lead, (s,), "[..., S]").astype(
+            jnp.int32
+        )
+
+    mask_block = None
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(f"block_mask must be a jax_mfa.BlockMask, got {type(block_mask).__name__}")
+        mask_block = block_mask.block_size
+        tiles = -(-t // mask_block[0]), -(-s // mask_block[1])
+        blocks = _array("block_mask", block_mask.blocks, "b", "bool [..., N, T blocks, S blocks]")
+        if blocks.ndim < 2 or blocks.shape[-2:] != tiles:
+            raise ValueError(
+                f"block_mask with blocks of {mask_block} must end in {list(tiles)} for T = {t}, S = {s}, "
+                f"got shape {list(blocks.shape)}"
+            )
+        block_mask = _scores_like("block_mask", blocks, lead, n, *tiles)
+
+    dropout_rate = _static_float("dropout_rate", dropout_rate, "a static number in [0, 1)")
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
+    dropout = None
+    if dropout_rate > 0:
+        if dropout_seed is None:
+            raise ValueError(f"dropout_seed must be given with dropout_rate = {dropout_rate}, got None")
+        seed = jnp.broadcast_to(_seed(dropout_seed)[None], (batch, 2))
+        dropout = jnp.concatenate([seed, jnp.arange(batch, dtype=jnp.uint32)[:, None]], axis=1)
+
+    spec = Specification(
+        is_causal=_bool("is_causal", is_causal),
+        window=_window(local_window_size),
+        scale=static_scale,
+        query_offset=static_offset,
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+        mask_block=mask_block,
+    )
+    operands = Operands(
+        query=query.reshape(batch, t, n, h),
+        key=key.reshape(batch, s, k, h),
+        value=value.reshape(batch, s, k, value.shape[-1]),
+        bias=bias,
+        mask=mask,
+        block_mask=block_mask,
+        scale=scale,
+        query_offset=query_offset,
+        query_lengths=query_seq_lengths,
+        key_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_value_segment_ids,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout=dropout,
+    )
+    return spec, operands
