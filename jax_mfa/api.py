@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mfa import primitives, reference
 from jax_mfa.block_mask import BlockMask
@@ -59,7 +60,7 @@ def _attend(query, key, value, bias, mask, implementation, keywords):
     spec, operands = specify(query, key, value, bias, mask, **keywords)
     b, t, n, _ = operands.query.shape
     v = operands.value.shape[-1]
-    lead = jnp.shape(query)[:-3]
+    lead = np.shape(query)[:-3]
     if b * t * operands.key.shape[1] == 0:  # nobody looks, or there is nothing to see
         out = jnp.zeros((b, t, n, v), operands.query.dtype)
         lse = lambda: jnp.full((b, t, n), -jnp.inf, accumulation_dtype(out.dtype))
@@ -174,7 +175,9 @@ def explain(query, key, value, bias=None, mask=None, *, implementation: Implemen
     """
     keywords.pop("return_residual", None)
     explanation = _choose(implementation)
-    jax.eval_shape(lambda *arrays: specify(*arrays, **keywords)[1], query, key, value, bias, mask)
+    arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
+    abstract = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    jax.eval_shape(lambda arrays: specify(**{**arguments, **arrays})[1], abstract)
     return explanation
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jax_mfa.philox import keep_mask
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, reduce_rows, row_index
+from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows, reduce_rows, row_index
 
 # Scores in a tile, measured on x86-64 with two cores: below 512 × 512 the products slow down, above 2²¹ scores a step
 # over several heads no longer stays in cache.
@@ -111,11 +112,18 @@ class _Problem:
         return _Step(self, index)
 
     def from_steps(self, x):
-        """`[steps, rows, heads, G, T, ...]` back to `[B, T, N, ...]`."""
+        """`[steps, R, E, G, T, ...]` back to `[B, T, N, ...]`."""
         c, tail = self.tiles, x.shape[5:]
         x = x.reshape(-1, self.head_steps, c.batch_rows, c.key_heads, self.g, x.shape[4], *tail)
         x = jnp.moveaxis(x, (0, 2, 5, 1, 3, 4), (0, 1, 2, 3, 4, 5))
         return x.reshape(self.batch, x.shape[2], self.n, *tail)
+
+    def keys_from_steps(self, x):
+        """`[steps, R, E, x, S]` back to `[B, S, K, x]`."""
+        c = self.tiles
+        x = x.reshape(-1, self.head_steps, c.batch_rows, c.key_heads, *x.shape[3:])
+        x = jnp.moveaxis(x, (0, 2, 5, 1, 3, 4), (0, 1, 2, 3, 4, 5))
+        return x.reshape(self.batch, self.s, self.k, -1)
 
 
 class _Step:
@@ -127,7 +135,7 @@ class _Step:
         self.head0 = index % problem.head_steps * c.key_heads
         o, acc = problem.operands, problem.acc
 
-        per_row = lambda name: None if getattr(o, name) is None else self.rows(name).reshape(-1, 1, 1, 1, 1)
+        per_row: Any = lambda name: None if getattr(o, name) is None else self.rows(name).reshape(-1, 1, 1, 1, 1)
         self.offset = per_row("query_offset")
         self.query_lengths = per_row("query_lengths")
         self.key_lengths = per_row("key_lengths")
@@ -337,6 +345,44 @@ class _Step:
         return jnp.where(keep, p.acc.type(1 / (1 - p.spec.dropout_rate)), p.acc.type(0))
 
 
+def _reached(p: _Problem, bad_rows, bad_columns, axis: str):
+    """Which rows see a bad column (bool [B, T, N]), or, along "columns", are seen by a bad row ([B, S, K]).
+
+    Only ever run where something is not finite: 0 · NaN is NaN, so the passes compute with zeros in its place, and
+    mark afterwards whom it would have reached.
+    """
+    c = p.tiles
+
+    def step(index):
+        w = p.step(index)
+        rows = None if bad_rows is None else w.queries_like(bad_rows)[..., None]
+        if bad_columns is not None:
+            columns = _slice(w.take_rows(bad_columns), w.head0, c.key_heads, 2)
+            columns = jnp.moveaxis(columns, 1, 2)[:, :, None, None, :]
+
+        def row_tile(i, found):
+            def column_tile(j, found):
+                see = w.visible(i, j)
+                if axis == "rows":
+                    hit = _slice(columns, w.column_start(j), c.columns, 4)
+                    hit = (hit if see is None else see & hit).any(-1)
+                    start, along = w.row_start(i), 3
+                else:
+                    hit = _slice(rows, w.row_start(i), c.rows, 3)
+                    hit = jnp.broadcast_to(hit if see is None else see & hit, (*hit.shape[:4], c.columns)).any((2, 3))
+                    start, along = w.column_start(j), 2
+                hit = hit | _slice(found, start, hit.shape[along], along)
+                return lax.dynamic_update_slice_in_dim(found, hit, start, along)
+
+            return _loop(*w.column_tiles(i), column_tile, found)
+
+        shape = (c.batch_rows, c.key_heads, p.g, p.t) if axis == "rows" else (c.batch_rows, c.key_heads, p.s)
+        return (_loop(0, p.row_tiles, row_tile, jnp.zeros(shape, bool)),)
+
+    (found,) = _map(step, p.steps)
+    return p.from_steps(found) if axis == "rows" else p.keys_from_steps(found[:, :, :, None])[..., 0]
+
+
 def forward(spec: Specification, operands: Operands):
     """Attention and its statistic.
 
@@ -347,53 +393,48 @@ def forward(spec: Specification, operands: Operands):
     c = tiling(spec, operands)
     p = _Problem(spec, operands, c)
     acc = p.acc
-    if p.masked:
-        bad_query = ~jnp.isfinite(operands.query).all(-1)
-        bad_key = ~jnp.isfinite(operands.key).all(-1)
-        bad_value = ~jnp.isfinite(operands.value).all(-1)
-        any_bad = bad_query.any() | bad_key.any() | bad_value.any()
 
     def step(index):
         w = p.step(index)
-        q = w.clean(w.queries_like(operands.query).astype(acc)) * w.scale
-        keys = jnp.swapaxes(w.clean(w.keys_like("key")), 2, 3)
+        # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
+        q = w.queries_like(operands.query).astype(acc) * w.scale
+        keys = jnp.swapaxes(w.keys_like("key"), 2, 3)
         values = w.clean(w.keys_like("value"))
         sinks = None if operands.sinks is None else w.per_head(w.rows("sinks"))[..., 0]
-        if p.masked:
-            bad_column = _slice(w.take_rows(bad_key, p.repeats.key), w.head0, c.key_heads, 2)
-            bad_column = bad_column | _slice(w.take_rows(bad_value, p.repeats.value), w.head0, c.key_heads, 2)
-            bad_column = jnp.moveaxis(bad_column, 1, 2)[:, :, None, None, :]
-            bad_row = w.queries_like(bad_query)
 
         def row_tile(i, carry):
-            out, statistic = carry
             q_i = _slice(q, w.row_start(i), c.rows, 3)
 
             def column_tile(j, carry):
                 def visit(carry):
-                    high, total, sums = carry
                     keys_j = _slice(keys, w.column_start(j), c.columns, 3)
                     values_j = _slice(values, w.column_start(j), c.columns, 2)
                     x, _ = w.scores(q_i, keys_j, i, j)
                     see = w.visible(i, j)
                     if see is not None:
                         x = jnp.where(see, x, acc.type(-np.inf))
-                    new_high = jnp.maximum(high, x.max(-1))
+                    new_high = x.max(-1) if carry is None else jnp.maximum(carry[0], x.max(-1))
                     shift = jnp.where(new_high == -np.inf, acc.type(0), new_high)
                     probability = jnp.exp(x - shift[..., None])
-                    rescale = jnp.exp(high - shift)
-                    total = total * rescale + probability.sum(-1)
+                    new_total = probability.sum(-1)
                     kept = w.kept(i, j)
                     if kept is not None:
                         probability = probability * kept
-                    sums = sums * rescale[..., None] + w.product(probability, values_j)
-                    return new_high, total, sums
+                    new_sums = w.product(probability, values_j)
+                    if carry is not None:
+                        high, total, sums = carry
+                        rescale = jnp.exp(high - shift)
+                        new_total = total * rescale + new_total
+                        new_sums = sums * rescale[..., None] + new_sums
+                    return new_high, new_total, new_sums
 
-                return w.unless_empty(i, j, visit, carry)
+                return visit(None) if carry is None else w.unless_empty(i, j, visit, carry)
 
             low, end = w.column_tiles(i)
-            shape = (c.batch_rows, c.key_heads, p.g, c.rows)
-            init = jnp.full(shape, -np.inf, acc), jnp.zeros(shape, acc), jnp.zeros((*shape, p.v), acc)
+            init = None
+            if not (isinstance(low, int) and isinstance(end, int) and (low, end) == (0, 1)):
+                shape = (c.batch_rows, c.key_heads, p.g, c.rows)
+                init = jnp.full(shape, -np.inf, acc), jnp.zeros(shape, acc), jnp.zeros((*shape, p.v), acc)
             high, total, sums = _loop(low, end, column_tile, init)
 
             empty = high == -np.inf
@@ -403,28 +444,12 @@ def forward(spec: Specification, operands: Operands):
                 total = total * rescale + jnp.exp(sinks - new_high)
                 sums, high = sums * rescale[..., None], new_high
             total = jnp.where(empty, acc.type(1), total)
-            out_i = sums / total[..., None]
+            out_i = (sums / total[..., None]).astype(operands.query.dtype)
             statistic_i = jnp.where(empty, acc.type(empty_statistic(acc)), high + jnp.log(total))
-
-            if p.masked:
-
-                def taint(see_bad):
-                    def column_tile(j, found):
-                        bad = _slice(bad_column, w.column_start(j), c.columns, 4)
-                        see = w.visible(i, j)
-                        return found | (bad if see is None else see & bad).any(-1)
-
-                    found = _loop(low, end, column_tile, see_bad)
-                    return found | (_slice(bad_row, w.row_start(i), c.rows, 3) & ~empty)
-
-                tainted = lax.cond(any_bad, taint, lambda found: found, jnp.zeros(shape, bool))
-                out_i = jnp.where(tainted[..., None], acc.type(np.nan), out_i)
-                statistic_i = jnp.where(tainted, acc.type(np.nan), statistic_i)
-
-            start = w.row_start(i)
-            out_i = out_i.astype(operands.query.dtype)
             if p.row_tiles == 1:
                 return out_i, statistic_i
+            start = w.row_start(i)
+            out, statistic = carry
             return (
                 lax.dynamic_update_slice_in_dim(out, out_i, start, 3),
                 lax.dynamic_update_slice_in_dim(statistic, statistic_i, start, 3),
@@ -434,8 +459,19 @@ def forward(spec: Specification, operands: Operands):
         init = jnp.zeros((*shape, p.v), operands.query.dtype), jnp.zeros(shape, acc)
         return _loop(0, p.row_tiles, row_tile, init)
 
-    out, statistic = _map(step, p.steps)
-    return p.from_steps(out), p.from_steps(statistic)
+    out, statistic = (p.from_steps(x) for x in _map(step, p.steps))
+    if p.masked:
+
+        def taint():
+            bad = ~jnp.isfinite(operands.value).all(-1)
+            return _reached(p, None, expand_rows(bad, p.repeats.value, p.batch), "rows")
+
+        # a maximum keeps NaN and is one cheap reduction
+        finite = jnp.abs(operands.value).max() < np.inf
+        tainted = lax.cond(finite, lambda: jnp.zeros(statistic.shape, bool), taint)
+        out = jnp.where(tainted[..., None], out.dtype.type(np.nan), out)
+        statistic = jnp.where(tainted, acc.type(np.nan), statistic)
+    return out, statistic
 
 
 def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_statistic, wanted: tuple[str, ...]):
@@ -450,36 +486,35 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
     p = _Problem(spec, operands, c)
     acc = p.acc
-    empty = statistic == acc.type(empty_statistic(acc))
-    d_out = jnp.where(empty[..., None], acc.type(0), d_out.astype(acc))
-    d_statistic = jnp.where(empty, acc.type(0), d_statistic.astype(acc))
     # d(score) = p · (d(p) − shift), with shift = Σ d_out · out − d_statistic
-    shift = (d_out * out.astype(acc)).sum(-1) - d_statistic
+    d_out = d_out.astype(acc)
+    shift = (d_out * out.astype(acc)).sum(-1) - d_statistic.astype(acc)
     if p.masked:
-        tainted = ~(jnp.isfinite(shift) & jnp.isfinite(statistic) & jnp.isfinite(d_out).all(-1))
-        any_tainted = tainted.any()
-        d_out = jnp.where(tainted[..., None], acc.type(0), d_out)
-        shift = jnp.where(tainted, acc.type(0), shift)
+        empty = statistic == acc.type(empty_statistic(acc))
+        tainted = ~empty & ~jnp.isfinite(shift)
+        idle = empty | tainted  # rows that take no part below: their probabilities are exp(score − huge) = 0
         statistic = jnp.where(tainted, acc.type(empty_statistic(acc)), statistic)
+        shift = jnp.where(idle, acc.type(0), shift)
+        d_out = jnp.where(idle[..., None], acc.type(0), d_out)
 
     bias_gradient = "bias" in wanted
     slope_gradient = "alibi_slopes" in wanted
 
     def step(index, d_bias):
         w = p.step(index)
-        q = w.clean(w.queries_like(operands.query).astype(acc)) * w.scale
-        q_transposed = jnp.moveaxis(q, 4, 2)
+        # scores are computed from the same numbers as in `forward`: XLA then shares those of a problem of one tile
+        q = w.queries_like(operands.query).astype(acc) * w.scale
+        q_transposed = w.clean(jnp.moveaxis(q, 4, 2))
         keys = w.clean(w.keys_like("key"))
-        keys_transposed = jnp.swapaxes(keys, 2, 3)
+        keys_transposed = jnp.swapaxes(w.keys_like("key"), 2, 3)
         values_transposed = jnp.swapaxes(w.clean(w.keys_like("value")), 2, 3)
         do = w.queries_like(d_out)
         do_transposed = jnp.moveaxis(do, 4, 2)
         statistics, shifts = w.queries_like(statistic), w.queries_like(shift)
-        if p.masked:
-            bad_row = w.queries_like(tainted)
+        bad_row = w.queries_like(tainted) if p.masked and bias_gradient else None
 
         def row_tile(i, carry):
-            d_q, d_keys, d_values, bad_column, d_slopes, d_bias = carry
+            d_q, d_keys, d_values, d_slopes, d_bias = carry
             start = w.row_start(i)
             rows = lambda x, axis=3: _slice(x, start, c.rows, axis)
             q_i, do_i, statistic_i, shift_i = rows(q), rows(do), rows(statistics), rows(shifts)
@@ -496,29 +531,32 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
                     see = w.visible(i, j)
                     if own is not None:
                         see = own if see is None else see & own
-                    probability = jnp.exp(x - statistic_i[..., None])
                     if see is not None:
-                        probability = jnp.where(see, probability, acc.type(0))
+                        x = jnp.where(see, x, acc.type(-np.inf))
+                    probability = jnp.exp(x - statistic_i[..., None])
                     kept = w.kept(i, j)
                     dropped = probability if kept is None else probability * kept
                     d_p = d_p if kept is None else d_p * kept
                     d_x = probability * (d_p - shift_i[..., None])
                     if d_cap is not None:
                         d_x = d_x * d_cap
+                    if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
+                        d_x = jnp.where(see, d_x, acc.type(0))
 
                     def add(total, part):
-                        if p.column_tiles == 1:
-                            return total + part
+                        if p.row_tiles == 1 and p.column_tiles == 1:
+                            return part
                         return lax.dynamic_update_slice_in_dim(total, columns(total, 3) + part, column, 3)
 
-                    d_q_i = d_q_i + w.product(d_x, columns(keys, 2))
+                    part = w.product(d_x, columns(keys, 2))
+                    d_q_i = part if p.column_tiles == 1 else d_q_i + part
                     d_keys = add(d_keys, w.transposed_product(q_transposed_i, d_x))
                     d_values = add(d_values, w.transposed_product(do_transposed_i, dropped))
                     if slope_gradient:
                         distance = (w.columns(j) - w.positions(i)).astype(acc)
                         d_slopes = d_slopes + (d_x * distance).sum((3, 4))
                     if bias_gradient:
-                        if p.masked:
+                        if bad_row is not None:
                             bad = rows(bad_row)[..., None]
                             d_x = jnp.where(bad if see is None else see & bad, acc.type(np.nan), d_x)
                         d_bias = _add_bias_gradient(w, d_bias, d_x, start, column)
@@ -529,41 +567,19 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
             low, end = w.column_tiles(i)
             init = jnp.zeros(q_i.shape, acc), d_keys, d_values, d_slopes, d_bias
             d_q_i, d_keys, d_values, d_slopes, d_bias = _loop(low, end, column_tile, init)
-
-            if p.masked:
-
-                def taint(bad_column):
-                    def column_tile(j, found):
-                        see = w.visible(i, j)
-                        bad = rows(bad_row)[..., None]
-                        bad = jnp.broadcast_to(bad if see is None else see & bad, (*bad.shape[:4], c.columns))
-                        column = w.column_start(j)
-                        bad = _slice(found, column, c.columns, 2) | bad.any((2, 3))
-                        return lax.dynamic_update_slice_in_dim(found, bad, column, 2)
-
-                    return _loop(low, end, column_tile, bad_column)
-
-                bad_column = lax.cond(any_tainted, taint, lambda found: found, bad_column)
-
             # rows that the tile shares with its neighbour are zero here, so that adding is right
             d_q_i = d_q_i if p.row_tiles == 1 else lax.dynamic_update_slice_in_dim(d_q, rows(d_q) + d_q_i, start, 3)
-            return d_q_i, d_keys, d_values, bad_column, d_slopes, d_bias
+            return d_q_i, d_keys, d_values, d_slopes, d_bias
 
         heads = (c.batch_rows, c.key_heads)
         init = (
             jnp.zeros((*heads, p.g, p.t, p.h), acc),
             jnp.zeros((*heads, p.h, p.s), acc),
             jnp.zeros((*heads, p.v, p.s), acc),
-            jnp.zeros((*heads, p.s), bool),
             jnp.zeros((*heads, p.g), acc),
             d_bias,
         )
-        d_q, d_keys, d_values, bad_column, d_slopes, d_bias = _loop(0, p.row_tiles, row_tile, init)
-        if p.masked:
-            d_q = jnp.where(bad_row[..., None], acc.type(np.nan), d_q)
-            bad_column = bad_column[:, :, None, :]
-            d_keys = jnp.where(bad_column, acc.type(np.nan), d_keys)
-            d_values = jnp.where(bad_column, acc.type(np.nan), d_values)
+        d_q, d_keys, d_values, d_slopes, d_bias = _loop(0, p.row_tiles, row_tile, init)
         # the gradient of the scaled product; the scale itself follows outside
         return d_bias, (d_q, d_keys, d_values, d_slopes)
 
@@ -572,17 +588,20 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
         d_bias, parts = step(0, d_bias)
         parts = tuple(x[None] for x in parts)
     else:
-        d_bias, parts = lax.scan(
-            lambda d_bias, index: step(index, d_bias), d_bias, jnp.arange(p.steps, dtype=jnp.int32)
-        )
+        indices = jnp.arange(p.steps, dtype=jnp.int32)
+        d_bias, parts = lax.scan(lambda d_bias, index: step(index, d_bias), d_bias, indices)
     d_q, d_keys, d_values, d_slopes = parts
-    d_q = p.from_steps(d_q)
-
-    def keys_like(x):
-        """`[steps, R, E, x, S]` as `[B, S, K, x]`."""
-        x = x.reshape(-1, p.head_steps, c.batch_rows, c.key_heads, *x.shape[3:])
-        x = jnp.moveaxis(x, (0, 2, 5, 1, 3, 4), (0, 1, 2, 3, 4, 5))
-        return x.reshape(p.batch, p.s, p.k, -1)
+    d_q, d_keys, d_values = p.from_steps(d_q), p.keys_from_steps(d_keys), p.keys_from_steps(d_values)
+    if p.masked:
+        nan = acc.type(np.nan)
+        columns = lax.cond(
+            tainted.any(),
+            lambda: _reached(p, tainted, None, "columns"),
+            lambda: jnp.zeros((p.batch, p.s, p.k), bool),
+        )
+        d_q = jnp.where(tainted[..., None], nan, d_q)
+        d_keys = jnp.where(columns[..., None], nan, d_keys)
+        d_values = jnp.where(columns[..., None], nan, d_values)
 
     def cotangent(name):
         operand, repeat = getattr(operands, name), getattr(p.repeats, name)
@@ -590,9 +609,9 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
             scale = p.spec.scale if operands.scale is None else _per_batch_row(p, operands.scale, "scale").astype(acc)
             x = d_q * scale
         elif name == "key":
-            x = keys_like(d_keys)
+            x = d_keys
         elif name == "value":
-            x = keys_like(d_values)
+            x = d_values
         elif name == "bias":
             return d_bias.astype(operand.dtype)
         elif name == "scale":
@@ -634,5 +653,6 @@ def _add_bias_gradient(w: _Step, d_bias, d_x, row, column):
         row if t > 1 else 0,
         column if s > 1 else 0,
     )
-    old = lax.dynamic_slice(d_bias, start, d_x.shape)
-    return lax.dynamic_update_slice(d_bias, old + d_x, start)
+    where = tuple(jnp.asarray(x, jnp.int32) for x in start)
+    old = lax.dynamic_slice(d_bias, where, d_x.shape)
+    return lax.dynamic_update_slice(d_bias, old + d_x, where)

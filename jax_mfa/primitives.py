@@ -21,6 +21,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -223,6 +224,12 @@ def _jvp_by_jax(fun):
 # --- registration
 
 
+def _varying(aval) -> frozenset:
+    """The mesh axes along which `shard_map` lets a value vary; JAX has moved the attribute."""
+    kind = getattr(aval, "mat", None)
+    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
+
+
 def _primitive(name: str, fun, shapes, batch, static):
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -234,7 +241,7 @@ def _primitive(name: str, fun, shapes, batch, static):
 
     def rule(ctx, *args, **params):
         # loops inside start from constants, which shard_map's types would tell from data that varies by device
-        avals = [a.update(vma=frozenset()) if getattr(a, "vma", None) else a for a in ctx.avals_in]
+        avals = [ShapedArray(a.shape, a.dtype) if _varying(a) else a for a in ctx.avals_in]
         return lowering(ctx.replace(avals_in=avals), *args, **params)
 
     mlir.register_lowering(primitive, rule)
@@ -259,7 +266,7 @@ def _vary_alike(arrays):
     """Under `shard_map`, marks every array as varying along each mesh axis that any of them varies along."""
     if not hasattr(jax, "typeof"):
         return arrays
-    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
+    axes = [_varying(jax.typeof(x)) for x in arrays]
     union = frozenset().union(*axes)
     if hasattr(lax, "pcast"):
         vary = lambda x, missing: lax.pcast(x, missing, to="varying")

@@ -103,7 +103,8 @@ def attention(spec: Specification, operands: Operands):
         keep = keep_mask(spec.dropout_rate, (seed0, seed1), index, head, row, 0, k.shape[1])
         p = jnp.where(keep, p / (1.0 - spec.dropout_rate), jnp.zeros_like(p))
 
-    # 7
+    # 7; p is 0 already where nothing is visible, and so is, with this, its cotangent, which a huge value makes infinite
+    p = jnp.where(see, p, jnp.zeros_like(p))
     out = jnp.einsum("bnts,bsnv->btnv", p, v)
     lse = lse.transpose(0, 2, 1)
     if tainted is not None:

@@ -154,7 +154,7 @@ def _bool(name: str, x) -> bool:
 
 def _concrete(x):
     """The values of `x` as numpy, or None while it is traced or lives on other hosts."""
-    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+    if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
@@ -190,9 +190,9 @@ def _scores_like(name: str, x, lead, n: int, t: int, s: int):
 
 
 def _lengths(name: str, x, lead, limit: int):
+    values = _concrete(x)  # before it becomes an array of a trace
     x = _array(name, x, "i", "integers [B]")
     x = _per_row(name, x, lead, (), "[B]")
-    values = _concrete(x)
     if values is not None and values.size and (values.min() < 0 or values.max() > limit):
         raise ValueError(f"{name} must lie in 0..{limit}, got {values.tolist()}")
     return x.astype(jnp.int32)

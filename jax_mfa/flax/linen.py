@@ -1,0 +1,320 @@
+"""jax_mfa for `flax.linen`: the `attention_fn` of flax's own modules, and `FlashMultiHeadAttention`.
+
+Here are only what flax.linen calls for: signatures, parameters, the 'cache' collection, the 'dropout' stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import attention as _flax_attention
+from flax.linen.dtypes import promote_dtype as _promote_dtype
+
+from jax_mfa.api import Implementation
+from jax_mfa.flax import _drop_in, _multi_head
+
+__all__ = ["FlashMultiHeadAttention", "attention_fn"]
+
+# bound now: flax's name may be patched to mean `attention_fn`
+_stock_attention = _flax_attention.dot_product_attention
+
+
+def attention_fn(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    broadcast_dropout: bool = True,
+    dropout_rng=None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype=None,
+    precision=None,
+    module=None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Any] | None = None,
+    qk_attn_weights_einsum: Callable[..., Any] | None = None,
+    attn_weights_value_einsum: Callable[..., Any] | None = None,
+    *,
+    is_causal: bool = False,
+    implementation: Implementation | None = None,
+):
+    """`flax.linen.dot_product_attention` through jax_mfa: the `attention_fn` of flax's multi-head modules.
+
+    `nn.MultiHeadDotProductAttention(..., attention_fn=attention_fn)`; `functools.partial` sets the keyword-only
+    arguments. Results equal flax's but for two things: a row whose mask allows nothing gives zeros, where flax gives
+    the mean of the values; and the softmax is always taken in float32 (float64 for float64).
+
+    Flax's own function runs, with O(T·S) memory, what only it can do: sown weights (`module`), broadcast dropout,
+    replaced einsums or `einsum_dot_general`, complex dtypes and others that jax_mfa has not, a bias or mask with a
+    larger batch than the queries, and, on platforms other than CPU, a precision above the default. Note that flax's
+    modules ask for broadcast dropout by default: set `broadcast_dropout=False` to train with dropout in O(T + S)
+    memory. The logger "jax_mfa.flax" says, at level INFO, which calls those are.
+
+    Args:
+      query: `[..., T, N, H]`.
+      key: `[..., S, K, H]`; K divides N (flax itself asks for K = N).
+      value: `[..., S, K, V]`.
+      bias: broadcastable to `[..., N, T, S]`; added to the scaled scores.
+      mask: bool or numbers, broadcastable to `[..., N, T, S]`; what is not zero is visible. An additive mask belongs
+        in bias.
+      broadcast_dropout: one dropout mask for all batches and heads; flax's own function.
+      dropout_rng: random key; where dropout is on without broadcast, it seeds jax_mfa's counter-based mask.
+      dropout_rate: probability of dropping a weight.
+      deterministic: no dropout.
+      dtype: of the computation; by default promoted from query, key and value.
+      precision: of the products.
+      module: module that sows the weights; flax's own function.
+      force_fp32_for_softmax: always so here.
+      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: replace the arithmetic; flax's own
+        function.
+      is_causal: row t sees columns s ≤ t. Not for flax's decode mode, which masks by itself.
+      implementation: as in `jax_mfa.dot_product_attention`. A named one never gives way to flax's own function.
+
+    Returns:
+      `[..., T, N, V]` of the computation's dtype.
+
+    Raises:
+      ValueError, TypeError: as `jax_mfa.dot_product_attention` does; also for dropout without dropout_rng.
+      NotImplementedError: where only flax's own function can run a call and an implementation is named.
+    """
+    query, key, value = _promote_dtype(query, key, value, dtype=dtype)
+    dropping = not deterministic and dropout_rate > 0
+    reason = _drop_in.why_stock(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        broadcast_dropout=broadcast_dropout,
+        dropping=dropping,
+        precision=precision,
+        module=module,
+        custom={
+            "einsum_dot_general": einsum_dot_general,
+            "qk_attn_weights_einsum": qk_attn_weights_einsum,
+            "attn_weights_value_einsum": attn_weights_value_einsum,
+        },
+    )
+    if reason is None:
+        return _drop_in.attend(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate if dropping else 0.0,
+            is_causal=is_causal,
+            implementation=implementation,
+        )
+    _drop_in.give_way(reason, implementation)
+    mask = _drop_in.with_causal(mask, is_causal, query, key)
+    out = _stock_attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        precision=precision,
+        module=module,
+        force_fp32_for_softmax=force_fp32_for_softmax,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )
+    return _drop_in.blank_unseeing(out, mask)
+
+
+class FlashMultiHeadAttention(nn.Module):
+    """Multi-head attention with grouped heads, rotary embedding and a decode cache, in O(T + S) memory.
+
+    Letters: N = num_heads, K = num_key_value_heads, H = head_dim, T and S lengths of queries and keys, M length of the
+    cache. Parameters bear the names and shapes of flax's `MultiHeadDotProductAttention`, whose weights fit where K = N
+    and nothing else is set: `query` [features, N, H], `key` and `value` [features, K, H], `out` [N, H, out_features],
+    each a kernel and, with use_bias, a bias; `query_ln` and `key_ln` with normalize_qk; `sinks` [N] with use_sinks.
+
+    Decoding: with `decode=True`, `init` on inputs of the length M makes an empty cache in the collection 'cache'
+    (`cached_key` and `cached_value` [..., M, K, H], `cache_index`). Each `apply(..., mutable=["cache"])` then takes the
+    next tokens, one or many, and gives what the causal run over all tokens gives for them. Decoding is causal whatever
+    is_causal says. More tokens than the cache holds raise a ValueError where the count is known while tracing; under
+    `jit`, where only the number of new tokens is, the outputs of a call that runs over are NaN.
+
+    Attributes:
+      num_heads: N.
+      num_key_value_heads: K, a divisor of N; default N. Query head n uses key head n // (N // K) (grouped-query
+        attention, arXiv:2305.13245).
+      head_dim: H; default qkv_features / N.
+      qkv_features: N · H; default the features of inputs_q.
+      out_features: features of the result; default those of inputs_q.
+      use_bias: whether projections have a bias.
+      rotary_base: None for no rotary embedding, else its base, usually 10000. See `jax_mfa.flax.rotary_embedding`:
+        pairs are (i, i + R/2). The first query has position query_offset (while decoding, the number of cached
+        tokens), the first key 0.
+      rotary_fraction: the part of the H features that is turned.
+      is_causal: row t sees columns s ≤ t + query_offset.
+      local_window_size: `(left, right)` or one number, as in `jax_mfa.dot_product_attention`.
+      logits_soft_cap: scores become `cap · tanh(score / cap)`.
+      use_sinks: one learnt logit per head for a column without a value (arXiv:2309.17453).
+      normalize_qk: layer normalisation of each head's queries and keys before the rotary embedding (arXiv:2302.05442).
+      dropout_rate: probability of dropping a weight; a mask of its own for every batch and head.
+      deterministic: no dropout; here or in the call, needed with a dropout_rate.
+      decode: use a cache.
+      dtype: of the computation; by default promoted from inputs and parameters.
+      param_dtype: of the parameters.
+      precision: of the projections.
+      kernel_init, bias_init: initialisers of the projections.
+      out_kernel_init, out_bias_init: of the last; default kernel_init and bias_init.
+      sinks_init: initialiser of the sinks.
+      implementation: as in `jax_mfa.dot_product_attention`.
+    """
+
+    num_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    qkv_features: int | None = None
+    out_features: int | None = None
+    use_bias: bool = True
+    rotary_base: float | None = None
+    rotary_fraction: float = 1.0
+    is_causal: bool = False
+    local_window_size: int | tuple[int | None, int | None] | None = None
+    logits_soft_cap: float | None = None
+    use_sinks: bool = False
+    normalize_qk: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    decode: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Callable[..., Any] = nn.initializers.lecun_normal()
+    out_kernel_init: Callable[..., Any] | None = None
+    bias_init: Callable[..., Any] = nn.initializers.zeros_init()
+    out_bias_init: Callable[..., Any] | None = None
+    sinks_init: Callable[..., Any] = nn.initializers.zeros_init()
+    implementation: Implementation | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q,
+        inputs_k=None,
+        inputs_v=None,
+        *,
+        bias=None,
+        mask=None,
+        query_seq_lengths=None,
+        key_value_seq_lengths=None,
+        query_segment_ids=None,
+        key_value_segment_ids=None,
+        query_offset=0,
+        deterministic: bool | None = None,
+        dropout_rng=None,
+    ):
+        """Projects, attends, projects.
+
+        Args:
+          inputs_q: `[..., T, features]`.
+          inputs_k: `[..., S, features of keys]`; default inputs_q.
+          inputs_v: `[..., S, features of values]`; default inputs_k.
+          bias: floating, broadcastable to `[..., N, T, S]`; while decoding S = M, here and below.
+          mask: bool or numbers, broadcastable to `[..., N, T, S]`; what is not zero is visible.
+          query_seq_lengths, key_value_seq_lengths: integers `[...]`; rows and columns from there on are padding.
+          query_segment_ids, key_value_segment_ids: integers `[..., T]` and `[..., S]`; a row sees its own segment.
+          query_offset: integer or integers `[...]`: position of the first query; not while decoding.
+          deterministic: goes before the attribute.
+          dropout_rng: random key; default the stream 'dropout'.
+
+        Returns:
+          `[..., T, out_features]`.
+
+        Raises:
+          ValueError, TypeError: naming the argument, what was seen and what was expected.
+        """
+        inputs_k, inputs_v = _multi_head.key_value_inputs(inputs_q, inputs_k, inputs_v)
+        heads, head_dim = _multi_head.head_sizes(
+            inputs_q.shape[-1], self.num_heads, self.num_key_value_heads, self.head_dim, self.qkv_features
+        )
+        common: dict[str, Any] = {
+            "use_bias": self.use_bias,
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "precision": self.precision,
+        }
+        project = functools.partial(
+            nn.DenseGeneral, axis=-1, kernel_init=self.kernel_init, bias_init=self.bias_init, **common
+        )
+        query = project(features=(self.num_heads, head_dim), name="query")(inputs_q)
+        key = project(features=(heads, head_dim), name="key")(inputs_k)
+        value = project(features=(heads, head_dim), name="value")(inputs_v)
+        if self.normalize_qk:
+            normalize = functools.partial(nn.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
+            query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
+        sinks = None
+        if self.use_sinks:
+            sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype)
+
+        variables, cache = self._cache(key) if self.decode else ([], None)
+        out, cache = _multi_head.attend(
+            query,
+            key,
+            value,
+            cache=cache,
+            bias=bias,
+            mask=mask,
+            sinks=sinks,
+            is_causal=self.is_causal or self.decode,
+            local_window_size=self.local_window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            query_offset=query_offset,
+            rotary_base=self.rotary_base,
+            rotary_fraction=self.rotary_fraction,
+            implementation=self.implementation,
+            **self._dropout(deterministic, dropout_rng),
+        )
+        if cache is not None:
+            for variable, new in zip(variables, cache):
+                variable.value = new
+
+        return nn.DenseGeneral(
+            features=inputs_q.shape[-1] if self.out_features is None else self.out_features,
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            name="out",
+            **common,
+        )(out)
+
+    def _cache(self, key):
+        """The variables of the cache, and the cache in them; None while `init` makes them."""
+        exists = self.has_variable("cache", "cached_key")
+        if not exists and not self.is_initializing():
+            raise ValueError(
+                "decode=True needs the collection 'cache': make it with `init` on inputs as long as the cache shall be"
+            )
+        empty = lambda i: _multi_head.empty_cache(key.shape[:-3], *key.shape[-3:], key.dtype)[i]
+        names = ("cached_key", "cached_value", "cache_index")
+        variables = [self.variable("cache", name, empty, i) for i, name in enumerate(names)]
+        return variables, _multi_head.Cache(*(variable.value for variable in variables)) if exists else None
+
+    def _dropout(self, deterministic, dropout_rng) -> dict[str, Any]:
+        """The keywords of dropout; none where it is off."""
+        if self.dropout_rate == 0.0 or _multi_head.first_given("deterministic", deterministic, self.deterministic):
+            return {}
+        if dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        return {"dropout_rate": self.dropout_rate, "dropout_seed": _drop_in.seed_of(dropout_rng)}
