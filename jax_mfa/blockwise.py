@@ -228,7 +228,7 @@ class _Step:
         if self.key_lengths is not None:
             high = _clip(self.key_lengths.max(), 0, high)
         if self.query_lengths is not None:
-            high = jnp.where(i * self.p.tiles.rows < self.query_lengths.max(), high, 0)
+            high = jnp.where(self.row_start(i) < self.query_lengths.max(), high, 0)
         return low // size, -(-high // size)
 
     def visible(self, i, j):
@@ -345,42 +345,26 @@ class _Step:
         return jnp.where(keep, p.acc.type(1 / (1 - p.spec.dropout_rate)), p.acc.type(0))
 
 
-def _reached(p: _Problem, bad_rows, bad_columns, axis: str):
-    """Which rows see a bad column (bool [B, T, N]), or, along "columns", are seen by a bad row ([B, S, K]).
-
-    Only ever run where something is not finite: 0 · NaN is NaN, so the passes compute with zeros in its place, and
-    mark afterwards whom it would have reached.
-    """
+def _rows_that_see(p: _Problem, columns):
+    """Which rows see a column of `columns` (bool [B, S, K]): bool [B, T, N]."""
     c = p.tiles
 
     def step(index):
         w = p.step(index)
-        rows = None if bad_rows is None else w.queries_like(bad_rows)[..., None]
-        if bad_columns is not None:
-            columns = _slice(w.take_rows(bad_columns), w.head0, c.key_heads, 2)
-            columns = jnp.moveaxis(columns, 1, 2)[:, :, None, None, :]
+        marked = jnp.moveaxis(_slice(w.take_rows(columns), w.head0, c.key_heads, 2), 1, 2)[:, :, None, None, :]
 
         def row_tile(i, found):
-            def column_tile(j, found):
-                see = w.visible(i, j)
-                if axis == "rows":
-                    hit = _slice(columns, w.column_start(j), c.columns, 4)
-                    hit = (hit if see is None else see & hit).any(-1)
-                    start, along = w.row_start(i), 3
-                else:
-                    hit = _slice(rows, w.row_start(i), c.rows, 3)
-                    hit = jnp.broadcast_to(hit if see is None else see & hit, (*hit.shape[:4], c.columns)).any((2, 3))
-                    start, along = w.column_start(j), 2
-                hit = hit | _slice(found, start, hit.shape[along], along)
-                return lax.dynamic_update_slice_in_dim(found, hit, start, along)
+            def column_tile(j, seen):
+                marked_j, see = _slice(marked, w.column_start(j), c.columns, 4), w.visible(i, j)
+                return seen | (marked_j if see is None else see & marked_j).any(-1)
 
-            return _loop(*w.column_tiles(i), column_tile, found)
+            seen = jnp.zeros((c.batch_rows, c.key_heads, p.g, c.rows), bool)
+            seen = _loop(*w.column_tiles(i), column_tile, seen)
+            return lax.dynamic_update_slice_in_dim(found, seen, w.row_start(i), 3)
 
-        shape = (c.batch_rows, c.key_heads, p.g, p.t) if axis == "rows" else (c.batch_rows, c.key_heads, p.s)
-        return (_loop(0, p.row_tiles, row_tile, jnp.zeros(shape, bool)),)
+        return (_loop(0, p.row_tiles, row_tile, jnp.zeros((c.batch_rows, c.key_heads, p.g, p.t), bool)),)
 
-    (found,) = _map(step, p.steps)
-    return p.from_steps(found) if axis == "rows" else p.keys_from_steps(found[:, :, :, None])[..., 0]
+    return p.from_steps(_map(step, p.steps)[0])
 
 
 def forward(spec: Specification, operands: Operands):
@@ -461,16 +445,17 @@ def forward(spec: Specification, operands: Operands):
 
     out, statistic = (p.from_steps(x) for x in _map(step, p.steps))
     if p.masked:
+        # 0 · NaN is NaN, so the sums ran over finite values; who should have seen another is marked here
 
-        def taint():
+        def spoil():
             bad = ~jnp.isfinite(operands.value).all(-1)
-            return _reached(p, None, expand_rows(bad, p.repeats.value, p.batch), "rows")
+            return _rows_that_see(p, expand_rows(bad, p.repeats.value, p.batch))
 
         # a maximum keeps NaN and is one cheap reduction
         finite = jnp.abs(operands.value).max() < np.inf
-        tainted = lax.cond(finite, lambda: jnp.zeros(statistic.shape, bool), taint)
-        out = jnp.where(tainted[..., None], out.dtype.type(np.nan), out)
-        statistic = jnp.where(tainted, acc.type(np.nan), statistic)
+        spoilt = lax.cond(finite, lambda: jnp.zeros(statistic.shape, bool), spoil)
+        out = jnp.where(spoilt[..., None], out.dtype.type(np.nan), out)
+        statistic = jnp.where(spoilt, acc.type(np.nan), statistic)
     return out, statistic
 
 
@@ -490,12 +475,13 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
     d_out = d_out.astype(acc)
     shift = (d_out * out.astype(acc)).sum(-1) - d_statistic.astype(acc)
     if p.masked:
+        # A row that is not finite spoils what it sees and nothing else: with this statistic its probabilities are ∞
+        # where visible and 0 elsewhere, and everything they meet is finite or 0.
         empty = statistic == acc.type(empty_statistic(acc))
-        tainted = ~empty & ~jnp.isfinite(shift)
-        idle = empty | tainted  # rows that take no part below: their probabilities are exp(score − huge) = 0
-        statistic = jnp.where(tainted, acc.type(empty_statistic(acc)), statistic)
-        shift = jnp.where(idle, acc.type(0), shift)
-        d_out = jnp.where(idle[..., None], acc.type(0), d_out)
+        spoilt = ~empty & ~jnp.isfinite(shift)
+        statistic = jnp.where(spoilt, acc.type(-empty_statistic(acc)), statistic)
+        shift = jnp.where(empty | spoilt, acc.type(0), shift)
+        d_out = jnp.where((empty | spoilt)[..., None], acc.type(0), d_out)
 
     bias_gradient = "bias" in wanted
     slope_gradient = "alibi_slopes" in wanted
@@ -511,7 +497,6 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
         do = w.queries_like(d_out)
         do_transposed = jnp.moveaxis(do, 4, 2)
         statistics, shifts = w.queries_like(statistic), w.queries_like(shift)
-        bad_row = w.queries_like(tainted) if p.masked and bias_gradient else None
 
         def row_tile(i, carry):
             d_q, d_keys, d_values, d_slopes, d_bias = carry
@@ -556,9 +541,6 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
                         distance = (w.columns(j) - w.positions(i)).astype(acc)
                         d_slopes = d_slopes + (d_x * distance).sum((3, 4))
                     if bias_gradient:
-                        if bad_row is not None:
-                            bad = rows(bad_row)[..., None]
-                            d_x = jnp.where(bad if see is None else see & bad, acc.type(np.nan), d_x)
                         d_bias = _add_bias_gradient(w, d_bias, d_x, start, column)
                     return d_q_i, d_keys, d_values, d_slopes, d_bias
 
@@ -592,16 +574,6 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
         d_bias, parts = lax.scan(lambda d_bias, index: step(index, d_bias), d_bias, indices)
     d_q, d_keys, d_values, d_slopes = parts
     d_q, d_keys, d_values = p.from_steps(d_q), p.keys_from_steps(d_keys), p.keys_from_steps(d_values)
-    if p.masked:
-        nan = acc.type(np.nan)
-        columns = lax.cond(
-            tainted.any(),
-            lambda: _reached(p, tainted, None, "columns"),
-            lambda: jnp.zeros((p.batch, p.s, p.k), bool),
-        )
-        d_q = jnp.where(tainted[..., None], nan, d_q)
-        d_keys = jnp.where(columns[..., None], nan, d_keys)
-        d_values = jnp.where(columns[..., None], nan, d_values)
 
     def cotangent(name):
         operand, repeat = getattr(operands, name), getattr(p.repeats, name)
@@ -619,14 +591,9 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
             x = ((_finite(q) if p.masked else q) * d_q).sum((1, 2, 3))
         elif name == "alibi_slopes":
             x = p.from_steps(d_slopes[:, :, :, :, None])[:, 0]
-            if p.masked:
-                x = jnp.where(tainted.any(1), acc.type(np.nan), x)
         elif name == "sinks":
             sinks = _per_batch_row(p, operands.sinks, "sinks").astype(acc)
-            d_sinks = -jnp.exp(sinks.reshape(-1, 1, p.n) - statistic) * shift
-            if p.masked:
-                d_sinks = jnp.where(tainted, acc.type(np.nan), d_sinks)
-            x = d_sinks.sum(1)
+            x = -(jnp.exp(sinks.reshape(-1, 1, p.n) - statistic) * shift).sum(1)
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
 
     return tuple(cotangent(name) for name in wanted)

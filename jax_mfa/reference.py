@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_mfa.philox import keep_mask
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand
@@ -76,6 +77,7 @@ def attention(spec: Specification, operands: Operands):
         position = jnp.arange(t).reshape(1, 1, -1, 1) + offset
         distance = jnp.arange(k.shape[1]).reshape(1, 1, 1, -1) - position
         x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * distance.astype(acc)
+    x = jnp.where(see, x, jnp.zeros_like(x))  # invisible scores may be infinite, and so would derivatives below
     if spec.logits_soft_cap is not None:
         x = spec.logits_soft_cap * jnp.tanh(x / spec.logits_soft_cap)
 
@@ -86,7 +88,7 @@ def attention(spec: Specification, operands: Operands):
     if o.sinks is not None:
         sinks = o.sinks.astype(acc)[:, :, None, None]
         high = jnp.maximum(high, sinks)
-    high = jnp.where(high == -jnp.inf, jnp.zeros_like(high), high)
+    high = lax.stop_gradient(jnp.where(high == -jnp.inf, jnp.zeros_like(high), high))  # it cancels
     p = jnp.where(see, jnp.exp(jnp.where(see, x, high) - high), jnp.zeros_like(x))
     total = p.sum(-1, keepdims=True)
     if o.sinks is not None:
