@@ -22,8 +22,8 @@ from jax import lax
 from jax_mfa.philox import keep_mask
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows, reduce_rows, row_index
 
-# Measured on x86-64 with two cores: below 512 × 512 scores a product slows down; 1024 × 1024 are better still, but where
-# positions hide columns they compute more that is hidden. Several heads share a step up to 2²⁰ scores.
+# Measured on x86-64 with two cores: below 512 × 512 scores a product slows down; 1024 × 1024 are better still, but
+# where positions hide columns they compute more that is hidden. Several heads share a step up to 2²⁰ scores.
 TILE_ROWS = 512
 TILE_COLUMNS = 512
 TILE_SCORES = 2**20

@@ -1,0 +1,33 @@
+"""What every test shares: several CPU devices, the implementations to judge, and random bits that repeat.
+
+The device count must be set before JAX starts; the variable is put back at once so that child processes see the
+machine as it is.
+"""
+
+import os
+
+_flags = os.environ.get("XLA_FLAGS")
+if "xla_force_host_platform_device_count" not in (_flags or ""):
+    os.environ["XLA_FLAGS"] = f"{_flags or ''} --xla_force_host_platform_device_count=4".strip()
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from harness import AVAILABLE  # noqa: E402
+
+jax.devices()
+if _flags is None:
+    os.environ.pop("XLA_FLAGS", None)
+else:
+    os.environ["XLA_FLAGS"] = _flags
+
+
+def pytest_configure(config):
+    # sweeps run only when asked for by name
+    if not config.option.markexpr:
+        config.option.markexpr = "not sweep"
+
+
+@pytest.fixture(params=AVAILABLE, ids=lambda implementation: implementation.name)
+def implementation(request):
+    """Each implementation that this machine can run."""
+    return request.param

@@ -1,0 +1,81 @@
+// What a source's own #if sees: defined while its text is preprocessed, before the shim's types exist.
+#define __METAL__ 1
+#define __METAL_MACOS__ 1
+#define __APPLE__ 1
+#define __HAVE_SIMDGROUP_MATRIX__ 1
+#define __HAVE_SIMDGROUP_BARRIER__ 1
+#define __HAVE_SIMDGROUP_REDUCTION__ 1
+#define __HAVE_SIMDGROUP_SHUFFLE__ 1
+#define __HAVE_QUADGROUP_SHUFFLE__ 1
+#define METAL_FUNC inline __attribute__((always_inline))
+#define METAL_CONST_ARG(x)
+#define METAL_VALID_ARG(x)
+#define __METAL_MAYBE_FAST_MATH__ (1)
+#define __METAL_FAST_MATH__ (1)
+#define __METAL_PRECISE_MATH__ (0)
+#define NULL nullptr
+#define INFINITY (__builtin_huge_valf())
+#define HUGE_VALF (__builtin_huge_valf())
+#define HUGE_VALH ((half)__builtin_huge_valf())
+#define NAN (__builtin_nanf(""))
+#define MAXFLOAT 0x1.fffffep127f
+#define MAXHALF ((half)65504.0f)
+#define FLT_DIG 6
+#define FLT_MANT_DIG 24
+#define FLT_MAX 0x1.fffffep127f
+#define FLT_MIN 0x1.0p-126f
+#define FLT_EPSILON 0x1.0p-23f
+#define FLT_RADIX 2
+#define FLT_MAX_EXP 128
+#define FLT_MIN_EXP (-125)
+#define HALF_MAX ((half)65504.0f)
+#define HALF_MIN ((half)0x1.0p-14f)
+#define HALF_EPSILON ((half)0x1.0p-10f)
+#define HALF_DIG 3
+#define HALF_MANT_DIG 11
+#define HALF_MAX_EXP 16
+#define HALF_MIN_EXP (-13)
+#define M_E_F 2.71828182845904523536f
+#define M_LOG2E_F 1.44269504088896340736f
+#define M_LOG10E_F 0.43429448190325182765f
+#define M_LN2_F 0.69314718055994530942f
+#define M_LN10_F 2.30258509299404568402f
+#define M_PI_F 3.14159265358979323846f
+#define M_PI_2_F 1.57079632679489661923f
+#define M_PI_4_F 0.78539816339744830962f
+#define M_1_PI_F 0.31830988618379067154f
+#define M_2_PI_F 0.63661977236758134308f
+#define M_2_SQRTPI_F 1.12837916709551257390f
+#define M_SQRT2_F 1.41421356237309504880f
+#define M_SQRT1_2_F 0.70710678118654752440f
+#define M_E_H ((half)2.71828182845904523536f)
+#define M_LOG2E_H ((half)1.44269504088896340736f)
+#define M_LN2_H ((half)0.69314718055994530942f)
+#define M_PI_H ((half)3.14159265358979323846f)
+#define M_PI_2_H ((half)1.57079632679489661923f)
+#define M_SQRT2_H ((half)1.41421356237309504880f)
+#define M_SQRT1_2_H ((half)0.70710678118654752440f)
+#define CHAR_BIT 8
+#define CHAR_MAX 127
+#define CHAR_MIN (-128)
+#define SCHAR_MAX 127
+#define SCHAR_MIN (-128)
+#define UCHAR_MAX 255
+#define SHRT_MAX 32767
+#define SHRT_MIN (-32768)
+#define USHRT_MAX 65535
+#define INT_MAX 2147483647
+#define INT_MIN (-2147483647 - 1)
+#define UINT_MAX 4294967295u
+#define LONG_MAX 9223372036854775807L
+#define LONG_MIN (-9223372036854775807L - 1)
+#define ULONG_MAX 18446744073709551615UL
+#define INT8_MAX 127
+#define INT16_MAX 32767
+#define INT32_MAX 2147483647
+#define UINT8_MAX 255
+#define UINT16_MAX 65535
+#define UINT32_MAX 4294967295u
+#define INT8_MIN (-128)
+#define INT16_MIN (-32768)
+#define INT32_MIN (-2147483647 - 1)

@@ -1,0 +1,1 @@
+// <simd/simd.h>: the shim is always in force, so the text is empty.

@@ -1,0 +1,213 @@
+"""The shared test base: implementations with what they can do, one way to run them, and one statement of tolerance.
+
+An implementation that refuses a problem must do so by `NotImplementedError`, naming itself and the argument: see
+`refused`. A further implementation is one more row of `IMPLEMENTATIONS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_mfa
+
+DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "alibi_slopes", "sinks")
+STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """An implementation and the promises it makes beyond the common ones.
+
+    Attributes:
+      dtypes: the dtypes it takes.
+      refuses: names of arguments that it does not take.
+      linear_memory: temporary memory grows with T + S, not T · S.
+      forward_mode: `jax.jvp` and second derivatives work.
+      finite_inside: no intermediate array holds an infinity, so `debug_infs` stays silent eagerly too.
+      own_rules: how it differentiates, batches and lowers is its own; otherwise it is plain jnp and JAX's.
+      available: whether this machine can run it; if not, every call must say so.
+    """
+
+    name: str
+    dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
+    refuses: frozenset[str] = frozenset()
+    linear_memory: bool = True
+    forward_mode: bool = True
+    finite_inside: bool = True
+    own_rules: bool = True
+    available: bool = True
+
+    def attend(self, *args, **keywords):
+        return jax_mfa.dot_product_attention(*args, implementation=self.name, **keywords)
+
+    def flash(self, *args, **keywords):
+        return jax_mfa.flash_attention(*args, implementation=self.name, **keywords)
+
+
+IMPLEMENTATIONS = (
+    Implementation("reference", linear_memory=False, finite_inside=False, own_rules=False),
+    Implementation("blockwise"),
+    Implementation("metal", dtypes=("float16", "bfloat16", "float32"), forward_mode=False, available=False),
+)
+AVAILABLE = tuple(x for x in IMPLEMENTATIONS if x.available)
+# where sizes or rules of JAX are what is tested, plain jnp adds nothing
+own = pytest.mark.parametrize("implementation", [x for x in AVAILABLE if x.own_rules], ids=lambda x: x.name)
+
+
+def refused(implementation: Implementation, arguments: dict) -> bool:
+    """Whether a problem is beyond an implementation; if so, asserts that it says so in the promised words."""
+    dtype = np.asarray(arguments["query"]).dtype.name
+    words = sorted(implementation.refuses & set(arguments)) or ([dtype] if dtype not in implementation.dtypes else [])
+    if not words:
+        return False
+    with pytest.raises(NotImplementedError) as caught:
+        implementation.attend(**arguments)
+    assert implementation.name in str(caught.value) and words[0] in str(caught.value)
+    return True
+
+
+def x64():
+    """64-bit types within a `with` block."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64
+
+    return enable_x64()
+
+
+def types_of(dtype: str):
+    return x64() if dtype == "float64" else contextlib.nullcontext()
+
+
+def is_static(name: str, x) -> bool:
+    return name in STATIC or isinstance(x, (int, float, str)) or x is None
+
+
+def split(arguments: dict) -> tuple[dict, dict]:
+    """Arguments that are arrays, and those that are static."""
+    static = {name: x for name, x in arguments.items() if is_static(name, x)}
+    return {name: x for name, x in arguments.items() if name not in static}, static
+
+
+# LLVM's optimiser takes most of the time of a small program and knows nothing of attention: for tests of many programs
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def evaluate(implementation: Implementation, arguments: dict, d_out, d_lse, jit=quick_jit):
+    """Output, log-sum-exp and the gradients of every differentiable array argument, as one jitted program."""
+    arrays, static = split(arguments)
+    program = _program(implementation, tuple(static.items()), tuple(arrays), jit)
+    return jax.tree.map(np.asarray, program(arrays, d_out, d_lse))
+
+
+@functools.cache
+def _program(implementation, static, names, jit):
+    moving = tuple(name for name in DIFFERENTIABLE if name in names)
+
+    def run(arrays, d_out, d_lse):
+        fun = lambda varying: implementation.flash(**{**arrays, **varying}, **dict(static))
+        (out, lse), pullback = jax.vjp(fun, {name: jnp.asarray(arrays[name]) for name in moving})
+        return out, lse, pullback((jnp.asarray(d_out, out.dtype), jnp.asarray(d_lse, lse.dtype)))[0]
+
+    return jit(run)
+
+
+def cotangents(arguments: dict, seed: int = 1):
+    """Random cotangents of output and log-sum-exp, the first rounded to the output's dtype."""
+    rng = np.random.default_rng(seed)
+    *lead, t, n, _ = arguments["query"].shape
+    d_out = rng.standard_normal((*lead, t, n, arguments["value"].shape[-1])).astype(arguments["query"].dtype)
+    return d_out, rng.standard_normal((*lead, t, n)).astype(np.promote_types(d_out.dtype, np.float32))
+
+
+def tolerance(expected, dtype, *, terms: int, largest_score: float = 0.0, gradient: bool = False, size: float = 0.0):
+    """How far a result may lie from the float64 answer computed from the same rounded inputs.
+
+    * One ulp of the result's own dtype for the single rounding at the end.
+    * Sums of `terms` numbers in the accumulation dtype: errors of one ulp each that add up like a random walk, beside
+      a handful for exp, log and division; a score is known to an ulp of its own size, and exp makes that relative.
+    * A gradient is also computed from the rounded output: two more ulps of the dtype, relative to the largest entry.
+    * `size`, where a sum may cancel: the root of the sum of its terms' squares, which then counts as the largest entry.
+    """
+    expected = np.abs(np.asarray(expected, np.float64))
+    expected = np.where(np.isfinite(expected), expected, 0)
+    largest = max(expected.max(initial=0.0), size)
+    ulp = lambda d: float(jnp.finfo(d).eps)
+    accumulation = jnp.promote_types(dtype, jnp.float32)
+    allowed = ulp(dtype) * expected + ulp(accumulation) * (8 + terms**0.5 + largest_score) * max(largest, 1e-30)
+    return allowed + (2 * ulp(dtype) * largest if gradient else 0)
+
+
+def assert_close(got, expected, dtype, *, terms, what="", **keywords):
+    got, expected = np.asarray(got).astype(np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
+    both = np.isfinite(expected)
+    np.testing.assert_array_equal(got[~both], expected[~both], err_msg=what)
+    error = np.abs(np.where(both, got, 0) - np.where(both, expected, 0))
+    allowed = tolerance(expected, dtype, terms=terms, **keywords)
+    worst = np.max(np.where(np.isnan(error), np.inf, error / np.maximum(allowed, 1e-300)), initial=0.0)
+    assert worst <= 1, f"{what}: error {np.max(error)}, {worst:.3g} times what is allowed"
+
+
+def terms_of(arguments: dict) -> int:
+    """The longest sum of a problem: over head sizes, over keys, or over the queries of a group."""
+    *_, t, n, h = arguments["query"].shape
+    *_, s, k, v = arguments["value"].shape
+    return max(s, t * n // k) + max(h, v)
+
+
+@functools.lru_cache(maxsize=256)
+def _answer_of_case(case, dtype, seed):
+    arguments = case.arguments(dtype, seed)
+    d_out, d_lse = cotangents(arguments)
+    return arguments, d_out, d_lse, oracle.attention(**arguments, d_out=d_out, d_lse=d_lse)
+
+
+def assert_matches_oracle(implementation, arguments, *, d_out=None, d_lse=None, answer=None, jit=quick_jit):
+    """Values and gradients of a problem against the oracle."""
+    if refused(implementation, arguments):
+        return
+    if d_out is None:
+        d_out, d_lse = cotangents(arguments)
+    if answer is None:
+        answer = oracle.attention(**arguments, d_out=d_out, d_lse=d_lse)
+    out, lse, gradients = evaluate(implementation, arguments, d_out, d_lse, jit)
+    dtype = arguments["query"].dtype
+    accumulation = np.promote_types(dtype, np.float32)
+    common = {"largest_score": answer.largest_score}
+    terms = terms_of(arguments)
+    assert out.dtype == dtype and lse.dtype == accumulation
+    assert_close(out, answer.out, dtype, terms=terms, what="out", **common)
+    assert_close(lse, answer.lse, accumulation, terms=terms, what="lse", **common)
+    for name, got in gradients.items():
+        assert got.dtype == arguments[name].dtype
+        wanted, size = answer.gradients[name], answer.sizes.get(name, 0.0)
+        assert_close(got, wanted, dtype, terms=terms, what=f"d{name}", gradient=True, size=size, **common)
+
+
+def check_case(implementation, case, dtype="float32", seed=0, jit=quick_jit):
+    with types_of(dtype):
+        arguments, d_out, d_lse, answer = _answer_of_case(case, dtype, seed)
+        assert_matches_oracle(implementation, arguments, d_out=d_out, d_lse=d_lse, answer=answer, jit=jit)
+
+
+def arrays(*shapes, dtype="float32", seed=0):
+    """Random normal numpy arrays."""
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
+
+
+def qkv(B=2, T=7, S=9, N=4, K=2, H=8, V=None, dtype="float32", seed=0):
+    """Random query, key and value."""
+    return arrays((B, T, N, H), (B, S, K, H), (B, S, K, V or H), dtype=dtype, seed=seed)
+
+
+BY_NAME_OF_IMPLEMENTATION = {x.name: x for x in IMPLEMENTATIONS}

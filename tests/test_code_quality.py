@@ -1,0 +1,31 @@
+"""The linters and the type checker, as one command of the tests."""
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+COMMANDS = {
+    "lint": ("ruff", "check", "."),
+    "format": ("ruff", "format", "--check", "."),
+    "types": ("mypy",),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_code_is_clean(name):
+    tool, *arguments = COMMANDS[name]
+    if importlib.util.find_spec(tool) is None:
+        pytest.skip(f"{tool} is not installed; it comes with the extra `test`")
+    done = subprocess.run([sys.executable, "-m", tool, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_importing_the_package_starts_no_backend():
+    # a backend that starts at import could no longer be configured by the program
+    code = "import jax_mfa; from jax._src import xla_bridge; assert not xla_bridge._backends, xla_bridge._backends"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

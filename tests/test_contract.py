@@ -1,0 +1,604 @@
+"""Values and gradients of every feature against the oracle, for each implementation."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from attention_cases import BY_NAME, CASES, Case
+from harness import (
+    IMPLEMENTATIONS,
+    arrays,
+    assert_close,
+    assert_matches_oracle,
+    check_case,
+    cotangents,
+    evaluate,
+    own,
+    qkv,
+    types_of,
+)
+
+import jax_mfa
+from jax_mfa import BlockMask
+
+named = lambda case: case.name
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_values_and_gradients_are_right(implementation, case):
+    check_case(implementation, case, jit=jax.jit)
+
+
+ROUNDED = ("minilm", "llama", "gemma2", "gpt_oss", "swin_shifted_window", "bloom", "everything")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_16_bit_inputs_are_accumulated_in_32_bits_and_rounded_once(implementation, name, dtype):
+    if implementation.name == "reference" and dtype == "float16":
+        pytest.skip("the definition is the same code for both 16-bit dtypes")
+    check_case(implementation, BY_NAME[name], dtype, jit=jax.jit)
+
+
+@pytest.mark.parametrize("name", ["llama_prefill_chunk", "packed_documents", "everything"])
+def test_float64_is_accumulated_in_float64(implementation, name):
+    check_case(implementation, BY_NAME[name], "float64")
+
+
+# --- combinations: every pair of features meets, both on, both off, and each alone
+
+FEATURES = {
+    "bias": {"bias": "NTS"},
+    "mask": {"mask": "BNTS"},
+    "scale": {"traced_scale": True},
+    "causal": {"is_causal": True},
+    "window": {"window": (5, 4)},
+    "offset": {"offset": (3, -2)},
+    "query_lengths": {"query_lengths": (11, 7)},
+    "key_lengths": {"key_lengths": (6, 13)},
+    "cap": {"cap": 2.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "documents": {"documents": 2},
+    "block": {"block": (4, 3)},
+    "dropout": {"dropout": 0.3},
+    "group": {"K": 1},
+    "wide_values": {"V": 11},
+}
+
+
+def _covering_combinations():
+    """Few subsets of the features so that any two of them meet in all four ways, chosen greedily."""
+    names, rng = list(FEATURES), np.random.default_rng(0)
+    missing = {(*pair, *states) for pair in itertools.combinations(range(len(names)), 2) for states in
+               itertools.product((False, True), repeat=2)}  # fmt: skip
+    chosen = []
+    covers = lambda row: {(i, j, row[i], row[j]) for i, j in itertools.combinations(range(len(names)), 2)}
+    while missing:
+        rows = [tuple(bool(x) for x in rng.integers(0, 2, len(names))) for _ in range(200)]
+        best = max(rows, key=lambda row: len(covers(row) & missing))
+        missing -= covers(best)
+        chosen.append(best)
+    cases = []
+    for i, row in enumerate(chosen):
+        fields = {}
+        for name, on in zip(names, row):
+            fields |= FEATURES[name] if on else {}
+        cases.append(Case(f"combination_{i}", T=11, S=13, N=4, **{"K": 4, "H": 8, **fields}))
+    return cases
+
+
+@pytest.mark.parametrize("case", _covering_combinations(), ids=named)
+def test_any_two_features_work_together(implementation, case):
+    check_case(implementation, case)
+
+
+# --- bias
+
+PATTERNS = ["".join(axes) for n in range(5) for axes in itertools.combinations("BNTS", n)]
+
+
+@own
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p or "none")
+def test_the_gradient_of_a_broadcast_bias_is_summed_over_the_broadcast_axes(implementation, pattern):
+    check_case(implementation, Case(f"bias_{pattern}", T=5, S=7, N=4, K=2, H=4, bias=pattern, is_causal=True))
+
+
+@pytest.mark.parametrize("shape", [(7,), (1,), (5, 7), (5, 1), (4, 1, 7), ()], ids=str)
+def test_a_bias_of_lower_rank_broadcasts_from_the_right(implementation, shape):
+    q, k, v = qkv(T=5, S=7, H=4)
+    assert_matches_oracle(implementation, {"query": q, "key": k, "value": v, "bias": arrays(shape, seed=5)[0]})
+
+
+@pytest.mark.parametrize("shape", [(9,), (7, 1), (4, 1, 1), (2, 1, 7, 1), ()], ids=str)
+def test_a_mask_broadcasts_from_the_right(implementation, shape):
+    q, k, v = qkv()
+    mask = np.random.default_rng(3).random(shape) < 0.6
+    assert_matches_oracle(implementation, {"query": q, "key": k, "value": v, "mask": np.asarray(mask)})
+
+
+def test_a_bias_of_minus_infinity_hides_a_column(implementation):
+    q, k, v = qkv()
+    bias = np.where(np.random.default_rng(0).random((2, 1, 7, 9)) < 0.5, 0, -np.inf).astype("float32")
+    bias[0, 0, 3] = -np.inf
+    arguments = {"query": q, "key": k, "value": v}
+    d_out, d_lse = cotangents(arguments)
+    hidden = evaluate(implementation, {**arguments, "bias": bias}, d_out, d_lse)
+    masked = evaluate(implementation, {**arguments, "mask": bias == 0}, d_out, d_lse)
+    for name in ("query", "key", "value"):
+        assert_close(hidden[2][name], masked[2][name], "float32", terms=16, gradient=True, what=name)
+    assert_close(hidden[0], masked[0], "float32", terms=16)
+    assert_close(hidden[1], masked[1], "float32", terms=16)
+
+
+# --- rows that see nothing
+
+BLIND = {
+    "mask": {"mask": np.arange(7)[:, None] > np.full(9, 2)},
+    "key_lengths": {"key_value_seq_lengths": np.array([0, 9])},
+    "query_lengths": {"query_seq_lengths": np.array([4, 0])},
+    "causal": {"is_causal": True, "query_offset": -3},
+    "causal_array": {"is_causal": True, "query_offset": np.array([-3, -100], np.int32)},
+    "window": {"local_window_size": (1, 1), "query_offset": 6},
+    "segments": {
+        "query_segment_ids": np.array([[0, 0, 1, 1, 2, 2, 3]] * 2),
+        "key_value_segment_ids": np.array([[1] * 9, [2] * 9]),
+    },
+    "blocks": {"block_mask": BlockMask(np.array([[True, False, True], [False, False, False]]), (4, 4))},
+    "bias": {"bias": np.full((7, 9), -np.inf, np.float32)},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reason", BLIND)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_a_row_that_sees_nothing_gives_zeros_and_no_gradient(implementation, reason, sinks, dtype):
+    if dtype == "bfloat16" and (sinks or reason not in ("mask", "causal")):
+        pytest.skip("a dtype changes nothing about which rows are blind")
+    q, k, v = qkv(dtype=dtype)
+    arguments = {"query": q, "key": k, "value": v, **BLIND[reason]}
+    if sinks:
+        arguments["sinks"] = arrays((4,), dtype=dtype, seed=9)[0]
+    d_out, d_lse = cotangents(arguments)
+    answer = oracle.attention(**arguments, d_out=d_out, d_lse=d_lse)
+    blind = answer.lse == -np.inf
+    assert blind.any(), "the example must have rows that see nothing"
+    out, lse, gradients = evaluate(implementation, arguments, d_out, d_lse)
+    np.testing.assert_array_equal(out[blind], 0)
+    np.testing.assert_array_equal(lse[blind], -np.inf)
+    np.testing.assert_array_equal(gradients["query"][blind], 0)
+    gradients.pop("bias", None) if reason == "bias" else None
+    assert_matches_oracle(implementation, arguments, d_out=d_out, d_lse=d_lse, answer=answer)
+
+
+# --- what nobody sees may be anything
+
+HIDDEN = {  # arguments that hide some columns of batch row 0 from every row, and which
+    "key_lengths": ({"key_value_seq_lengths": np.array([5, 9])}, slice(5, 9)),
+    "mask": ({"mask": np.broadcast_to(np.arange(9) != 4, (2, 1, 1, 9))}, slice(4, 5)),
+    "causal": ({"is_causal": True}, slice(7, 9)),
+    "window": ({"local_window_size": (2, 0), "query_offset": 2}, slice(0, 0)),
+    "segments": (
+        {
+            "query_segment_ids": np.array([[0] * 7, [1] * 7]),
+            "key_value_segment_ids": np.array([[0] * 6 + [1] * 3, [0] * 2 + [1] * 7]),
+        },
+        slice(6, 9),
+    ),
+    "blocks": ({"block_mask": BlockMask(np.array([[True, True, False]] * 2), (4, 3))}, slice(6, 9)),
+}
+SPOILS = {"nan": np.nan, "inf": np.inf, "minus_inf": -np.inf, "largest": np.finfo(np.float32).max}
+
+
+@pytest.mark.parametrize("extra", ["plain", "cap", "dropout", "sinks_alibi_bias"])
+@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("by", [by for by in HIDDEN if by != "window"])
+def test_what_a_mask_hides_reaches_neither_output_nor_gradient(implementation, by, spoil, extra):
+    if extra != "plain" and (by not in ("key_lengths", "segments") or spoil in ("inf", "minus_inf")):
+        pytest.skip("the other features are crossed with two masks and two values")
+    keywords, columns = HIDDEN[by]
+    q, k, v = qkv()
+    arguments = {"query": q, "key": k, "value": v, **keywords}
+    if extra == "cap":
+        arguments["logits_soft_cap"] = 3.0
+    elif extra == "dropout":
+        arguments |= {"dropout_rate": 0.25, "dropout_seed": np.array([3, 4], np.uint32)}
+    elif extra == "sinks_alibi_bias":
+        sinks, bias = arrays((4,), (4, 7, 9), seed=8)
+        arguments |= {"sinks": sinks, "bias": bias, "alibi_slopes": np.array([0.5, 0.25, 0.125, 0.0625], np.float32)}
+    d_out, d_lse = cotangents(arguments)
+    clean = evaluate(implementation, arguments, d_out, d_lse)
+    for name in ("key", "value"):
+        spoilt = {**arguments, name: arguments[name].copy()}
+        spoilt[name][0, columns] = SPOILS[spoil]
+        got = evaluate(implementation, spoilt, d_out, d_lse)
+        np.testing.assert_array_equal(got[0], clean[0], err_msg=f"{name}: out")
+        np.testing.assert_array_equal(got[1], clean[1], err_msg=f"{name}: lse")
+        for which, gradient in got[2].items():
+            np.testing.assert_array_equal(gradient, clean[2][which], err_msg=f"{name}: d{which}")
+
+
+@pytest.mark.parametrize("spoil", ["nan", "inf"])
+@pytest.mark.parametrize("where", ["query", "key", "value", "all"])
+def test_a_document_that_is_not_finite_does_not_touch_its_neighbour(implementation, where, spoil):
+    case = Case("documents", B=1, T=12, S=12, N=4, K=2, H=8)
+    ids = np.repeat([[0, 1]], 6, axis=1)
+    arguments = {**case.arguments(), "query_segment_ids": ids, "key_value_segment_ids": ids, "is_causal": True}
+    d_out, d_lse = cotangents(arguments)
+    clean = evaluate(implementation, arguments, d_out, d_lse)
+    spoilt = dict(arguments)
+    for name in ("query", "key", "value") if where == "all" else (where,):
+        spoilt[name] = arguments[name].copy()
+        spoilt[name][0, 2] = SPOILS[spoil]
+    out, lse, gradients = evaluate(implementation, spoilt, d_out, d_lse)
+    np.testing.assert_array_equal(out[:, 6:], clean[0][:, 6:])
+    np.testing.assert_array_equal(lse[:, 6:], clean[1][:, 6:])
+    for name in ("query", "key", "value"):
+        np.testing.assert_array_equal(gradients[name][:, 6:], clean[2][name][:, 6:], err_msg=name)
+    # within the document, rows from there on see it, and say so
+    assert not np.isfinite(out[:, 2]).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_a_nan_that_is_seen_is_not_swallowed(implementation, where, masked):
+    q, k, v = (x.copy() for x in qkv(T=6, S=6))
+    arguments = {"query": q, "key": k, "value": v, "is_causal": masked}
+    arguments[where][0, 3, 0] = np.nan
+    d_out, d_lse = cotangents(arguments)
+    out, _, gradients = evaluate(implementation, arguments, d_out, d_lse)
+    rows = np.isnan(out).any((-1, -2))[0]
+    expected = np.arange(6) == 3 if where == "query" else (np.arange(6) >= 3 if masked else np.ones(6, bool))
+    np.testing.assert_array_equal(rows, expected)
+    assert not np.isnan(out[1]).any()
+    if implementation.own_rules or not masked:  # JAX's derivative of the definition's `where` is zero there
+        np.testing.assert_array_equal(np.isnan(gradients["query"]).any((-1, -2))[0], expected)
+        assert np.isnan(gradients["key"][0]).any()
+
+
+# --- dropout
+
+
+def _dropped(implementation, seed, rate=0.3, **shape):
+    """Which probabilities are zero: with V = S and one-hot values the output holds the probabilities."""
+    q, k, _ = qkv(**shape)
+    s = k.shape[1]
+    v = np.broadcast_to(np.eye(s, dtype=k.dtype)[None, :, None], (*k.shape[:3], s))
+    return np.asarray(implementation.attend(q, k, v, dropout_rate=rate, dropout_seed=seed)) == 0
+
+
+@pytest.mark.parametrize(
+    "shape", [{"T": 7, "S": 9}, {"T": 33, "S": 70}, {"T": 3, "S": 5, "dtype": "bfloat16"}], ids=str
+)
+def test_dropout_drops_exactly_the_documented_scores(implementation, shape):
+    seed = np.array([7, 11], np.uint32)
+    got = _dropped(implementation, seed, **shape)
+    b, t, n, s = got.shape
+    for i in np.ndindex(b, t, n):
+        np.testing.assert_array_equal(got[i], ~oracle.kept(0.3, (7, 11), i[0], i[2], i[1], s))
+
+
+def test_forms_of_one_seed_drop_the_same_scores(implementation):
+    wanted = _dropped(implementation, 7 + (11 << 32))
+    for seed in (np.array([7, 11], np.uint32), jnp.array([7, 11], jnp.uint32), jax.random.wrap_key_data(
+        jnp.array([7, 11], jnp.uint32), impl="threefry2x32")):  # fmt: skip
+        np.testing.assert_array_equal(_dropped(implementation, seed), wanted)
+    np.testing.assert_array_equal(_dropped(implementation, 5), _dropped(implementation, jnp.int32(5)))
+    assert (_dropped(implementation, 8) != wanted).mean() > 0.2
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-9])
+def test_a_rate_of_nothing_drops_nothing(implementation, rate):
+    assert not _dropped(implementation, 1, rate=rate).any()
+
+
+# --- the log-sum-exp
+
+
+def test_the_log_sum_exp_alone_has_gradients(implementation):
+    arguments = BY_NAME["gpt_oss"].arguments()
+    d_out, d_lse = cotangents(arguments)
+    assert_matches_oracle(implementation, arguments, d_out=np.zeros_like(d_out), d_lse=d_lse)
+
+
+def test_the_residual_is_the_log_sum_exp(implementation):
+    q, k, v = qkv()
+    out, lse = implementation.attend(q, k, v, return_residual=True)
+    wanted, wanted_lse = implementation.flash(q, k, v)
+    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(lse, wanted_lse)
+    assert lse.shape == (2, 7, 4) and lse.dtype == jnp.float32
+
+
+# --- shapes
+
+
+@pytest.mark.parametrize("lead", [(), (2, 3), (1, 2, 1)], ids=str)
+def test_leading_axes_may_be_missing_or_more(implementation, lead):
+    T, S, N, K, H = 6, 8, 4, 2, 8
+    q, k, v, bias = arrays((*lead, T, N, H), (*lead, S, K, H), (*lead, S, K, H), (*lead, N, T, S))
+    arguments = {"query": q, "key": k, "value": v, "bias": bias, "is_causal": True, "dropout_rate": 0.2}
+    arguments["dropout_seed"] = np.array([1, 2], np.uint32)
+    if lead:
+        arguments["key_value_seq_lengths"] = np.random.default_rng(0).integers(1, S, lead)
+    assert_matches_oracle(implementation, arguments)
+
+
+@pytest.mark.parametrize("zero", ["B", "T", "S"])
+def test_a_length_of_zero_is_a_length(implementation, zero):
+    q, k, v = qkv(**{zero: 0})
+    arguments = {"query": q, "key": k, "value": v, "sinks": arrays((4,))[0], "bias": arrays((4, 1, 1))[0]}
+    out, lse, gradients = evaluate(implementation, arguments, *cotangents(arguments))
+    assert out.shape == q.shape and lse.shape == q.shape[:-1]
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
+    for name, gradient in gradients.items():
+        assert gradient.shape == arguments[name].shape
+        np.testing.assert_array_equal(gradient, 0)
+
+
+@own
+@pytest.mark.parametrize("h,v", [(1, 1), (7, 3), (33, 80), (512, 512), (1, 512)])
+def test_any_head_size_from_1_to_512(implementation, h, v):
+    check_case(implementation, Case(f"heads_{h}_{v}", B=1, T=5, S=6, N=2, K=1, H=h, V=v, is_causal=True))
+
+
+@own
+@pytest.mark.parametrize("t,s", [(1, 1), (1, 37), (37, 1), (2, 3), (61, 67), (130, 131)])
+def test_any_lengths(implementation, t, s):
+    check_case(implementation, Case(f"lengths_{t}_{s}", B=1, T=t, S=s, N=2, K=2, H=8))
+
+
+@own
+def test_long_rows_keep_their_precision(implementation):
+    check_case(implementation, Case("long_row", B=1, T=3, S=5003, N=2, K=1, H=8, key_lengths=(4999,)))
+
+
+LONG = Case("long", B=1, T=700, S=1100, N=1, K=1, H=8)
+LONG_FEATURES = {
+    "dense": {},
+    "query_lengths": {"query_lengths": (400,)},
+    "key_lengths": {"key_lengths": (513,)},
+    "causal": {"is_causal": True, "offset": 400},
+    "window": {"window": (150, 20), "offset": (300,)},
+    "documents": {"documents": 5},
+    "blocks": {"block": (128, 256), "N": 2, "K": 1},
+    "bias": {"bias": "TS", "mask": "S"},
+    "dropout": {"dropout": 0.1, "N": 3, "K": 3},
+}
+
+
+@own
+@pytest.mark.parametrize("name", LONG_FEATURES)
+def test_lengths_of_more_than_one_tile(implementation, name):
+    check_case(implementation, dataclasses.replace(LONG, name=f"long_{name}", **LONG_FEATURES[name]))
+
+
+@own
+@pytest.mark.parametrize("g", [1, 3, 8])
+def test_query_head_n_uses_key_head_n_over_group(implementation, g):
+    check_case(implementation, Case(f"group_{g}", B=3, T=9, S=7, N=2 * g, K=2, H=8, key_lengths=(7, 2, 5)))
+
+
+def test_strided_and_transposed_inputs(implementation):
+    base_q, base_k, base_v = arrays((4, 8, 2, 14), (4, 8, 2, 9), (9, 2, 2, 8))
+    q, k, v = base_q.transpose(2, 3, 0, 1)[:, ::2], base_k.transpose(2, 3, 0, 1)[:, ::-1, ::2], base_v.swapaxes(0, 1)
+    k, v = k[:, :, :2], v[:, :, :2]
+    assert not (q.flags.c_contiguous or k.flags.c_contiguous or v.flags.c_contiguous)
+    contiguous = [np.ascontiguousarray(x) for x in (q, k, v)]
+    assert_matches_oracle(implementation, {"query": q, "key": k, "value": v})
+    inside = jax.jit(lambda q, k, v: implementation.attend(
+        q.transpose(2, 3, 0, 1)[:, ::2], k.transpose(2, 3, 0, 1)[:, ::-1, ::2], v.swapaxes(0, 1)
+    ))(base_q, base_k, base_v)  # fmt: skip
+    wanted = oracle.attention(*contiguous)
+    assert_close(inside, wanted.out, "float32", terms=17, largest_score=wanted.largest_score)
+
+
+# --- scale, offset, window
+
+
+def test_scale_defaults_to_one_over_root_h_and_may_be_traced(implementation):
+    q, k, v = qkv(H=8)
+    wanted = oracle.attention(q, k, v)
+    close = lambda got: assert_close(got, wanted.out, "float32", terms=17, largest_score=wanted.largest_score)
+    close(implementation.attend(q, k, v))
+    close(implementation.attend(q, k, v, scale=8**-0.5))
+    close(implementation.attend(q, k, v, scale=np.float32(8**-0.5)))
+    close(jax.jit(lambda scale: implementation.attend(q, k, v, scale=scale))(8**-0.5))
+
+
+@pytest.mark.parametrize("offset", [0, 2, -2, 9, 100, -100, 2**30 - 8, -(2**30 - 8)])
+def test_a_static_offset_and_an_array_of_it_agree(implementation, offset):
+    q, k, v = qkv()
+    keywords = {"is_causal": True, "local_window_size": (3, None)}
+    wanted = oracle.attention(q, k, v, query_offset=offset, **keywords).out
+    forms = [offset, np.int64(offset), jnp.int32(offset), np.full(2, offset, np.int32)]
+    for form in forms:
+        got = jax.jit(lambda form=form: implementation.attend(q, k, v, query_offset=form, **keywords))()
+        assert_close(got, wanted, "float32", terms=17, largest_score=4)
+    traced = jax.jit(lambda x: implementation.attend(q, k, v, query_offset=x, **keywords))(forms[-1])
+    assert_close(traced, wanted, "float32", terms=17, largest_score=4)
+
+
+@pytest.mark.parametrize("t,s", [(5, 9), (9, 5)])
+def test_an_offset_of_s_minus_t_aligns_bottom_right(implementation, t, s):
+    q, k, v = qkv(T=t, S=s)
+    out, lse = implementation.flash(q, k, v, is_causal=True, query_offset=s - t)
+    by_mask = oracle.attention(q, k, v, mask=np.tri(t, s, s - t, dtype=bool))
+    assert_close(out, by_mask.out, "float32", terms=17, largest_score=by_mask.largest_score)
+    assert_close(lse, by_mask.lse, "float32", terms=17, largest_score=by_mask.largest_score)
+
+
+WINDOWS = [3, 0, (2, None), (None, 1), (None, None), (0, 3), (100, 0), (2**31, 2**40), (1, 2**31)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_a_window_is_inclusive_and_one_sided_with_none(implementation, window, causal):
+    q, k, v = qkv(T=12, S=10)
+    wanted = oracle.attention(q, k, v, local_window_size=window, is_causal=causal)
+    got = implementation.attend(q, k, v, local_window_size=window, is_causal=causal)
+    assert_close(got, wanted.out, "float32", terms=18, largest_score=wanted.largest_score)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32"])
+def test_lengths_offsets_and_segments_may_have_any_integer_dtype(implementation, dtype):
+    q, k, v = qkv()
+    arguments = {"query": q, "key": k, "value": v, "is_causal": True}
+    arguments["query_offset"] = np.array([1, 2], dtype)
+    arguments["query_seq_lengths"], arguments["key_value_seq_lengths"] = (
+        np.array([7, 4], dtype),
+        np.array([3, 9], dtype),
+    )
+    arguments["query_segment_ids"], arguments["key_value_segment_ids"] = np.ones((2, 7), dtype), np.ones((1, 9), dtype)
+    assert_matches_oracle(implementation, arguments)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 4)], ids=str)
+def test_slopes_and_sinks_may_differ_by_batch_row(implementation, shape):
+    q, k, v = qkv()
+    slopes, sinks = arrays(shape, shape)
+    assert_matches_oracle(
+        implementation, {"query": q, "key": k, "value": v, "alibi_slopes": np.abs(slopes), "sinks": sinks}
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_large_scores_neither_overflow_nor_lose_the_largest(implementation, dtype):
+    with types_of(dtype):
+        q, k, v = qkv(dtype=dtype)
+        q, k = (q * 100).astype(dtype), (k * 100).astype(dtype)
+        out, lse = implementation.flash(q, k, v)
+        wanted = oracle.attention(q, k, v)
+        assert_close(lse, wanted.lse, "float32", terms=17, largest_score=0)
+        near = np.asarray(out, np.float64) - wanted.out
+        # a score of size x is known to x ulps, so that a probability is
+        assert np.abs(near).max() <= np.abs(wanted.out).max() * wanted.largest_score * 2**-22 + 2**-7 * (
+            dtype != "float32"
+        )
+
+
+def test_a_uniform_shift_of_the_bias_changes_nothing_but_the_log_sum_exp(implementation):
+    q, k, v = qkv()
+    out, lse = implementation.flash(q, k, v)
+    for shift in (-1e4, 1e4):
+        moved, moved_lse = implementation.flash(q, k, v, bias=np.full((1,), shift, np.float32))
+        assert_close(moved, out, "float32", terms=17, largest_score=1e4)
+        assert_close(moved_lse - shift, lse, "float32", terms=17, largest_score=1e4)
+
+
+# --- implementations by name
+
+
+@pytest.mark.parametrize("name", [x.name for x in IMPLEMENTATIONS if not x.available])
+def test_a_named_implementation_that_cannot_run_refuses_by_name(name):
+    q, k, v = qkv()
+    for call in (jax_mfa.dot_product_attention, jax_mfa.flash_attention, jax_mfa.explain):
+        with pytest.raises(NotImplementedError, match=name):
+            call(q, k, v, implementation=name)
+
+
+def test_explain_names_what_a_call_takes_and_computes_nothing():
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv(T=10**6, S=10**6)]
+    chosen = jax_mfa.explain(*shapes, is_causal=True)
+    assert chosen.implementation in chosen.reasons and chosen.implementation in str(chosen)
+    assert set(chosen.reasons) == {"metal", "blockwise", "reference"}
+    assert jax_mfa.explain(*shapes, implementation="reference").implementation == "reference"
+    with pytest.raises(ValueError, match="key"):
+        jax_mfa.explain(shapes[0], jax.ShapeDtypeStruct((2, 3, 5, 8), jnp.float32), shapes[2])
+
+
+def test_none_takes_what_explain_says():
+    q, k, v = qkv()
+    name = jax_mfa.explain(q, k, v).implementation
+    np.testing.assert_array_equal(
+        jax_mfa.dot_product_attention(q, k, v), jax_mfa.dot_product_attention(q, k, v, implementation=name)
+    )
+
+
+# --- mistakes that other implementations made: right here, and the wrong variant would be noticed
+
+
+def _mistakes():
+    q, k, v = qkv(B=2, T=6, S=8, N=4, K=2, seed=4)
+    (bias,) = arrays((4, 6, 8), seed=5)
+    base = {"query": q, "key": k, "value": v}
+    slopes = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+    swapped = {**base, "key": k[:, :, [0, 1, 0, 1]], "value": v[:, :, [0, 1, 0, 1]]}
+    lengths = {"key_value_seq_lengths": np.array([2, 7])}
+    packed = lambda q_ids, k_ids: {"query_segment_ids": q_ids, "key_value_segment_ids": k_ids}
+    ids = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]]), np.array([[0] * 4 + [1] * 4, [0] * 2 + [1] * 6])
+    first = lambda x: np.broadcast_to(x[:1], x.shape)
+    return {
+        "bias_added_before_the_scale": ({**base, "bias": bias}, {**base, "bias": bias / np.sqrt(8).astype("float32")}),
+        "causal_ignores_the_offset": ({**base, "is_causal": True, "query_offset": 2}, {**base, "is_causal": True}),
+        "causal_aligned_bottom_right": (
+            {**base, "is_causal": True},
+            {**base, "is_causal": True, "query_offset": 2},
+        ),
+        "alibi_with_the_wrong_sign": ({**base, "alibi_slopes": slopes}, {**base, "alibi_slopes": -slopes}),
+        "alibi_ignores_the_offset": (
+            # a shift of all distances changes only the log-sum-exp, unless a sink stands beside them
+            {**base, "alibi_slopes": slopes, "query_offset": 3, "sinks": slopes},
+            {**base, "alibi_slopes": slopes, "sinks": slopes},
+        ),
+        "head_modulo_key_heads": (base, swapped),
+        "batch_index_ignored_in_lengths": (
+            {**base, **lengths},
+            {**base, "key_value_seq_lengths": np.array([2, 2])},
+        ),
+        "batch_index_ignored_in_keys": (base, {**base, "key": first(k), "value": first(v)}),
+        "batch_index_ignored_in_segments": ({**base, **packed(*ids)}, {**base, **packed(first(ids[0]), first(ids[1]))}),
+        "positions_in_16_bits": (
+            {**base, "is_causal": True, "query_offset": 2 - 2**16},
+            {**base, "is_causal": True, "query_offset": 2},
+        ),
+        "window_in_16_bits": (
+            {**base, "local_window_size": (2**16 + 1, 0)},
+            {**base, "local_window_size": (1, 0)},
+        ),
+        "soft_cap_before_the_bias": (
+            {**base, "bias": 4 * bias, "logits_soft_cap": 1.0},
+            {**base, "bias": bias, "logits_soft_cap": 1.0},
+        ),
+        "sink_counted_as_a_value": (
+            {**base, "sinks": slopes},
+            base,
+        ),
+    }
+
+
+MISTAKES = _mistakes()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_known_mistake_is_not_made(implementation, mistake):
+    right, wrong = MISTAKES[mistake]
+    answer, other = oracle.attention(**right), oracle.attention(**wrong)
+    out, lse = implementation.flash(**right)
+    assert_close(out, answer.out, "float32", terms=16, largest_score=answer.largest_score)
+    assert_close(lse, answer.lse, "float32", terms=16, largest_score=answer.largest_score)
+    with pytest.raises(AssertionError):
+        assert_close(out, other.out, "float32", terms=16, largest_score=answer.largest_score)
+
+
+def test_a_fully_masked_row_is_not_the_mean_of_the_values_nor_nan(implementation):
+    q, k, v = qkv()
+    out = np.asarray(implementation.attend(q, k, v, mask=np.zeros((1, 1, 1, 1), bool)))
+    np.testing.assert_array_equal(out, 0)
+    mean = v.mean(1, keepdims=True).repeat(2, axis=2)
+    assert np.abs(mean).max() > 0.1
+
+
+def test_rows_before_the_end_of_a_causal_range_are_normalised(implementation):
+    # keys far longer than queries: the tiles beyond the diagonal go, the division by the sum stays
+    q, k, _ = qkv(T=4, S=40)
+    ones = np.ones((*k.shape[:3], 8), np.float32)
+    np.testing.assert_allclose(implementation.attend(q, k, ones, is_causal=True), 1, rtol=2**-20)
+    np.testing.assert_allclose(
+        implementation.attend(q, k, ones, key_value_seq_lengths=np.array([1, 40])), 1, rtol=2**-20
+    )

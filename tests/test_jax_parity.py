@@ -1,0 +1,115 @@
+"""In place of `jax.nn.dot_product_attention`: the same arguments, and the same answers where it defines them.
+
+They differ where a row sees nothing: zeros here, the mean of the values there.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import arrays, assert_close, cotangents, qkv
+
+import jax_mfa
+
+LENGTHS = [(9, 9), (7, 12), (12, 7)]
+mask = lambda t, s: np.random.default_rng(1).random((2, 4, t, s)) < 0.7
+lengths = lambda *x: np.array(x, np.int32)
+
+ARGUMENTS = {
+    "dense": lambda t, s: {},
+    "scale": lambda t, s: {"scale": 0.3},
+    "bias": lambda t, s: {"bias": arrays((2, 4, t, s))[0]},
+    "broadcast_bias": lambda t, s: {"bias": arrays((1, 4, 1, s))[0]},
+    "mask": lambda t, s: {"mask": mask(t, s)},
+    "broadcast_mask": lambda t, s: {"mask": mask(t, s)[:, :1, :1]},
+    "causal": lambda t, s: {"is_causal": True},
+    "window": lambda t, s: {"local_window_size": 3},
+    "causal_window": lambda t, s: {"is_causal": True, "local_window_size": (4, 0)},
+    "two_sided_window": lambda t, s: {"local_window_size": (5, 2)},
+    "key_lengths": lambda t, s: {"key_value_seq_lengths": lengths(3, s)},
+    "query_lengths": lambda t, s: {"query_seq_lengths": lengths(t, 2)},
+    "both_lengths_causal": lambda t, s: {
+        "is_causal": True,
+        "query_seq_lengths": lengths(t - 1, 2),
+        "key_value_seq_lengths": lengths(3, s),
+    },
+    "everything": lambda t, s: {
+        "is_causal": True,
+        "local_window_size": (6, 0),
+        "bias": arrays((1, 4, t, s))[0],
+        "mask": mask(t, s),
+        "scale": 0.7,
+        "query_seq_lengths": lengths(t - 1, t),
+        "key_value_seq_lengths": lengths(s, s - 2),
+    },
+}
+
+
+@pytest.mark.parametrize("t,s", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_equals_jax_nn_wherever_a_row_sees_something(implementation, name, t, s):
+    if not implementation.own_rules and t == s:
+        pytest.skip("the definition has no sizes of its own; unequal lengths say more")
+    keywords = ARGUMENTS[name](t, s)
+    q, k, v = qkv(T=t, S=s)
+    bias = keywords.pop("bias", None)
+    inputs = {"query": q, "key": k, "value": v} | ({} if bias is None else {"bias": bias})
+    d_out, _ = cotangents(inputs)
+    _, lse = implementation.flash(**inputs, **keywords)
+    seen = np.asarray(lse) != -np.inf
+    if "query_seq_lengths" in keywords:  # stock rows beyond a query length are zero, or the mean, by version
+        seen &= (np.arange(t) < keywords["query_seq_lengths"][:, None])[..., None]
+
+    def both(attend):
+        def run(inputs):
+            out, pullback = jax.vjp(lambda x: attend(**x, **keywords), inputs)
+            return out, pullback(jnp.asarray(np.where(seen[..., None], d_out, 0)))[0]
+
+        return jax.jit(run)(inputs)
+
+    got, got_gradients = both(implementation.attend)
+    wanted, wanted_gradients = both(jax.nn.dot_product_attention)
+    widen = lambda x: np.asarray(x, np.float64)
+    zero = lambda x: np.where(seen[..., None], widen(x), 0)
+    assert_close(zero(got), zero(wanted), "float32", terms=32, largest_score=4)
+    for which, gradient in wanted_gradients.items():
+        assert_close(
+            got_gradients[which], widen(gradient), "float32", terms=64, largest_score=4, gradient=True, what=which
+        )
+
+
+def test_takes_every_argument_of_jax_nn_by_the_same_name_and_kind():
+    stock = inspect.signature(jax.nn.dot_product_attention).parameters
+    ours = inspect.signature(jax_mfa.dot_product_attention).parameters
+    for name, parameter in stock.items():
+        assert name in ours and ours[name].kind == parameter.kind, name
+        if name not in ("scale", "implementation"):
+            assert ours[name].default == parameter.default, name
+    positional = [n for n, p in stock.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [n for n, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
+
+
+@pytest.mark.skipif(
+    "return_residual" not in inspect.signature(jax.nn.dot_product_attention).parameters, reason="older jax.nn"
+)
+def test_the_residual_equals_that_of_jax_nn(implementation):
+    q, k, v = qkv()
+    out, lse = implementation.attend(q, k, v, is_causal=True, return_residual=True)
+    wanted, wanted_lse = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    assert_close(out, wanted, "float32", terms=32, largest_score=4)
+    assert_close(lse, wanted_lse, "float32", terms=32, largest_score=4)
+
+
+def test_the_batch_axis_may_be_missing_as_in_jax_nn(implementation):
+    q, k, v = (x[0] for x in qkv())
+    wanted = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    assert_close(implementation.attend(q, k, v, is_causal=True), wanted, "float32", terms=32, largest_score=4)
+
+
+def test_float16_runs_under_jit(implementation):
+    # where stock jax.nn raises on CPU
+    q, k, v = qkv(dtype="float16")
+    out = jax.jit(implementation.attend)(q, k, v)
+    assert out.dtype == np.float16 and np.isfinite(out).all()

@@ -1,0 +1,248 @@
+"""Promises about how, not what: memory, skipped tiles, grouped heads that are not repeated, repeatability, threads."""
+
+import concurrent.futures
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import AVAILABLE, DIFFERENTIABLE, arrays, cotangents, evaluate, qkv, split
+
+LEAN = [x for x in AVAILABLE if x.linear_memory]
+lean = pytest.mark.parametrize("implementation", LEAN, ids=lambda x: x.name)
+
+VARIANTS = {
+    "dense": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "local_window_size": (100, 0)},
+    "lengths": {"key_value_seq_lengths": jax.ShapeDtypeStruct((1,), jnp.int32)},
+    "segments": {"query_segment_ids": "T", "key_value_segment_ids": "S"},
+    "sinks_alibi_cap": {
+        "sinks": "N",
+        "alibi_slopes": "N",
+        "logits_soft_cap": 5.0,
+    },
+    "dropout": {"dropout_rate": 0.1, "dropout_seed": jax.ShapeDtypeStruct((2,), jnp.uint32)},
+    "small_bias": {"bias": "bias"},
+}
+
+
+def _lower(implementation, variant, t, s, n=4, k=2, h=32, gradient=True):
+    """The compiled program of a problem of a length, with gradients of every argument that has one."""
+    shape = lambda *d: jax.ShapeDtypeStruct(d, jnp.float32)
+    arguments = {"query": shape(1, t, n, h), "key": shape(1, s, k, h), "value": shape(1, s, k, h)}
+    for name, x in VARIANTS[variant].items():
+        ids = {"T": jax.ShapeDtypeStruct((1, t), jnp.int32), "S": jax.ShapeDtypeStruct((1, s), jnp.int32)}
+        arguments[name] = {**ids, "bias": shape(n, 1, s), "N": shape(n)}.get(x, x) if isinstance(x, str) else x
+    static = {name: x for name, x in arguments.items() if not isinstance(x, jax.ShapeDtypeStruct)}
+    moving = {name: x for name, x in arguments.items() if name in DIFFERENTIABLE and name not in static}
+    rest = {name: x for name, x in arguments.items() if name not in moving and name not in static}
+    run = lambda moving, rest: implementation.attend(**moving, **rest, **static).sum()
+    return jax.jit(jax.grad(run) if gradient else run).lower(moving, rest).compile()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@lean
+def test_temporary_memory_grows_linearly_with_the_length(implementation, variant):
+    small, large = (_lower(implementation, variant, t, t).memory_analysis().temp_size_in_bytes for t in (4096, 16384))
+    # a fixed share for tiles, the rest grows as the length does: four times, never sixteen
+    assert large <= 4.1 * small, f"{small} bytes at 4096, {large} at 16384"
+
+
+@lean
+def test_a_length_of_32768_fits_in_2_gib_forward_and_backward(implementation):
+    compiled = _lower(implementation, "causal", 32768, 32768, n=8, k=8, h=64)
+    memory = compiled.memory_analysis()
+    total = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assert total < 2 * 2**30
+
+
+def _buffers(text):
+    """Element counts of every array shape in a compiled program."""
+    shapes = re.findall(r"\b(?:pred|[sufb]f?\d+)\[([\d,]+)\]", text)
+    return {math.prod(int(d) for d in shape.split(",")) for shape in set(shapes)}
+
+
+def test_the_shapes_of_a_program_are_found():
+    compiled = jax.jit(lambda x: jnp.tanh(x @ x.T).sum()).lower(jnp.ones((1000, 4))).compile()
+    assert max(_buffers(compiled.as_text())) == 10**6
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@lean
+def test_no_array_is_as_large_as_the_scores(implementation, variant, gradient):
+    t, s = 8192, 8191
+    assert max(_buffers(_lower(implementation, variant, t, s, n=2, k=1, h=8, gradient=gradient).as_text())) < t * s
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
+@lean
+def test_keys_and_values_are_not_repeated_for_the_heads_of_a_group(implementation, gradient):
+    t, s, n, h = 4, 16384, 16, 64
+    largest = max(_buffers(_lower(implementation, "dense", t, s, n=n, k=1, h=h, gradient=gradient).as_text()))
+    assert largest <= 2 * s * h, f"an array of {largest} elements, the keys have {s * h}"
+
+
+# --- skipped tiles, by counting what is computed
+
+
+class _Counter:
+    """Counts multiply-accumulates of every matrix product that runs while jit is off."""
+
+    def __init__(self, monkeypatch):
+        from jax.extend.core.primitives import dot_general_p
+
+        self.total, bind = 0, dot_general_p.bind
+
+        def counted(a, b, **params):
+            if not isinstance(a, jax.core.Tracer):  # what is only traced is not computed
+                (_, contracted), (_, batch) = params["dimension_numbers"]
+                own = (d for i, d in enumerate(b.shape) if i not in {*contracted, *batch})
+                self.total += math.prod(a.shape) * math.prod(own)
+            return bind(a, b, **params)
+
+        monkeypatch.setattr(dot_general_p, "bind", counted)
+
+    def of(self, fun, *args):
+        self.total = 0
+        with jax.disable_jit():
+            fun(*args)
+        return self.total
+
+
+LENGTH = 2048
+
+
+@pytest.fixture(scope="module")
+def long_inputs():
+    return qkv(B=1, T=LENGTH, S=LENGTH, N=1, K=1, H=64)
+
+
+def _both_passes(implementation, inputs, keywords):
+    forward = lambda: implementation.attend(*inputs, **keywords)
+
+    def backward():
+        _, pullback = jax.vjp(lambda *x: implementation.attend(*x, **keywords), *map(jnp.asarray, inputs))
+        return pullback(jnp.ones(inputs[0].shape))
+
+    return forward, backward
+
+
+SKIPPED = {  # what may be computed at most, as a share of dense: the visible share, and tiles that stand on its edge
+    "causal": ({"is_causal": True}, 0.63),
+    "window": ({"is_causal": True, "local_window_size": (64, 0)}, 0.5),
+    "key_lengths": ({"key_value_seq_lengths": np.array([500])}, 0.26),
+    "query_lengths": ({"query_seq_lengths": np.array([500])}, 0.26),
+    "offset_blind": ({"is_causal": True, "query_offset": -LENGTH}, 0.0),
+    "segments": (
+        {
+            "query_segment_ids": np.repeat(np.arange(4), LENGTH // 4)[None],
+            "key_value_segment_ids": np.repeat(np.arange(4), LENGTH // 4)[None],
+        },
+        0.26,
+    ),
+}
+
+
+@lean
+def test_dense_attention_multiplies_exactly_what_the_formulas_need(implementation, long_inputs, monkeypatch):
+    forward, backward = _both_passes(implementation, long_inputs, {})
+    counter, h, v = _Counter(monkeypatch), 64, 64
+    scores = LENGTH * LENGTH
+    assert counter.of(forward) == scores * (h + v)
+    # the backward pass takes scores, d(p), dq, dk and dv: 3 products of size H, 2 of size V, beside the forward's
+    assert counter.of(backward) == scores * (4 * h + 3 * v)
+
+
+@pytest.mark.parametrize("rule", SKIPPED)
+@lean
+def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs, rule, monkeypatch):
+    keywords, share = SKIPPED[rule]
+    counter = _Counter(monkeypatch)
+    forward, backward = _both_passes(implementation, long_inputs, keywords)
+    dense_forward, dense_backward = _both_passes(implementation, long_inputs, {})
+    for fun, dense in ((forward, dense_forward), (backward, dense_backward)):
+        done, whole = counter.of(fun), counter.of(dense)
+        assert whole > 0
+        assert done <= share * whole, f"{done / whole:.3f} of dense"
+
+
+# --- repeatability and threads
+
+
+def _problems():
+    """Arguments of a few problems that differ in shape, dtype and features."""
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 70)))
+    made = []
+    for i, (dtype, extra) in enumerate(
+        [
+            ("float32", {}),
+            ("bfloat16", {"is_causal": True}),
+            ("float32", {"bias": arrays((4, 70, 66))[0], "dropout_rate": 0.1, "dropout_seed": np.uint32([1, 2])}),
+            ("float32", {"key_value_seq_lengths": np.array([66, 3])}),
+            ("float32", {"query_segment_ids": ids, "key_value_segment_ids": ids[:, :66]}),
+        ]
+    ):
+        q, k, v = qkv(T=70, S=66, H=16, dtype=dtype, seed=i)
+        arguments = {"query": q, "key": k, "value": v, **extra}
+        made.append((arguments, *cotangents(arguments)))
+    return made
+
+
+def _bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def test_results_are_the_same_to_the_last_bit_from_run_to_run(implementation):
+    for problem in _problems():
+        first = _bits(evaluate(implementation, *problem, jit=jax.jit))
+        jax.clear_caches()
+        again = _bits(evaluate(implementation, *problem, jit=jax.jit))
+        assert first == again
+
+
+def test_a_compiled_program_repeats_its_bits(implementation):
+    q, k, v = qkv(B=1, T=300, S=300, H=32)
+    run = jax.jit(jax.value_and_grad(lambda q, k, v: jnp.sin(implementation.attend(q, k, v)).sum(), argnums=(0, 1, 2)))
+    first = _bits(run(q, k, v))
+    assert all(_bits(run(q, k, v)) == first for _ in range(10))
+
+
+def test_several_threads_may_trace_and_run_at_once(implementation):
+    problems = _problems()
+    alone = [_bits(evaluate(implementation, *problem, jit=jax.jit)) for problem in problems]
+    jax.clear_caches()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        jobs = [
+            (i, pool.submit(evaluate, implementation, *problems[i], jit=jax.jit))
+            for _ in range(3)
+            for i in range(len(problems))
+        ]
+        for i, job in jobs:
+            assert _bits(job.result()) == alone[i]
+
+
+def test_equal_layers_are_traced_and_lowered_once(implementation):
+    """A model of many equal layers holds one copy of the attention program, so that it compiles as fast as one."""
+    q, k, v = qkv()
+
+    def size(layers):
+        def run(q, k, v):
+            for _ in range(layers):
+                q = implementation.attend(q, k, v, is_causal=True)
+            return q.sum()
+
+        return len(jax.jit(jax.grad(run)).lower(q, k, v).as_text())
+
+    if implementation.name == "reference":
+        pytest.skip("the definition is plain jnp, which XLA inlines")
+    one, eight = size(1), size(8)
+    assert eight < 2.5 * one
+
+
+def test_split_tells_arrays_from_static_arguments():
+    moving, static = split({"query": np.ones(2), "is_causal": True, "scale": 0.5, "query_offset": 3})
+    assert set(moving) == {"query"} and set(static) == {"is_causal", "scale", "query_offset"}

@@ -1,0 +1,105 @@
+"""The cut into tiles changes no result: small problems across many tiles, by making tiles small.
+
+The only tests that reach into `blockwise`: its tile sizes are module constants.
+"""
+
+import jax
+import numpy as np
+import pytest
+from attention_cases import CASES, Case
+from harness import BY_NAME_OF_IMPLEMENTATION, check_case, cotangents, evaluate
+
+from jax_mfa import blockwise
+
+BLOCKWISE = BY_NAME_OF_IMPLEMENTATION["blockwise"]
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """Sets rows, columns and scores of a tile."""
+
+    def cut(rows, columns, scores):
+        monkeypatch.setattr(blockwise, "TILE_ROWS", rows)
+        monkeypatch.setattr(blockwise, "TILE_COLUMNS", columns)
+        monkeypatch.setattr(blockwise, "TILE_SCORES", scores)
+        jax.clear_caches()
+
+    yield cut
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_many_tiles_give_the_same_answer(tiles, case):
+    tiles(4, 5, 4 * 5)
+    check_case(BLOCKWISE, case)
+
+
+RAGGED = Case(
+    "ragged",
+    B=4,
+    T=13,
+    S=17,
+    N=6,
+    K=2,
+    H=5,
+    V=7,
+    bias="BNTS",
+    mask="NTS",
+    is_causal=True,
+    offset=(4, 0, -2, 9),
+    key_lengths=(17, 9, 3, 0),
+    query_lengths=(13, 13, 5, 13),
+    documents=2,
+    block=(3, 4),
+    sinks=True,
+    alibi=True,
+    cap=3.0,
+    dropout=0.3,
+)
+SIZES = [(1, 1, 1), (3, 4, 12), (6, 17, 300), (13 * 3, 17, 10**6), (4, 4, 10**6), (39, 2, 80), (2, 16, 64), (9, 6, 500)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_tiles_of_any_size_give_the_same_answer(tiles, size):
+    tiles(*size)
+    check_case(BLOCKWISE, RAGGED)
+
+
+def test_dropout_drops_the_same_scores_in_any_tiling(tiles):
+    case = Case("drop", B=2, T=14, S=19, N=4, K=2, H=8, V=19, dropout=0.4)
+    arguments = case.arguments()
+    arguments["value"] = np.broadcast_to(np.eye(19, dtype=np.float32)[None, :, None], (2, 19, 2, 19))
+    d_out, d_lse = cotangents(arguments)
+    seen = []
+    for size in ((3, 4, 12), (14, 19, 10**6), (5, 7, 70)):
+        tiles(*size)
+        seen.append(evaluate(BLOCKWISE, arguments, d_out, d_lse)[0] == 0)
+    np.testing.assert_array_equal(seen[0], seen[1])
+    np.testing.assert_array_equal(seen[0], seen[2])
+
+
+@pytest.mark.parametrize("spoil", [np.nan, np.inf, np.finfo(np.float32).max])
+def test_what_a_mask_hides_stays_hidden_across_tiles(tiles, spoil):
+    tiles(4, 5, 20)
+    case = Case("hidden", B=2, T=13, S=17, N=4, K=2, H=8, key_lengths=(11, 17), is_causal=True, offset=2)
+    arguments = case.arguments()
+    d_out, d_lse = cotangents(arguments)
+    clean = evaluate(BLOCKWISE, arguments, d_out, d_lse)
+    for name in ("key", "value"):
+        arguments[name][0, 11:] = spoil
+        arguments[name][1, 15:] = spoil
+    got = evaluate(BLOCKWISE, arguments, d_out, d_lse)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(clean)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_nan_that_is_seen_taints_the_rows_that_see_it_across_tiles(tiles):
+    tiles(4, 5, 20)
+    arguments = Case("seen", B=2, T=13, S=13, N=4, K=2, H=8, is_causal=True).arguments()
+    arguments["value"][0, 7, 1, 2] = np.nan
+    out, _, gradients = evaluate(BLOCKWISE, arguments, *cotangents(arguments))
+    bad = np.zeros((2, 13, 4), bool)
+    bad[0, 7:, 2:] = True
+    np.testing.assert_array_equal(np.isnan(out).any(-1), bad)
+    np.testing.assert_array_equal(np.isnan(gradients["query"]).any(-1), bad)
