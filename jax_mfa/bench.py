@@ -66,12 +66,15 @@ def _passes(attention):
 
 
 def _median_seconds(programs, arrays, rounds: int) -> list[float]:
-    """Median wall time of each program, the programs taking turns."""
+    """Median wall time of each program, the programs taking turns.
+
+    A turn is one call that is not timed and one that is: right after a program that gives gigabytes back to the system,
+    the next one pays for it.
+    """
     times: list[list[float]] = [[] for _ in programs]
-    for program in programs:
-        jax.block_until_ready(program(*arrays))
     for _ in range(rounds):
         for program, seconds in zip(programs, times):
+            jax.block_until_ready(program(*arrays))
             start = time.perf_counter()
             jax.block_until_ready(program(*arrays))
             seconds.append(time.perf_counter() - start)

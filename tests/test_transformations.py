@@ -264,15 +264,15 @@ def test_scan_over_layers_equals_a_loop(implementation):
     scanned = lambda x, weights: jax.lax.scan(layer, x, weights)[0]
     total = lambda f: jax.value_and_grad(lambda *xs: jnp.sin(f(*xs)).sum(), argnums=(0, 1))
     # the errors of three layers add up
-    close(jax.jit(total(scanned))(x, weights), jax.jit(total(loop))(x, weights), terms=9 * 32)
+    close(quick_jit(total(scanned))(x, weights), quick_jit(total(loop))(x, weights), terms=9 * 32)
 
 
 def test_cond_and_while_loop(implementation):
     q, k, v = qkv()
     attend = lambda q: implementation.attend(q, k, v)
     wanted = attend(attend(q))
-    close(jax.jit(lambda q: jax.lax.fori_loop(0, 2, lambda _, x: attend(x), q))(q), wanted)
-    close(jax.jit(lambda q, yes: jax.lax.cond(yes, attend, lambda x: x, q))(q, True), attend(q))
+    close(quick_jit(lambda q: jax.lax.fori_loop(0, 2, lambda _, x: attend(x), q))(q), wanted)
+    close(quick_jit(lambda q, yes: jax.lax.cond(yes, attend, lambda x: x, q))(q, True), attend(q))
 
 
 POLICIES = {
@@ -296,8 +296,8 @@ def test_remat_changes_no_gradient(implementation, policy):
         return jnp.sin(checkpoint_name(out, "context")).sum()
 
     at = {name: arguments[name] for name in names}
-    got = jax.jit(jax.value_and_grad(jax.checkpoint(block, policy=POLICIES[policy])))(at)
-    close(got, jax.jit(jax.value_and_grad(block))(at))
+    got = quick_jit(jax.value_and_grad(jax.checkpoint(block, policy=POLICIES[policy])))(at)
+    close(got, quick_jit(jax.value_and_grad(block))(at))
 
 
 # --- several devices
@@ -359,7 +359,7 @@ def test_shard_map_over_batch_and_heads_with_its_default_checks(implementation, 
             return (out * d_out).sum() + jnp.where(lse == -jnp.inf, 0, lse * d_lse).sum(), (out, lse)
 
         fun = jax.value_and_grad(fun, argnums=tuple(range(len(moving))), has_aux=True)
-        return (jax.jit(fun) if jit else fun)(*(jnp.asarray(list(arrays_.values())[i]) for i in moving))
+        return (quick_jit(fun) if jit else fun)(*(jnp.asarray(list(arrays_.values())[i]) for i in moving))
 
     if not jit and not hasattr(jax, "shard_map"):
         pytest.skip("old shard_map differentiates only what is jitted")
@@ -375,7 +375,7 @@ def test_grad_inside_shard_map_with_replicated_arguments(implementation):
         return jax.grad(loss, argnums=(0, 2))(q, k, v)
 
     specs = P("data"), P("data"), P("data")
-    got = jax.jit(_shard_map(local, _mesh(4), specs, (P("data"), P("data"))))(q, k, v)
+    got = quick_jit(_shard_map(local, _mesh(4), specs, (P("data"), P("data"))))(q, k, v)
     close(got, local(q, k, v))
 
 
@@ -392,7 +392,7 @@ def test_jit_of_sharded_arrays_is_right(implementation, spec):
         for name in ("query", "key", "value"):
             arrays_[name] = arrays_[name][:, :6]
         arrays_["key_value_seq_lengths"] = np.array([6, 3, 5, 0], np.int32)
-    run = jax.jit(
+    run = quick_jit(
         jax.value_and_grad(
             lambda moving, rest: jnp.sin(implementation.attend(**moving, **rest, **static)).sum(), argnums=0
         )
@@ -524,9 +524,9 @@ def test_a_hessian_is_symmetric_however_it_is_taken(implementation):
         fun, at = _small(implementation)
         if _second_order_refused(implementation, fun, at):
             return
-        hessian = jax.jit(jax.hessian(fun, argnums=(0, 1)))(*at)
-        reverse = jax.jit(jax.jacrev(jax.grad(fun, argnums=(0, 1)), argnums=(0, 1)))(*at)
-        twice_forward = jax.jit(jax.jacfwd(jax.jacfwd(fun, argnums=(0, 1)), argnums=(0, 1)))(*at)
+        hessian = quick_jit(jax.hessian(fun, argnums=(0, 1)))(*at)
+        reverse = quick_jit(jax.jacrev(jax.grad(fun, argnums=(0, 1)), argnums=(0, 1)))(*at)
+        twice_forward = quick_jit(jax.jacfwd(jax.jacfwd(fun, argnums=(0, 1)), argnums=(0, 1)))(*at)
         for i, j in itertools.product(range(2), repeat=2):
             flat = lambda h, i=i, j=j: np.asarray(h[i][j]).reshape(at[i].size, at[j].size)
             np.testing.assert_allclose(flat(hessian), flat(reverse), rtol=1e-10, atol=1e-12)
@@ -549,7 +549,7 @@ def test_jvp_and_linearize_are_the_transpose_of_the_gradient(implementation):
             return
         rng = np.random.default_rng(2)
         tangent = {n: jnp.asarray(rng.standard_normal(x.shape)) for n, x in at.items()}
-        (out, lse), (d_out, d_lse) = jax.jit(lambda a, t: jax.jvp(fun, (a,), (t,)))(at, tangent)
+        (out, lse), (d_out, d_lse) = quick_jit(lambda a, t: jax.jvp(fun, (a,), (t,)))(at, tangent)
         seen = np.asarray(lse) != -np.inf
         linear = jax.linearize(fun, at)[1](tangent)
         np.testing.assert_allclose(linear[0], d_out, rtol=1e-12, atol=1e-12)
@@ -626,7 +626,7 @@ def test_rows_that_see_nothing_trip_no_alarm(implementation, reason, jit, mode):
 
     run = jax.value_and_grad(loss, argnums=(0, 1, 2))
     with getattr(jax, mode)(True):
-        value, grads = (jax.jit(run) if jit else run)(q, k, v, arrays_)
+        value, grads = (quick_jit(run) if jit else run)(q, k, v, arrays_)
         assert np.isfinite(value) and all(np.isfinite(g).all() for g in grads)
         with pytest.raises(FloatingPointError):  # the alarm is on
             jax.block_until_ready(jnp.asarray(1.0) / jnp.asarray(0.0) * (0 if mode == "debug_nans" else 1))
