@@ -268,7 +268,9 @@ def _dropped(implementation, seed, rate=0.3, **shape):
     q, k, _ = qkv(**shape)
     s = k.shape[1]
     v = np.broadcast_to(np.eye(s, dtype=k.dtype)[None, :, None], (*k.shape[:3], s))
-    return np.asarray(implementation.attend(q, k, v, dropout_rate=rate, dropout_seed=seed)) == 0
+    return (
+        np.asarray(quick_jit(lambda *x: implementation.attend(*x, dropout_rate=rate, dropout_seed=seed))(q, k, v)) == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -418,7 +420,7 @@ def test_a_static_offset_and_an_array_of_it_agree(implementation, offset):
     wanted = oracle.attention(q, k, v, query_offset=offset, **keywords).out
     traced = quick_jit(lambda x: implementation.attend(q, k, v, query_offset=x, **keywords))
     for form in (offset, np.int64(offset), jnp.int32(offset), np.full(2, offset, np.int32)):
-        got = implementation.attend(q, k, v, query_offset=form, **keywords)
+        got = quick_jit(lambda *x, form=form: implementation.attend(*x, query_offset=form, **keywords))(q, k, v)
         assert_close(got, wanted, "float32", terms=17, largest_score=4)
     assert_close(traced(np.full(2, offset, np.int32)), wanted, "float32", terms=17, largest_score=4)
 
@@ -440,7 +442,8 @@ WINDOWS = [3, 0, (2, None), (None, 1), (None, None), (0, 3), (100, 0), (2**31, 2
 def test_a_window_is_inclusive_and_one_sided_with_none(implementation, window, causal):
     q, k, v = qkv(T=12, S=10)
     wanted = oracle.attention(q, k, v, local_window_size=window, is_causal=causal)
-    got = implementation.attend(q, k, v, local_window_size=window, is_causal=causal)
+    run = quick_jit(lambda *x: implementation.attend(*x, local_window_size=window, is_causal=causal))
+    got = run(q, k, v)
     assert_close(got, wanted.out, "float32", terms=18, largest_score=wanted.largest_score)
 
 
@@ -597,7 +600,8 @@ def test_rows_before_the_end_of_a_causal_range_are_normalised(implementation):
     # keys far longer than queries: the tiles beyond the diagonal go, the division by the sum stays
     q, k, _ = qkv(T=4, S=40)
     ones = np.ones((*k.shape[:3], 8), np.float32)
-    np.testing.assert_allclose(implementation.attend(q, k, ones, is_causal=True), 1, rtol=2**-20)
+    causal = quick_jit(lambda *x: implementation.attend(*x, is_causal=True))
+    np.testing.assert_allclose(causal(q, k, ones), 1, rtol=2**-20)
     np.testing.assert_allclose(
         implementation.attend(q, k, ones, key_value_seq_lengths=np.array([1, 40])), 1, rtol=2**-20
     )

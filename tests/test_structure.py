@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import AVAILABLE, DIFFERENTIABLE, arrays, cotangents, evaluate, qkv, split
+from harness import AVAILABLE, DIFFERENTIABLE, arrays, cotangents, evaluate, own, qkv, split
 
 LEAN = [x for x in AVAILABLE if x.linear_memory]
 lean = pytest.mark.parametrize("implementation", LEAN, ids=lambda x: x.name)
@@ -113,12 +113,12 @@ class _Counter:
         return self.total
 
 
-LENGTH = 2048
+LENGTH = 4096  # a tile is at most a quarter of it
 
 
 @pytest.fixture(scope="module")
 def long_inputs():
-    return qkv(B=1, T=LENGTH, S=LENGTH, N=1, K=1, H=64)
+    return qkv(B=1, T=LENGTH, S=LENGTH, N=1, K=1, H=16)
 
 
 def _both_passes(implementation, inputs, keywords):
@@ -133,9 +133,9 @@ def _both_passes(implementation, inputs, keywords):
 
 SKIPPED = {  # what may be computed at most, as a share of dense: the visible share, and tiles that stand on its edge
     "causal": ({"is_causal": True}, 0.63),
-    "window": ({"is_causal": True, "local_window_size": (64, 0)}, 0.5),
-    "key_lengths": ({"key_value_seq_lengths": np.array([500])}, 0.26),
-    "query_lengths": ({"query_seq_lengths": np.array([500])}, 0.26),
+    "window": ({"is_causal": True, "local_window_size": (64, 0)}, 0.44),
+    "key_lengths": ({"key_value_seq_lengths": np.array([1000])}, 0.26),
+    "query_lengths": ({"query_seq_lengths": np.array([1000])}, 0.26),
     "offset_blind": ({"is_causal": True, "query_offset": -LENGTH}, 0.0),
     "segments": (
         {
@@ -150,7 +150,7 @@ SKIPPED = {  # what may be computed at most, as a share of dense: the visible sh
 @lean
 def test_dense_attention_multiplies_exactly_what_the_formulas_need(implementation, long_inputs, monkeypatch):
     forward, backward = _both_passes(implementation, long_inputs, {})
-    counter, h, v = _Counter(monkeypatch), 64, 64
+    counter, h, v = _Counter(monkeypatch), 16, 16
     scores = LENGTH * LENGTH
     assert counter.of(forward) == scores * (h + v)
     # the backward pass takes scores, d(p), dq, dk and dv: 3 products of size H, 2 of size V, beside the forward's
@@ -162,11 +162,9 @@ def test_dense_attention_multiplies_exactly_what_the_formulas_need(implementatio
 def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs, rule, monkeypatch):
     keywords, share = SKIPPED[rule]
     counter = _Counter(monkeypatch)
-    forward, backward = _both_passes(implementation, long_inputs, keywords)
-    dense_forward, dense_backward = _both_passes(implementation, long_inputs, {})
-    for fun, dense in ((forward, dense_forward), (backward, dense_backward)):
-        done, whole = counter.of(fun), counter.of(dense)
-        assert whole > 0
+    dense = LENGTH * LENGTH * 16 * 2, LENGTH * LENGTH * 16 * 7  # as the test above has it
+    for fun, whole in zip(_both_passes(implementation, long_inputs, keywords), dense):
+        done = counter.of(fun)
         assert done <= share * whole, f"{done / whole:.3f} of dense"
 
 
@@ -180,9 +178,8 @@ def _problems():
     for i, (dtype, extra) in enumerate(
         [
             ("float32", {}),
-            ("bfloat16", {"is_causal": True}),
+            ("bfloat16", {"is_causal": True, "key_value_seq_lengths": np.array([66, 3])}),
             ("float32", {"bias": arrays((4, 70, 66))[0], "dropout_rate": 0.1, "dropout_seed": np.uint32([1, 2])}),
-            ("float32", {"key_value_seq_lengths": np.array([66, 3])}),
             ("float32", {"query_segment_ids": ids, "key_value_segment_ids": ids[:, :66]}),
         ]
     ):
@@ -196,6 +193,7 @@ def _bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
+@own
 def test_results_are_the_same_to_the_last_bit_from_run_to_run(implementation):
     for problem in _problems():
         first = _bits(evaluate(implementation, *problem, jit=jax.jit))
@@ -211,6 +209,7 @@ def test_a_compiled_program_repeats_its_bits(implementation):
     assert all(_bits(run(q, k, v)) == first for _ in range(10))
 
 
+@own
 def test_several_threads_may_trace_and_run_at_once(implementation):
     problems = _problems()
     alone = [_bits(evaluate(implementation, *problem, jit=jax.jit)) for problem in problems]

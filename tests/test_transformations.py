@@ -499,7 +499,7 @@ def _small(implementation):
         out, lse = implementation.flash(**{**arrays_, **dict(zip(names, moving))}, **static)
         return jnp.sin(out).sum() + jnp.cos(lse).sum()
 
-    return fun, tuple(jnp.asarray(arrays_[n]) for n in names)
+    return jax.jit(fun), tuple(jnp.asarray(arrays_[n]) for n in names)
 
 
 def _second_order_refused(implementation, fun, at) -> bool:
