@@ -141,7 +141,7 @@ def tolerance(expected, dtype, *, terms: int, largest_score: float = 0.0, gradie
     expected = np.where(np.isfinite(expected), expected, 0)
     largest = max(expected.max(initial=0.0), size)
     ulp = lambda d: float(jnp.finfo(d).eps)
-    accumulation = jnp.promote_types(dtype, jnp.float32)
+    accumulation = np.promote_types(dtype, np.float32)
     allowed = ulp(dtype) * expected + ulp(accumulation) * (8 + terms**0.5 + largest_score) * max(largest, 1e-30)
     return allowed + (2 * ulp(dtype) * largest if gradient else 0)
 
