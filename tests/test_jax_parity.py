@@ -53,6 +53,8 @@ def test_equals_jax_nn_wherever_a_row_sees_something(implementation, name, t, s)
     if not implementation.own_rules and t == s:
         pytest.skip("the definition has no sizes of its own; unequal lengths say more")
     keywords = ARGUMENTS[name](t, s)
+    if set(keywords) == {"local_window_size"} and jax.__version_info__ < (0, 5):
+        pytest.skip("this jax.nn ignores a window that comes without another mask")
     q, k, v = qkv(T=t, S=s)
     bias = keywords.pop("bias", None)
     inputs = {"query": q, "key": k, "value": v} | ({} if bias is None else {"bias": bias})

@@ -1,0 +1,126 @@
+"""What a launch is: buffers, kernels, constants and grids, as data. The launcher in `csrc/` runs exactly this.
+
+A plan is self-contained JSON that travels with the compiled program; its MSL text goes by content hash. This room
+knows no kernel: `kernels.py` writes plans, and `python -m jax_mfa source` prints them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+LANGUAGE = (3, 1)  # bfloat; macOS 14
+ITEM_SIZES = {"bool": 1, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2, "float32": 4}
+SCALARS = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}  # MSL's names
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An array of a plan. Inputs are the call's operands in this order, outputs and scratch its results."""
+
+    name: str
+    role: str  # input, output or scratch
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A specialised kernel: a template with its arguments, and its function constants.
+
+    Attributes:
+      name: what the instantiation is called.
+      template: the MSL function, and its template arguments in order.
+      constants: (index, name, MSL type, value) of each function constant.
+      threads: per threadgroup.
+      threadgroup_memory: bytes that its arrays take, for readers; the compiler allocates them.
+      fragment_bytes: registers per thread that its fragments take, for readers and tests (see `tiles.py`).
+    """
+
+    name: str
+    template: tuple[Any, ...]
+    constants: tuple[tuple[int, str, str, Any], ...]
+    threads: int
+    threadgroup_memory: int = 0
+    fragment_bytes: int = 0
+
+    @property
+    def instantiation(self) -> str:
+        function, *arguments = self.template
+        spelt = ", ".join(str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
+        whole = f"{function}<{spelt}>"
+        return f'template [[host_name("{self.name}")]] [[kernel]] decltype({whole}) {whole};\n'
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """What a kernel finds at a buffer index: a buffer of the plan by name, or bytes."""
+
+    index: int
+    buffer: str | None = None
+    bytes: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    kernel: Kernel
+    threadgroups: tuple[int, int, int]
+    arguments: tuple[Argument, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Dispatches that run one after another in one command buffer."""
+
+    name: str
+    source: str  # sha256 of the base text
+    buffers: tuple[Buffer, ...]
+    dispatches: tuple[Dispatch, ...]
+
+    @property
+    def results(self) -> tuple[Buffer, ...]:
+        return tuple(b for b in self.buffers if b.role != "input")
+
+    @property
+    def instantiations(self) -> str:
+        return "".join(dict.fromkeys(d.kernel.instantiation for d in self.dispatches))
+
+    @functools.cached_property
+    def json(self) -> str:
+        return json.dumps(self.as_dict(), separators=(",", ":"))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "library": {
+                "source": self.source,
+                "instantiations": self.instantiations,
+                "language": list(LANGUAGE),
+            },
+            "buffers": [dataclasses.asdict(b) | {"shape": list(b.shape)} for b in self.buffers],
+            "dispatches": [_dispatch(d) for d in self.dispatches],
+        }
+
+    def bytes_of(self, name: str) -> int:
+        buffer = next(b for b in self.buffers if b.name == name)
+        return ITEM_SIZES[buffer.dtype] * math.prod(buffer.shape)
+
+
+def _dispatch(d: Dispatch) -> dict[str, Any]:
+    return {
+        "kernel": d.kernel.name,
+        "constants": [
+            {"index": i, "name": name, "type": kind, "value": value} for i, name, kind, value in d.kernel.constants
+        ],
+        "threadgroups": list(d.threadgroups),
+        "threads": [d.kernel.threads, 1, 1],
+        "threadgroup_memory": [],
+        "static_threadgroup_memory": d.kernel.threadgroup_memory,
+        "arguments": [
+            {"index": a.index, "buffer": a.buffer} if a.buffer else {"index": a.index, "bytes": a.bytes.hex()}
+            for a in d.arguments
+        ],
+    }

@@ -1,0 +1,175 @@
+"""Tile sizes as data, with the arithmetic of registers and threadgroup memory that they must satisfy.
+
+A fragment is 8 × 8; each of 32 threads holds two of its elements. A thread has at most 512 bytes of registers on Apple
+GPUs (github.com/philipturner/metal-benchmarks); `FRAGMENT_BUDGET` of them may go to fragments, the rest is for
+addresses, row statistics and operands on their way. Threadgroup memory is 32,768 bytes.
+
+Starting points were the published block tables of metal-flash-attention and MLX (16 to 32 rows × 64 to 128 columns on
+chips that read device memory directly, tiles of 32 × 16 … 32 in threadgroup memory on others); what stands here
+follows from the budgets and from counting bytes per multiply-accumulate. Not seen on Apple hardware.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+REGISTER_BYTES = 512
+FRAGMENT_BUDGET = 448
+THREADGROUP_BYTES = 32768
+MAX_HEAD = 256
+
+
+def padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _row_bytes(size: int, item: int) -> int:
+    """A row of a tile in threadgroup memory: 16 bytes more than needed, see tiles.h."""
+    return padded(size) * item + 16
+
+
+def _fragments(rows: int, columns: int, item: int) -> int:
+    """Bytes per thread of rows × columns elements of `item` bytes held by a simdgroup."""
+    return rows * columns * item // 32
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTiles:
+    """Template arguments of `attention_forward`, in its order."""
+
+    blocks: int
+    simdgroups: int
+    keys: int
+    streams: int
+    buffers: int
+    cache_q: bool
+
+    @property
+    def rows(self) -> int:
+        return self.blocks * self.simdgroups * 8
+
+    def fragment_bytes(self, h: int, v: int, item: int) -> int:
+        rows = self.blocks * 8
+        output = self.streams * _fragments(rows, padded(v), 4)
+        scores = _fragments(rows, self.keys // self.streams, 4)
+        own = _fragments(rows, padded(h) if self.cache_q else 8, item)
+        return output + scores + own
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return self.buffers * self.keys * (_row_bytes(h, item) + _row_bytes(v, item))
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryTiles:
+    """Template arguments of `attention_d_query`, in its order."""
+
+    blocks: int
+    simdgroups: int
+    keys: int
+    columns: int
+    buffers: int
+    cache_q: bool
+    cache_do: bool
+
+    @property
+    def rows(self) -> int:
+        return self.blocks * self.simdgroups * 8
+
+    def fragment_bytes(self, h: int, v: int, item: int) -> int:
+        rows = self.blocks * 8
+        own = _fragments(rows, padded(h) if self.cache_q else 8, item)
+        own += _fragments(rows, padded(v) if self.cache_do else 8, item)
+        return _fragments(rows, padded(h), 4) + 2 * _fragments(rows, self.columns * 8, 4) + own
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return self.buffers * self.keys * (_row_bytes(h, item) + _row_bytes(v, item))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyTiles:
+    """Template arguments of `attention_d_key_value`, in its order."""
+
+    blocks: int
+    pairs: int
+    queries: int
+    buffers: int
+    cached: bool
+
+    @property
+    def rows(self) -> int:
+        return self.blocks * self.pairs * 8
+
+    def fragment_bytes(self, h: int, v: int, item: int) -> int:
+        rows, most = self.blocks * 8, padded(max(h, v))
+        own = _fragments(rows, most if self.cached else 8, item)
+        return _fragments(rows, most, 4) + _fragments(rows, self.queries, 4) + own
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        handed = self.rows * self.queries * 4
+        return self.buffers * self.queries * (_row_bytes(h, item) + _row_bytes(v, item)) + handed
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    forward: ForwardTiles
+    d_query: QueryTiles
+    d_key_value: KeyTiles
+
+
+# (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory
+STAGED = {
+    (32, 2): Tiles(
+        ForwardTiles(2, 8, 32, 1, 2, True), QueryTiles(2, 4, 32, 2, 1, True, True), KeyTiles(2, 4, 32, 1, True)
+    ),
+    (64, 2): Tiles(
+        ForwardTiles(2, 4, 32, 1, 2, True), QueryTiles(2, 4, 32, 2, 1, True, True), KeyTiles(2, 4, 32, 1, True)
+    ),
+    (128, 2): Tiles(
+        ForwardTiles(2, 4, 16, 1, 2, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(2, 4, 16, 1, True)
+    ),
+    (256, 2): Tiles(
+        ForwardTiles(1, 4, 16, 1, 1, True), QueryTiles(1, 4, 16, 2, 1, True, False), KeyTiles(1, 4, 16, 1, True)
+    ),
+    (64, 4): Tiles(
+        ForwardTiles(2, 4, 32, 1, 1, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(2, 4, 16, 1, True)
+    ),
+    (128, 4): Tiles(
+        ForwardTiles(1, 8, 16, 1, 1, True), QueryTiles(1, 8, 16, 2, 1, True, True), KeyTiles(1, 4, 16, 1, True)
+    ),
+    (256, 4): Tiles(
+        ForwardTiles(1, 4, 8, 1, 1, False), QueryTiles(1, 4, 8, 1, 1, False, False), KeyTiles(1, 4, 8, 1, False)
+    ),
+}
+
+# the same for chips whose caches serve fragments straight from device memory (Apple family 9, M3, and newer)
+DIRECT = {
+    (64, 2): Tiles(
+        ForwardTiles(1, 4, 64, 2, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 32, 0, True)
+    ),
+    (128, 2): Tiles(
+        ForwardTiles(1, 4, 32, 1, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 32, 0, True)
+    ),
+    (256, 2): Tiles(
+        ForwardTiles(1, 4, 16, 1, 0, True), QueryTiles(1, 4, 16, 2, 0, True, False), KeyTiles(1, 4, 16, 0, True)
+    ),
+    (64, 4): Tiles(
+        ForwardTiles(1, 4, 32, 2, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 32, 0, True)
+    ),
+    (128, 4): Tiles(
+        ForwardTiles(1, 4, 32, 1, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 16, 0, True)
+    ),
+    (256, 4): Tiles(
+        ForwardTiles(1, 4, 16, 1, 0, False), QueryTiles(1, 4, 16, 1, 0, False, False), KeyTiles(1, 4, 16, 0, False)
+    ),
+}
+
+VARIANTS = {"staged": STAGED, "direct": DIRECT}
+
+
+def select(variant: str, h: int, v: int, item: int) -> Tiles:
+    """The tiles for head sizes H and V of `item` bytes an element."""
+    most = max(h, v)
+    for (limit, size), tiles in VARIANTS[variant].items():
+        if size == item and most <= limit:
+            return tiles
+    raise ValueError(f"no tiles for head sizes H = {h}, V = {v}: the largest is {MAX_HEAD}")

@@ -1,0 +1,60 @@
+// The two products of every kernel: own rows times a transposed tile gives scores, weights times a tile adds to sums.
+// Loops over a head's fragments are unrolled, because registers have no address.
+#pragma once
+
+#include "tiles.h"
+
+// result = own rows · (rows 8·part … of the tile)ᵀ
+template <typename T, int SIZE, int BLOCKS, int COLUMNS, int COUNT, bool CACHED, bool STAGED>
+inline void multiply_rows(
+    thread Fragment<float> (&result)[BLOCKS][COLUMNS],
+    const thread OwnRows<T, COUNT, BLOCKS, CACHED>& own,
+    const thread Tile<T, SIZE, STAGED>& tile,
+    int part) {
+  for (int block = 0; block < BLOCKS; ++block) {
+    for (int c = 0; c < COLUMNS; ++c) {
+      result[block][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+  }
+#pragma clang loop unroll(full)
+  for (int i = 0; i < Padded<T, SIZE>::width / 8; ++i) {
+    Fragment<T> rows[BLOCKS];
+    for (int block = 0; block < BLOCKS; ++block) {
+      rows[block] = own.fragment(block, i);
+    }
+    for (int c = 0; c < COLUMNS; ++c) {
+      const Fragment<T> operand = tile.transposed(part + c, i);
+      for (int block = 0; block < BLOCKS; ++block) {
+        simdgroup_multiply_accumulate(result[block][c], rows[block], operand, result[block][c]);
+      }
+    }
+  }
+}
+
+// sums += weights · (rows 8·part … of the tile)
+template <typename T, int SIZE, int BLOCKS, int COLUMNS, int COUNT, bool STAGED>
+inline void accumulate(
+    thread Fragment<float> (&sums)[BLOCKS][COUNT],
+    const thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
+    const thread Tile<T, SIZE, STAGED>& tile,
+    int part,
+    bool all_visible) {
+  for (int c = 0; c < COLUMNS; ++c) {
+#pragma clang loop unroll(full)
+    for (int i = 0; i < Padded<T, SIZE>::width / 8; ++i) {
+      const Fragment<T> operand = tile.straight(part + c, i);
+      for (int block = 0; block < BLOCKS; ++block) {
+        multiply_visible(sums[block][i], weights[block][c], operand, all_visible, tile.lane);
+      }
+    }
+  }
+}
+
+template <int BLOCKS, int COUNT>
+inline void clear(thread Fragment<float> (&sums)[BLOCKS][COUNT]) {
+  for (int block = 0; block < BLOCKS; ++block) {
+    for (int i = 0; i < COUNT; ++i) {
+      sums[block][i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+  }
+}

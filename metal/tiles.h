@@ -1,0 +1,105 @@
+// How a tile of rows of an array [length, heads, size] arrives at the matrix unit: copied to threadgroup memory first, or as
+// fragments straight from device memory. A kernel sees fragments only.
+#pragma once
+
+#include "fragments.h"
+
+// Threadgroup rows are 16 bytes longer than needed, so that the eight rows of a fragment lie in different banks.
+template <typename T, int SIZE>
+struct Padded {
+  static constant constexpr int width = (SIZE + 7) / 8 * 8;
+  static constant constexpr int stride = width + 16 / sizeof(T);
+};
+
+// Copies `rows` rows of SIZE elements; the rest of ROWS × width becomes zero. All threads of the threadgroup call it.
+template <typename T, int SIZE, int ROWS, int THREADS>
+inline void stage(threadgroup T* tile, device const T* source, ulong stride, int rows, ushort thread_index) {
+  constexpr int vector = SIZE % 4 == 0 ? 4 : 1;
+  constexpr int in_row = Padded<T, SIZE>::width / vector;
+  for (int i = thread_index; i < ROWS * in_row; i += THREADS) {
+    const int row = i / in_row;
+    const int column = i % in_row * vector;
+    const bool inside = row < rows && column < SIZE;
+    device const T* from = source + ulong(row) * stride + ulong(column);
+    threadgroup T* to = tile + row * Padded<T, SIZE>::stride + column;
+    if (vector == 4) {
+      vec<T, 4> x = vec<T, 4>(T(0));
+      if (inside) {
+        x = *reinterpret_cast<device const vec<T, 4>*>(from);
+      }
+      *reinterpret_cast<threadgroup vec<T, 4>*>(to) = x;
+    } else {
+      T x = T(0);
+      if (inside) {
+        x = *from;
+      }
+      *to = x;
+    }
+  }
+}
+
+// One tile as its readers see it, STAGED or not.
+template <typename T, int SIZE, bool STAGED>
+struct Tile {
+  threadgroup const T* staged;
+  device const T* source;  // row 0 of the tile
+  ulong stride;
+  int rows;
+  Lane lane;
+
+  // Fragment (8 rows from 8·row, 8 columns from 8·column).
+  Fragment<T> straight(int row, int column) const {
+    if (STAGED) {
+      Fragment<T> result;
+      simdgroup_load(result, staged + row * 8 * Padded<T, SIZE>::stride + column * 8, Padded<T, SIZE>::stride);
+      return result;
+    }
+    return load_rows(
+        source + ulong(row * 8) * stride + ulong(column * 8), stride, rows - row * 8, SIZE - column * 8, lane);
+  }
+
+  // Its transpose.
+  Fragment<T> transposed(int row, int column) const {
+    if (STAGED) {
+      Fragment<T> result;
+      simdgroup_load(
+          result, staged + row * 8 * Padded<T, SIZE>::stride + column * 8, Padded<T, SIZE>::stride, ulong2(0), true);
+      return result;
+    }
+    return load_transposed(
+        source + ulong(row * 8) * stride + ulong(column * 8), stride, rows - row * 8, SIZE - column * 8, lane);
+  }
+};
+
+// A simdgroup's own rows, COUNT fragments wide at most: kept in registers where CACHED, loaded again at each use where not.
+template <typename T, int COUNT, int BLOCKS, bool CACHED>
+struct OwnRows {
+  Fragment<T> kept[CACHED ? BLOCKS : 1][CACHED ? COUNT : 1];
+  device const T* source;
+  ulong stride;
+  int rows;
+  int size;
+  Lane lane;
+
+  OwnRows(device const T* source, ulong stride, int rows, int size, Lane lane)
+      : source(source), stride(stride), rows(rows), size(size), lane(lane) {
+    if (CACHED) {
+      for (int block = 0; block < BLOCKS; ++block) {
+        for (int i = 0; i < COUNT; ++i) {
+          kept[CACHED ? block : 0][CACHED ? i : 0] = load(block, i);
+        }
+      }
+    }
+  }
+
+  Fragment<T> load(int block, int i) const {
+    return load_rows(source + ulong(block * 8) * stride + ulong(i * 8), stride, rows - block * 8, size - i * 8, lane);
+  }
+
+  Fragment<T> fragment(int block, int i) const {
+    if (CACHED) {
+      return kept[CACHED ? block : 0][CACHED ? i : 0];
+    }
+    return load(block, i);
+  }
+};
