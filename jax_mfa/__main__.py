@@ -1,18 +1,20 @@
-"""Command line: `python -m jax_mfa bench`."""
+"""Command line: `python -m jax_mfa bench`, `source` and `check`."""
 
 from __future__ import annotations
 
 import argparse
 
 from jax_mfa import bench
+from jax_mfa.metal import show
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_mfa", description="Tools of jax_mfa.")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("bench", help=bench.HELP, description=bench.__doc__)
-    bench.add_arguments(command)
-    command.set_defaults(run=bench.run)
+    for name, tool in {"bench": bench, "source": show}.items():
+        command = commands.add_parser(name, help=tool.HELP, description=tool.__doc__)
+        tool.add_arguments(command)
+        command.set_defaults(run=tool.run)
     options = parser.parse_args(arguments)
     return options.run(options)
 

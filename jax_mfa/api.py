@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa import primitives, reference
+from jax_mfa import metal, primitives, reference
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.specification import accumulation_dtype, specify
 
@@ -35,40 +35,40 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _metal_refusal() -> str:
-    """Why the Metal implementation cannot run a problem."""
-    return "not in this release"
-
-
-def _choose(implementation: str | None) -> Explanation:
+def _named(implementation: str | None) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+
+
+def _choose(implementation: str | None, spec, operands) -> Explanation:
+    refusal = metal.refusal(spec, operands)
     reasons = {
-        "metal": _metal_refusal(),
+        "metal": refusal or f"{metal.runtime.get().device.get('name', 'Metal')}, on JAX's platform cpu",
         "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",
         "reference": "the O(T·S) definition; only by name",
     }
-    chosen = implementation or "blockwise"
-    if chosen == "metal":
-        raise NotImplementedError(f"implementation='metal' cannot run this call: {reasons['metal']}")
-    return Explanation(chosen, reasons)
+    if implementation == "metal" and refusal:
+        raise NotImplementedError(f"implementation='metal' cannot run this call: {refusal}")
+    return Explanation(implementation or ("blockwise" if refusal else "metal"), reasons)
 
 
 def _attend(query, key, value, bias, mask, implementation, keywords):
     """The output and, as a function that computes it, the log-sum-exp; both in the caller's shape."""
-    chosen = _choose(implementation).implementation
+    _named(implementation)
     spec, operands = specify(query, key, value, bias, mask, **keywords)
+    if implementation == "metal":
+        _choose(implementation, spec, operands)
     b, t, n, _ = operands.query.shape
     v = operands.value.shape[-1]
     lead = np.shape(query)[:-3]
     if b * t * operands.key.shape[1] == 0:  # nobody looks, or there is nothing to see
         out = jnp.zeros((b, t, n, v), operands.query.dtype)
         lse = lambda: jnp.full((b, t, n), -jnp.inf, accumulation_dtype(out.dtype))
-    elif chosen == "reference":
+    elif implementation == "reference":
         out, values = reference.attention(spec, operands)
         lse = lambda: values
     else:
-        out, statistic = primitives.attention(spec, operands)
+        out, statistic = primitives.attention(spec, operands, implementation)
         lse = lambda: primitives.statistic_to_lse(statistic)
     return out.reshape(*lead, t, n, v), lambda: lse().reshape(*lead, t, n)
 
@@ -174,11 +174,17 @@ def explain(query, key, value, bias=None, mask=None, *, implementation: Implemen
       An `Explanation`; print it.
     """
     keywords.pop("return_residual", None)
-    explanation = _choose(implementation)
+    _named(implementation)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
     abstract = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    jax.eval_shape(lambda arrays: specify(**{**arguments, **arrays})[1], abstract)
-    return explanation
+    known = {}
+
+    def check(arrays):
+        known["spec"], operands = specify(**{**arguments, **arrays})
+        return operands
+
+    operands = jax.eval_shape(check, abstract)
+    return _choose(implementation, known["spec"], operands)
 
 
 _SPECIFIED = tuple(inspect.signature(specify).parameters)[5:]

@@ -44,6 +44,11 @@ def philox(key, counter):
     return c0, c1, c2, c3
 
 
+def drop_below(rate: float) -> int:
+    """Random words below this drop their score."""
+    return min(round(rate * 2**32), 2**32 - 1)
+
+
 def keep_mask(rate: float, seed, batch, head, row, first_column, columns: int):
     """Which scores of a tile dropout keeps, each with probability 1 − rate.
 
@@ -66,4 +71,4 @@ def keep_mask(rate: float, seed, batch, head, row, first_column, columns: int):
     words = jnp.stack(philox(seed, (c0, row, head, batch)), axis=-1)
     words = words.reshape(*shape[:-1], 4 * groups)
     words = lax.dynamic_slice_in_dim(words, (first_column % 4).astype(jnp.int32), columns, axis=-1)
-    return words >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return words >= np.uint32(drop_below(rate))

@@ -11,6 +11,10 @@ A `custom_vjp` would forbid forward mode and `custom_jvp` alone cannot name the 
 transpose gives both. Second derivatives differentiate the reference.
 
 Batching folds the mapped axis into the batch and leaves operands that are not mapped alone.
+
+Each carries the `implementation` that the caller named, None where the choice is left open. Lowering for platform `cpu`
+takes Metal where it is usable (on Apple silicon CPU and GPU share memory), and blockwise on every other platform, so one
+traced function is right on each of them.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mfa import blockwise, reference
+from jax_mfa import blockwise, metal, reference
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
 
@@ -60,22 +64,41 @@ def _reference_of(arrays, spec: Specification, names, wanted):
 # --- what each primitive computes
 
 
-def _attention(*arrays, spec, names):
+def _attention(*arrays, spec, names, **_):
     return blockwise.forward(spec, unpack(arrays, names))
 
 
-def _transpose(*arrays, spec, names, wanted):
+def _attention_on_metal(*arrays, spec, names, **_):
+    return metal.forward(spec, unpack(arrays, names))
+
+
+def _transpose(*arrays, spec, names, wanted, **_):
     n = len(names)
     return blockwise.backward(spec, unpack(arrays[:n], names), *arrays[n:], wanted)
 
 
-def _tangent(*arrays, spec, names, wanted):
+def _transpose_on_metal(*arrays, spec, names, wanted, **_):
+    n = len(names)
+    return metal.backward(spec, unpack(arrays[:n], names), *arrays[n:], wanted)
+
+
+def _no_jnp(implementation):
+    if implementation == "metal":
+        raise NotImplementedError(
+            "implementation='metal' has no forward-mode (jvp) or second derivatives; "
+            "use implementation='blockwise' or 'reference' for them"
+        )
+
+
+def _tangent(*arrays, spec, names, wanted, implementation):
+    _no_jnp(implementation)
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
     return jax.jvp(fun, at, arrays[len(names) + 2 :])[1]
 
 
-def _differentiable_transpose(*arrays, spec, names, wanted):
+def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
     """`_transpose` written with JAX's own derivative of the reference, for derivatives of derivatives."""
+    _no_jnp(implementation)
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
     results, pullback = jax.vjp(fun, *at)
     d_out, d_statistic = arrays[len(names) + 2 :]
@@ -85,7 +108,7 @@ def _differentiable_transpose(*arrays, spec, names, wanted):
 # --- shapes
 
 
-def _attention_shapes(*avals, spec, names):
+def _attention_shapes(*avals, spec, names, **_):
     o = unpack(avals, names)
     b, t, n, _ = o.query.shape
     return (
@@ -94,12 +117,12 @@ def _attention_shapes(*avals, spec, names):
     )
 
 
-def _transpose_shapes(*avals, spec, names, wanted):
+def _transpose_shapes(*avals, spec, names, wanted, **_):
     o = unpack(avals[: len(names)], names)
     return tuple(getattr(o, name).update(weak_type=False) for name in wanted)
 
 
-def _tangent_shapes(*avals, spec, names, wanted):
+def _tangent_shapes(*avals, spec, names, wanted, **_):
     return _attention_shapes(*avals[: len(names)], spec=spec, names=names)
 
 
@@ -151,10 +174,10 @@ def _axis_size(arrays, dims) -> int:
     return next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
 
 
-def _attention_batching(arrays, dims, *, spec, names):
+def _attention_batching(arrays, dims, *, spec, names, implementation):
     size = _axis_size(arrays, dims)
     operands, spec, _ = _fold_operands(arrays, dims, size, spec, names)
-    results = attention_p.bind(*operands, spec=spec, names=names)
+    results = attention_p.bind(*operands, spec=spec, names=names, implementation=implementation)
     return tuple(_unfold(x, size) for x in results), (0, 0)
 
 
@@ -163,11 +186,12 @@ def _fold_results(arrays, dims, size: int, batch: int):
     return [_mapped(x, d, size).reshape(size * batch, *_mapped(x, d, size).shape[2:]) for x, d in zip(arrays, dims)]
 
 
-def _transpose_batching(arrays, dims, *, spec, names, wanted):
+def _transpose_batching(arrays, dims, *, spec, names, wanted, implementation):
     size, n = _axis_size(arrays, dims), len(names)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
     extra = _fold_results(arrays[n:], dims[n:], size, batch)
-    results = transpose_p.bind(*operands, *extra, spec=folded, names=names, wanted=wanted)
+    static = {"spec": folded, "names": names, "wanted": wanted, "implementation": implementation}
+    results = transpose_p.bind(*operands, *extra, **static)
     out = []
     for name, x in zip(wanted, results):
         i = names.index(name)
@@ -179,7 +203,7 @@ def _transpose_batching(arrays, dims, *, spec, names, wanted):
     return tuple(out), (0,) * len(out)
 
 
-def _tangent_batching(arrays, dims, *, spec, names, wanted):
+def _tangent_batching(arrays, dims, *, spec, names, wanted, implementation):
     size, n = _axis_size(arrays, dims), len(names)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
     results = _fold_results(arrays[n : n + 2], dims[n : n + 2], size, batch)
@@ -187,28 +211,30 @@ def _tangent_batching(arrays, dims, *, spec, names, wanted):
         _fold(_mapped(x, d, size), size, batch, spec.repeats[Operands._fields.index(name)])[0]
         for name, x, d in zip(wanted, arrays[n + 2 :], dims[n + 2 :])
     ]
-    results = tangent_p.bind(*operands, *results, *tangents, spec=folded, names=names, wanted=wanted)
+    static = {"spec": folded, "names": names, "wanted": wanted, "implementation": implementation}
+    results = tangent_p.bind(*operands, *results, *tangents, **static)
     return tuple(_unfold(x, size) for x in results), (0, 0)
 
 
 # --- derivatives
 
 
-def _attention_jvp(primals, tangents, *, spec, names):
-    results = attention_p.bind(*primals, spec=spec, names=names)
+def _attention_jvp(primals, tangents, *, spec, names, implementation):
+    static = {"spec": spec, "names": names, "implementation": implementation}
+    results = attention_p.bind(*primals, **static)
     moving = [(name, t) for name, t in zip(names, tangents) if type(t) is not ad.Zero]
     wanted = tuple(name for name, _ in moving)
-    d_results = tangent_p.bind(*primals, *results, *(t for _, t in moving), spec=spec, names=names, wanted=wanted)
-    return results, d_results
+    return results, tangent_p.bind(*primals, *results, *(t for _, t in moving), **static, wanted=wanted)
 
 
-def _tangent_transpose(cotangents, *arrays, spec, names, wanted):
+def _tangent_transpose(cotangents, *arrays, names, wanted, **static):
     n = len(names) + 2
     known, tangents = arrays[:n], arrays[n:]
     linear = tuple(name for name, t in zip(wanted, tangents) if ad.is_undefined_primal(t))
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
-    results = dict(zip(linear, transpose_p.bind(*known, *cotangents, spec=spec, names=names, wanted=linear)))
-    return [None] * n + [results.get(name) for name in wanted]
+    results = transpose_p.bind(*known, *cotangents, names=names, wanted=linear, **static)
+    found = dict(zip(linear, results))
+    return [None] * n + [found.get(name) for name in wanted]
 
 
 def _jvp_by_jax(fun):
@@ -230,31 +256,89 @@ def _varying(aval) -> frozenset:
     return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
 
 
-def _primitive(name: str, fun, shapes, batch, static):
-    primitive = Primitive(name)
-    primitive.multiple_results = True
+def _lowering(fun, static):
     # jitted, so that a model's many equal layers are traced and lowered once
-    run = jax.jit(fun, static_argnames=static)
-    primitive.def_impl(run)
-    primitive.def_abstract_eval(shapes)
-    lowering = mlir.lower_fun(run, multiple_results=True)
+    lower = mlir.lower_fun(jax.jit(fun, static_argnames=static), multiple_results=True)
 
     def rule(ctx, *args, **params):
         # loops inside start from constants, which shard_map's types would tell from data that varies by device
         avals = [ShapedArray(a.shape, a.dtype) if _varying(a) else a for a in ctx.avals_in]
-        return lowering(ctx.replace(avals_in=avals), *args, **params)
+        return lower(ctx.replace(avals_in=avals), *args, **params)
 
-    mlir.register_lowering(primitive, rule)
+    return rule
+
+
+def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
+    """A primitive that runs `fun` on every platform, and `on_metal` on `cpu` where Metal can be used.
+
+    Args:
+      static: names of its parameters; each primitive has `implementation` among them.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
+    primitive.def_abstract_eval(shapes)
     batching.primitive_batchers[primitive] = batch
+    portable = _lowering(fun, static)
+
+    def elsewhere(ctx, *args, **params):
+        if params["implementation"] == "metal":
+            raise NotImplementedError(
+                "implementation='metal' runs on JAX's platform cpu of an Apple silicon host, and is being compiled for "
+                f"{_platforms(ctx)}"
+            )
+        return portable(ctx, *args, **params)
+
+    if on_metal is None:
+        mlir.register_lowering(primitive, portable)
+        return primitive
+    native = _lowering(on_metal, static)
+
+    def on_cpu(ctx, *args, **params):
+        named = params["implementation"] == "metal"
+        if not named and (params["implementation"] is not None or not _metal_takes(ctx, params)):
+            return portable(ctx, *args, **params)
+        try:
+            return native(ctx, *args, **params)
+        except metal.Failed as error:
+            if named:
+                raise RuntimeError(f"implementation='metal': {error}") from error
+            metal.runtime.warn_once(str(error))
+            return portable(ctx, *args, **params)
+
+    mlir.register_lowering(primitive, elsewhere)
+    mlir.register_lowering(primitive, on_cpu, platform="cpu")
     return primitive
 
 
-attention_p = _primitive("jax_mfa_attention", _attention, _attention_shapes, _attention_batching, ("spec", "names"))
+def _platforms(ctx) -> str:
+    return ", ".join(ctx.platforms or ctx.module_context.platforms)
+
+
+def _metal_takes(ctx, params) -> bool:
+    operands = unpack(ctx.avals_in[: len(params["names"])], params["names"])
+    if metal.unsupported(params["spec"], operands):
+        return False
+    found = metal.runtime.get()
+    if found.reason and not found.expected:
+        metal.runtime.warn_once(found.reason)
+    return not found.reason
+
+
+_STATIC = ("spec", "names", "implementation")
+attention_p = _primitive(
+    "jax_mfa_attention", _attention, _attention_shapes, _attention_batching, _STATIC, _attention_on_metal
+)
 transpose_p = _primitive(
-    "jax_mfa_attention_transpose", _transpose, _transpose_shapes, _transpose_batching, ("spec", "names", "wanted")
+    "jax_mfa_attention_transpose",
+    _transpose,
+    _transpose_shapes,
+    _transpose_batching,
+    (*_STATIC, "wanted"),
+    _transpose_on_metal,
 )
 tangent_p = _primitive(
-    "jax_mfa_attention_tangent", _tangent, _tangent_shapes, _tangent_batching, ("spec", "names", "wanted")
+    "jax_mfa_attention_tangent", _tangent, _tangent_shapes, _tangent_batching, (*_STATIC, "wanted")
 )
 ad.primitive_jvps[attention_p] = _attention_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
@@ -290,8 +374,11 @@ def _register_with_old_shard_map():
 _register_with_old_shard_map()
 
 
-def attention(spec: Specification, operands: Operands):
-    """Attention and its statistic (see `blockwise.forward`) through the primitives: [B, T, N, V] and [B, T, N]."""
+def attention(spec: Specification, operands: Operands, implementation: str | None = None):
+    """Attention and its statistic (see `blockwise.forward`) through the primitives: [B, T, N, V] and [B, T, N].
+
+    `implementation` is "metal", "blockwise", or None for the best of the two at the place where it is compiled.
+    """
     arrays, names = pack(operands)
-    out, statistic = attention_p.bind(*_vary_alike(arrays), spec=spec, names=names)
+    out, statistic = attention_p.bind(*_vary_alike(arrays), spec=spec, names=names, implementation=implementation)
     return out, statistic

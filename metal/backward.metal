@@ -1,15 +1,20 @@
-// Attention, backward (Dao, arXiv:2307.08691, section 3.1): three kernels and no atomics, so that the same bits come out of
+// Attention, backward (Dao, arXiv:2307.08691, section 3.1): several kernels and no atomics, so that the same bits come out of
 // every run.
 //
-//   attention_row_sums:   D = Σ dO·O - d(statistic), one number for each row
-//   attention_d_query:    dQ = scale · dS K, parallel over query rows
+//   attention_row_sums:    D = Σ dO·O - d(statistic), one number for each row
+//   attention_d_query:     dQ = scale · dS K, parallel over query rows
 //   attention_d_key_value: dK = scale · dSᵀ Q and dV = Pᵀ dO, parallel over key rows, looping over the heads of a group
+//   attention_d_bias:      dS summed over what the bias broadcasts, parallel over its elements
 //
 // with P = exp(score - statistic) computed again and dS = P ∘ (dO Vᵀ - D). Inputs are matrix operands in their own dtype;
 // P and dS are float32 operands, for the reason given in forward.metal.
 #include "products.h"
 #include "score.h"
 #include "visibility.h"
+
+// Which gradients beside dQ its kernel sums up.
+constant bool wants_scale [[function_constant(10)]];
+constant bool wants_slopes [[function_constant(11)]];
 
 // One simdgroup for each row.
 template <typename T, int V, int SIMDGROUPS>
@@ -51,15 +56,13 @@ template <
     bool CACHE_Q,
     bool CACHE_DO>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_d_query(
-    device const T* query [[buffer(0)]],
-    device const T* key [[buffer(1)]],
-    device const T* value [[buffer(2)]],
-    device const int* limits [[buffer(3)]],
-    device const T* d_out [[buffer(4)]],
-    device const float* statistic [[buffer(5)]],
-    device const float* row_sums [[buffer(6)]],
-    device T* d_query [[buffer(7)]],  // [B, T, N, H]
-    constant Parameters& p [[buffer(8)]],
+    ATTENTION_OPERANDS,
+    device const T* d_out [[buffer(12)]],          // [B, T, N, V]
+    device const float* statistic [[buffer(13)]],  // [B, T, N]
+    device const float* row_sums [[buffer(14)]],   // [B, T, N]
+    device T* d_query [[buffer(15)]],              // [B, T, N, H]
+    device float* d_scale [[buffer(16)]],          // [B, T, N]: Σ dS · score / scale, where wants_scale
+    device float* d_slope [[buffer(17)]],          // [B, T, N]: Σ dS · distance, where wants_slopes
     uint3 group [[threadgroup_position_in_grid]],  // (tile of rows from the last, head, batch row)
     uint3 groups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
@@ -81,8 +84,9 @@ template <
   const int key_head = head / (p.heads / p.key_heads);
   const int group_row = int(groups.x - 1 - group.x) * rows_of_group;
   const int first = group_row + simdgroup * BLOCKS * 8;
-  const Visibility visibility(p, limits, batch);
-  const Score score(p);
+  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, lane_index);
+  const Score score(p, numbers, bias, batch, head, visibility.offset);
+  const Dropout drop(p, dropout, batch, head);
 
   const ulong q_stride = ulong(p.heads) * H;
   const ulong do_stride = ulong(p.heads) * V;
@@ -91,14 +95,16 @@ template <
   const ulong q_offset = head_offset(batch, p.queries, p.heads, head, H) + ulong(first) * q_stride;
   device const T* do_rows = d_out + head_offset(batch, p.queries, p.heads, head, V) + ulong(first) * do_stride;
   device const T* k_rows =
-      key + head_offset((batch / p.key_repeat) % p.key_rows, p.keys, p.key_heads, key_head, H);
+      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
   device const T* v_rows =
-      value + head_offset((batch / p.value_repeat) % p.value_rows, p.keys, p.key_heads, key_head, V);
+      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
 
   const OwnRows<T, h_fragments, BLOCKS, CACHE_Q> q(query + q_offset, q_stride, p.queries - first, H, lane);
   const OwnRows<T, v_fragments, BLOCKS, CACHE_DO> d_o(do_rows, do_stride, p.queries - first, V, lane);
   float row_statistic[BLOCKS];
   float row_shift[BLOCKS];
+  float scale_sum[BLOCKS];  // of the lane's own columns
+  float slope_sum[BLOCKS];
   Fragment<float> sums[BLOCKS][h_fragments];
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = first + block * 8 + lane.row;
@@ -106,49 +112,52 @@ template <
     const ulong at = (ulong(batch) * p.queries + row) * p.heads + head;
     row_statistic[block] = inside ? statistic[at] * log2_e : 0.0f;
     row_shift[block] = inside ? row_sums[at] : 0.0f;
+    scale_sum[block] = 0;
+    slope_sum[block] = 0;
   }
   clear(sums);
 
   const int begin = visibility.column_begin(group_row) / KEYS;
   const int end = (visibility.column_end(group_row, group_row + rows_of_group - 1) + KEYS - 1) / KEYS;
-  if (BUFFERS == 2 && begin < end) {
-    const int column = begin * KEYS;
+  int tile = next_tile(visibility, begin, end, group_row, rows_of_group, KEYS);
+  if (BUFFERS == 2 && tile < end) {
+    const int column = tile * KEYS;
     stage<T, H, KEYS, threads>(k_tiles, k_rows + column * k_stride, k_stride, visibility.columns - column, thread_index);
     stage<T, V, KEYS, threads>(v_tiles, v_rows + column * v_stride, v_stride, visibility.columns - column, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  for (int tile = begin; tile < end; ++tile) {
+  int current = 0;
+  while (tile < end) {
     const int column = tile * KEYS;
-    int current = 0;
+    const int following = next_tile(visibility, tile + 1, end, group_row, rows_of_group, KEYS);
     if (BUFFERS == 1) {
       const int left = visibility.columns - column;
       stage<T, H, KEYS, threads>(k_tiles, k_rows + column * k_stride, k_stride, left, thread_index);
       stage<T, V, KEYS, threads>(v_tiles, v_rows + column * v_stride, v_stride, left, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    if (BUFFERS == 2) {
-      current = (tile - begin) & 1;
-      if (tile + 1 < end) {
-        const int next = column + KEYS;
-        const int left = visibility.columns - next;
-        stage<T, H, KEYS, threads>(
-            k_tiles + (1 - current) * k_size, k_rows + next * k_stride, k_stride, left, thread_index);
-        stage<T, V, KEYS, threads>(
-            v_tiles + (1 - current) * v_size, v_rows + next * v_stride, v_stride, left, thread_index);
-      }
+    if (BUFFERS == 2 && following < end) {
+      const int next = following * KEYS;
+      const int left = visibility.columns - next;
+      stage<T, H, KEYS, threads>(
+          k_tiles + (1 - current) * k_size, k_rows + next * k_stride, k_stride, left, thread_index);
+      stage<T, V, KEYS, threads>(
+          v_tiles + (1 - current) * v_size, v_rows + next * v_stride, v_stride, left, thread_index);
     }
 
     const Tile<T, H, staged> k_tile = {
         k_tiles + current * k_size, k_rows + column * k_stride, k_stride, visibility.columns - column, lane};
     const Tile<T, V, staged> v_tile = {
         v_tiles + current * v_size, v_rows + column * v_stride, v_stride, visibility.columns - column, lane};
+    const int contents = visibility.contents(group_row, rows_of_group, column, KEYS);
     for (int part = 0; part < KEYS / 8; part += COLUMNS) {
       const int part_column = column + part * 8;
-      if (visibility.none(first, BLOCKS * 8, part_column, COLUMNS * 8)) {
+      const int band = visibility.band(first, BLOCKS * 8, part_column, COLUMNS * 8);
+      if (band == none_visible) {
         continue;
       }
-      const bool whole = visibility.whole(first, BLOCKS * 8, part_column, COLUMNS * 8);
+      const bool whole = min(band, contents) == all_visible;
       Fragment<float> s[BLOCKS][COLUMNS];
       Fragment<float> d_p[BLOCKS][COLUMNS];
       multiply_rows(s, q, k_tile, part);
@@ -156,33 +165,93 @@ template <
       for (int block = 0; block < BLOCKS; ++block) {
         const int row = first + block * 8 + lane.row;
         for (int c = 0; c < COLUMNS; ++c) {
+          const int at = part_column + c * 8 + lane.column;
+          const uint4 words = has_dropout ? drop.words(row, at) : uint4(0);
           for (int e = 0; e < 2; ++e) {
-            const float x = score.logit(s[block][c].thread_elements()[e]);
-            const float weight = fast::exp2(x - row_statistic[block]);
-            float d = score.derivative(weight * (d_p[block][c].thread_elements()[e] - row_shift[block]));
-            if (!whole) {
-              const int at = part_column + c * 8 + lane.column + e;
-              d = visibility.visible(row, at) ? d : invisible_weight();
+            const float product = s[block][c].thread_elements()[e];
+            float d_weight = d_p[block][c].thread_elements()[e];
+            if (has_dropout) {
+              d_weight = drop.keeps(words, at + e) ? d_weight * p.keep_factor : 0.0f;
+            }
+            float d = invisible_weight();
+            if (whole || visibility.visible(row, at + e)) {
+              const float x = score.logit(product, row, at + e);
+              if (!score.may_hide() || x != -INFINITY) {
+                d = score.derivative(fast::exp2(x - row_statistic[block]) * (d_weight - row_shift[block]), x);
+                if (wants_scale) {
+                  scale_sum[block] += d * product;
+                }
+                if (wants_slopes) {
+                  slope_sum[block] += d * score.distance(row, at + e);
+                }
+              }
             }
             s[block][c].thread_elements()[e] = d;
           }
         }
       }
-      accumulate(sums, s, k_tile, part, whole);
+      accumulate(sums, s, k_tile, part, !whole || score.may_hide());
     }
-    if (staged && tile + 1 < end) {
+    if (staged && following < end) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
+    current = BUFFERS == 2 ? 1 - current : 0;
+    tile = following;
   }
 
   for (int block = 0; block < BLOCKS; ++block) {
+    const int row = first + block * 8 + lane.row;
+    const ulong at = (ulong(batch) * p.queries + row) * p.heads + head;
+    const bool writes = lane.column == 0 && row < p.queries;
+    if (wants_scale) {
+      const float sum = row_sum(scale_sum[block]);
+      if (writes) {
+        d_scale[at] = sum;
+      }
+    }
+    if (wants_slopes) {
+      const float sum = row_sum(slope_sum[block]);
+      if (writes) {
+        d_slope[at] = sum;
+      }
+    }
     for (int i = 0; i < h_fragments; ++i) {
       store_rows(
-          sums[block][i], p.scale, d_query + q_offset + ulong(block * 8) * q_stride + ulong(i * 8), q_stride,
+          sums[block][i], score.scale, d_query + q_offset + ulong(block * 8) * q_stride + ulong(i * 8), q_stride,
           p.queries - first - block * 8, H - i * 8, lane);
     }
   }
 }
+
+// The tiles of queries that a tile of keys meets, one head of the group after another.
+struct Turns {
+  int begin;  // first tile of each head
+  int tiles;  // of each head
+  int count;  // of all heads
+  int first_head;
+
+  int head(int turn) const {
+    return first_head + turn / tiles;
+  }
+
+  int tile(int turn) const {
+    return begin + turn % tiles;
+  }
+
+  // The first turn from `turn` on in which one of m columns may be seen.
+  int next(thread Visibility& visibility, int turn, int size, int column, int m) const {
+    if (has_segments || has_blocks) {
+      while (turn < count) {
+        visibility.turn_to(head(turn));
+        if (visibility.contents(tile(turn) * size, size, column, m) != none_visible) {
+          break;
+        }
+        ++turn;
+      }
+    }
+    return turn;
+  }
+};
 
 // Simdgroups work in pairs over the same BLOCKS × 8 keys, with scores transposed (rows are keys, columns are queries). The
 // first of a pair computes Pᵀ from K and Q, hands it over in threadgroup memory, and sums dV = Pᵀ dO; the second computes
@@ -198,16 +267,12 @@ template <
     int BUFFERS,
     bool CACHED>
 [[kernel, max_total_threads_per_threadgroup(PAIRS * 64)]] void attention_d_key_value(
-    device const T* query [[buffer(0)]],
-    device const T* key [[buffer(1)]],
-    device const T* value [[buffer(2)]],
-    device const int* limits [[buffer(3)]],
-    device const T* d_out [[buffer(4)]],
-    device const float* statistic [[buffer(5)]],
-    device const float* row_sums [[buffer(6)]],
-    device T* d_key [[buffer(7)]],    // [B, S, K, H]
-    device T* d_value [[buffer(8)]],  // [B, S, K, V]
-    constant Parameters& p [[buffer(9)]],
+    ATTENTION_OPERANDS,
+    device const T* d_out [[buffer(12)]],          // [B, T, N, V]
+    device const float* statistic [[buffer(13)]],  // [B, T, N]
+    device const float* row_sums [[buffer(14)]],   // [B, T, N]
+    device T* d_key [[buffer(15)]],                // [B, S, K, H]
+    device T* d_value [[buffer(16)]],              // [B, S, K, V]
     uint3 group [[threadgroup_position_in_grid]],  // (tile of keys, key head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
@@ -233,15 +298,17 @@ template <
   const int heads_of_group = p.heads / p.key_heads;
   const int group_column = int(group.x) * keys_of_group;
   const int first = group_column + pair * BLOCKS * 8;
-  const Visibility visibility(p, limits, batch);
-  const Score score(p);
+  const int first_head = key_head * heads_of_group;
+  Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, first_head, lane_index);
+  Score score(p, numbers, bias, batch, first_head, visibility.offset);
+  Dropout drop(p, dropout, batch, first_head);
 
   const ulong q_stride = ulong(p.heads) * H;
   const ulong do_stride = ulong(p.heads) * V;
   const ulong k_stride = ulong(p.key_heads) * H;
   const ulong v_stride = ulong(p.key_heads) * V;
-  const ulong k_offset = head_offset((batch / p.key_repeat) % p.key_rows, p.keys, p.key_heads, key_head, H);
-  const ulong v_offset = head_offset((batch / p.value_repeat) % p.value_rows, p.keys, p.key_heads, key_head, V);
+  const ulong k_offset = head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
+  const ulong v_offset = head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
   // columns that nobody sees are not loaded: what they hold must not matter
   const OwnRows<T, most_fragments, BLOCKS, CACHED> own(
       for_value ? key + k_offset + ulong(first) * k_stride : value + v_offset + ulong(first) * v_stride,
@@ -252,11 +319,11 @@ template <
 
   const int begin = visibility.row_begin(group_column) / QUERIES;
   const int end = (visibility.row_end(group_column, group_column + keys_of_group - 1) + QUERIES - 1) / QUERIES;
-  const int tiles = max(end - begin, 0);
-  const int turns = tiles * heads_of_group;
-  if (BUFFERS == 2 && turns > 0) {
-    const int row = begin * QUERIES;
-    const int head = key_head * heads_of_group;
+  const Turns all = {begin, max(end - begin, 0), max(end - begin, 0) * heads_of_group, first_head};
+  int turn = all.next(visibility, 0, QUERIES, group_column, keys_of_group);
+  if (BUFFERS == 2 && turn < all.count) {
+    const int head = all.head(turn);
+    const int row = all.tile(turn) * QUERIES;
     stage<T, H, QUERIES, threads>(
         q_tiles, query + head_offset(batch, p.queries, p.heads, head, H) + row * q_stride, q_stride,
         visibility.rows - row, thread_index);
@@ -266,57 +333,74 @@ template <
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  for (int turn = 0; turn < turns; ++turn) {
-    const int head = key_head * heads_of_group + turn / tiles;
-    const int row = (begin + turn % tiles) * QUERIES;
+  int current = 0;
+  while (turn < all.count) {
+    const int head = all.head(turn);
+    const int row = all.tile(turn) * QUERIES;
+    const int following = all.next(visibility, turn + 1, QUERIES, group_column, keys_of_group);
+    visibility.turn_to(head);
+    score.turn_to(head);
+    drop.head = head;
     device const T* q_rows = query + head_offset(batch, p.queries, p.heads, head, H) + row * q_stride;
     device const T* do_rows = d_out + head_offset(batch, p.queries, p.heads, head, V) + row * do_stride;
     const int left = visibility.rows - row;
-    int current = 0;
     if (BUFFERS == 1) {
       stage<T, H, QUERIES, threads>(q_tiles, q_rows, q_stride, left, thread_index);
       stage<T, V, QUERIES, threads>(do_tiles, do_rows, do_stride, left, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    if (BUFFERS == 2) {
-      current = turn & 1;
-      if (turn + 1 < turns) {
-        const int next_head = key_head * heads_of_group + (turn + 1) / tiles;
-        const int next = (begin + (turn + 1) % tiles) * QUERIES;
-        stage<T, H, QUERIES, threads>(
-            q_tiles + (1 - current) * q_size,
-            query + head_offset(batch, p.queries, p.heads, next_head, H) + next * q_stride, q_stride,
-            visibility.rows - next, thread_index);
-        stage<T, V, QUERIES, threads>(
-            do_tiles + (1 - current) * do_size,
-            d_out + head_offset(batch, p.queries, p.heads, next_head, V) + next * do_stride, do_stride,
-            visibility.rows - next, thread_index);
-      }
+    if (BUFFERS == 2 && following < all.count) {
+      const int next_head = all.head(following);
+      const int next = all.tile(following) * QUERIES;
+      stage<T, H, QUERIES, threads>(
+          q_tiles + (1 - current) * q_size,
+          query + head_offset(batch, p.queries, p.heads, next_head, H) + next * q_stride, q_stride,
+          visibility.rows - next, thread_index);
+      stage<T, V, QUERIES, threads>(
+          do_tiles + (1 - current) * do_size,
+          d_out + head_offset(batch, p.queries, p.heads, next_head, V) + next * do_stride, do_stride,
+          visibility.rows - next, thread_index);
     }
 
     const Tile<T, H, staged> q_tile = {q_tiles + current * q_size, q_rows, q_stride, left, lane};
     const Tile<T, V, staged> do_tile = {do_tiles + current * do_size, do_rows, do_stride, left, lane};
-    const bool none = visibility.none(row, QUERIES, first, BLOCKS * 8);
-    const bool whole = visibility.whole(row, QUERIES, first, BLOCKS * 8);
+    const int band = visibility.band(row, QUERIES, first, BLOCKS * 8);
+    const bool none = band == none_visible;
+    const bool whole =
+        min(band, visibility.contents(row, QUERIES, group_column, keys_of_group)) == all_visible;
+    const bool careful = !whole || score.may_hide();
     Fragment<float> s[BLOCKS][columns];
     if (!none && for_value) {
       multiply_rows(s, own, q_tile, 0);
       for (int c = 0; c < columns; ++c) {
+        Fragment<float> handing[BLOCKS];
         for (int e = 0; e < 2; ++e) {
           const int at = row + c * 8 + lane.column + e;
           const bool inside = at < p.queries;
           const float row_statistic =
               inside ? statistic[(ulong(batch) * p.queries + at) * p.heads + head] * log2_e : 0.0f;
           for (int block = 0; block < BLOCKS; ++block) {
-            float weight = fast::exp2(score.logit(s[block][c].thread_elements()[e]) - row_statistic);
-            if (!whole) {
-              weight = visibility.visible(at, first + block * 8 + lane.row) ? weight : invisible_weight();
+            const int column = first + block * 8 + lane.row;
+            float weight = invisible_weight();  // of dV
+            float hand = weight;                // of dS; negative where dropout cut it off
+            if (whole || visibility.visible(at, column)) {
+              const float x = score.logit(s[block][c].thread_elements()[e], at, column);
+              if (!score.may_hide() || x != -INFINITY) {
+                weight = fast::exp2(x - row_statistic);
+                hand = score.derivative(weight, x);
+                if (has_dropout) {
+                  const bool keep = drop.keeps(at, column);
+                  weight = keep ? weight * p.keep_factor : 0.0f;
+                  hand = keep ? hand : -hand;
+                }
+              }
             }
             s[block][c].thread_elements()[e] = weight;
+            handing[block].thread_elements()[e] = hand;
           }
         }
         for (int block = 0; block < BLOCKS; ++block) {
-          simdgroup_store(s[block][c], handed + (block * columns + c) * 64, 8);
+          simdgroup_store(handing[block], handed + (block * columns + c) * 64, 8);
         }
       }
     }
@@ -325,7 +409,7 @@ template <
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (!none && for_value) {
-      accumulate(sums, s, do_tile, 0, whole);
+      accumulate(sums, s, do_tile, 0, careful);
     }
     if (!none && !for_value) {
       for (int c = 0; c < columns; ++c) {
@@ -339,21 +423,27 @@ template <
           const float shift = inside ? row_sums[(ulong(batch) * p.queries + at) * p.heads + head] : 0.0f;
           for (int block = 0; block < BLOCKS; ++block) {
             const float x = weight[block].thread_elements()[e];
-            const float d = score.derivative(x * (s[block][c].thread_elements()[e] - shift));
+            float d_weight = s[block][c].thread_elements()[e];
+            if (has_dropout) {
+              d_weight = x < 0 ? 0.0f : d_weight * p.keep_factor;
+            }
+            const float d = (has_dropout ? fabs(x) : x) * (d_weight - shift);
             s[block][c].thread_elements()[e] = is_invisible(x) ? x : d;
           }
         }
       }
-      accumulate(sums, s, q_tile, 0, whole);
+      accumulate(sums, s, q_tile, 0, careful);
     }
-    if (turn + 1 < turns) {
+    if (following < all.count) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
+    current = BUFFERS == 2 ? 1 - current : 0;
+    turn = following;
   }
 
   const ulong out_stride = for_value ? v_stride : k_stride;
   const int size = for_value ? V : H;
-  const float factor = for_value ? 1.0f : p.scale;
+  const float factor = for_value ? 1.0f : score.scale;
   device T* destination = (for_value ? d_value : d_key) + head_offset(batch, p.keys, p.key_heads, key_head, size) +
                           ulong(first) * out_stride;
   for (int block = 0; block < BLOCKS; ++block) {
@@ -361,6 +451,130 @@ template <
       store_rows(
           sums[block][i], factor, destination + ulong(block * 8) * out_stride + ulong(i * 8), out_stride,
           p.keys - first - block * 8, size - i * 8, lane);
+    }
+  }
+}
+
+inline void store_bias(device uchar* d_bias, ulong at, float x) {
+  if (bias_type == 1) {
+    reinterpret_cast<device float*>(d_bias)[at] = x;
+  } else if (bias_type == 2) {
+    reinterpret_cast<device half*>(d_bias)[at] = half(x);
+  } else {
+    reinterpret_cast<device bfloat*>(d_bias)[at] = bfloat(x);
+  }
+}
+
+// One simdgroup for each 8 × (8 · COLUMNS) elements of the bias; along an axis that the bias lacks it walks over all tiles.
+template <typename T, int H, int V, int COLUMNS>
+[[kernel, max_total_threads_per_threadgroup(32)]] void attention_d_bias(
+    ATTENTION_OPERANDS,
+    device const T* d_out [[buffer(12)]],          // [B, T, N, V]
+    device const float* statistic [[buffer(13)]],  // [B, T, N]
+    device const float* row_sums [[buffer(14)]],   // [B, T, N]
+    device uchar* d_bias [[buffer(15)]],           // as bias
+    uint3 group [[threadgroup_position_in_grid]],  // (tile of columns, tile of rows, row and head of the bias)
+    ushort lane_index [[thread_index_in_simdgroup]]) {
+  constexpr int width = COLUMNS * 8;
+  const Lane lane(lane_index);
+  const int bias_row = int(group.z) / p.bias.heads;
+  const int bias_head = int(group.z) % p.bias.heads;
+  const ulong q_stride = ulong(p.heads) * H;
+  const ulong do_stride = ulong(p.heads) * V;
+  const ulong k_stride = ulong(p.key_heads) * H;
+  const ulong v_stride = ulong(p.key_heads) * V;
+  const int first_row = int(group.y) * 8;
+  const int first_column = int(group.x) * width;
+  const int last_row = p.bias.queries > 1 ? first_row : p.queries - 1;
+  const int last_column = p.bias.keys > 1 ? first_column : p.keys - 1;
+  const int low_head = p.bias.heads > 1 ? bias_head : 0;
+  const int high_head = p.bias.heads > 1 ? bias_head : p.heads - 1;
+  float sums[COLUMNS][2];
+  for (int c = 0; c < COLUMNS; ++c) {
+    sums[c][0] = 0;
+    sums[c][1] = 0;
+  }
+
+  for (int batch = 0; batch < p.batch; ++batch) {
+    if (mapped_row(p.bias.map, batch) != bias_row) {
+      continue;
+    }
+    for (int head = low_head; head <= high_head; ++head) {
+      const int key_head = head / (p.heads / p.key_heads);
+      const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, lane_index);
+      const Score score(p, numbers, bias, batch, head, visibility.offset);
+      const Dropout drop(p, dropout, batch, head);
+      device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
+      device const T* v_rows = value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
+      for (int row = first_row; row <= last_row; row += 8) {
+        const OwnRows<T, Padded<T, H>::width / 8, 1, false> q(
+            query + head_offset(batch, p.queries, p.heads, head, H) + row * q_stride, q_stride, p.queries - row, H, lane);
+        const OwnRows<T, Padded<T, V>::width / 8, 1, false> d_o(
+            d_out + head_offset(batch, p.queries, p.heads, head, V) + row * do_stride, do_stride, p.queries - row, V,
+            lane);
+        const int own_row = row + lane.row;
+        const bool inside = own_row < p.queries;
+        const ulong at_row = (ulong(batch) * p.queries + own_row) * p.heads + head;
+        const float row_statistic = inside ? statistic[at_row] * log2_e : 0.0f;
+        const float row_shift = inside ? row_sums[at_row] : 0.0f;
+        for (int column = first_column; column <= last_column; column += width) {
+          if (visibility.band(row, 8, column, width) == none_visible ||
+              visibility.contents(row, 8, column, width) == none_visible) {
+            continue;
+          }
+          const Tile<T, H, false> k_tile = {
+              nullptr, k_rows + column * k_stride, k_stride, visibility.columns - column, lane};
+          const Tile<T, V, false> v_tile = {
+              nullptr, v_rows + column * v_stride, v_stride, visibility.columns - column, lane};
+          Fragment<float> s[1][COLUMNS];
+          Fragment<float> d_p[1][COLUMNS];
+          multiply_rows(s, q, k_tile, 0);
+          multiply_rows(d_p, d_o, v_tile, 0);
+          for (int c = 0; c < COLUMNS; ++c) {
+            for (int e = 0; e < 2; ++e) {
+              const int at = column + c * 8 + lane.column + e;
+              if (visibility.visible(own_row, at)) {
+                const float x = score.logit(s[0][c].thread_elements()[e], own_row, at);
+                if (x != -INFINITY) {
+                  float d_weight = d_p[0][c].thread_elements()[e];
+                  if (has_dropout) {
+                    d_weight = drop.keeps(own_row, at) ? d_weight * p.keep_factor : 0.0f;
+                  }
+                  sums[c][e] += score.derivative(fast::exp2(x - row_statistic) * (d_weight - row_shift), x);
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+
+  const ulong plane = ulong(group.z) * ulong(p.bias.queries) * ulong(p.bias.keys);
+  float whole_row = 0;
+  for (int c = 0; c < COLUMNS; ++c) {
+    for (int e = 0; e < 2; ++e) {
+      float x = sums[c][e];
+      if (p.bias.queries == 1) {
+        x += simd_shuffle_xor(x, ushort(2));
+        x += simd_shuffle_xor(x, ushort(4));
+        x += simd_shuffle_xor(x, ushort(16));
+      }
+      whole_row += x;
+      const int row = p.bias.queries > 1 ? first_row + lane.row : 0;
+      const int column = first_column + c * 8 + lane.column + e;
+      const bool own = row < p.bias.queries && (p.bias.queries > 1 || lane.row == 0);
+      if (p.bias.keys > 1 && own && column < p.bias.keys) {
+        store_bias(d_bias, plane + broadcast_index(p.bias, row, column), x);
+      }
+    }
+  }
+  if (p.bias.keys == 1) {
+    const float x = row_sum(whole_row);
+    const int row = p.bias.queries > 1 ? first_row + lane.row : 0;
+    const bool own = lane.column == 0 && (p.bias.queries > 1 || lane.row == 0);
+    if (own && row < p.bias.queries) {
+      store_bias(d_bias, plane + ulong(row), x);
     }
   }
 }

@@ -23,13 +23,9 @@ template <
     int BUFFERS,    // tiles of K and of V in threadgroup memory: 2 loads ahead, 0 reads device memory directly
     bool CACHE_Q>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_forward(
-    device const T* query [[buffer(0)]],        // [B, T, N, H]
-    device const T* key [[buffer(1)]],          // [rows, S, K, H]
-    device const T* value [[buffer(2)]],        // [rows, S, K, V]
-    device const int* limits [[buffer(3)]],     // [1|B, 3]: position of row 0, visible rows, visible columns
-    device T* out [[buffer(4)]],                // [B, T, N, V]
-    device float* statistic [[buffer(5)]],      // [B, T, N]
-    constant Parameters& p [[buffer(6)]],
+    ATTENTION_OPERANDS,
+    device T* out [[buffer(12)]],                  // [B, T, N, V]
+    device float* statistic [[buffer(13)]],        // [B, T, N]
     uint3 group [[threadgroup_position_in_grid]],  // (tile of rows from the last, head, batch row)
     uint3 groups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
@@ -51,17 +47,18 @@ template <
   const int key_head = head / (p.heads / p.key_heads);
   const int group_row = int(groups.x - 1 - group.x) * rows_of_group;  // under a causal mask the longest go first
   const int first = group_row + simdgroup * BLOCKS * 8;
-  const Visibility visibility(p, limits, batch);
-  const Score score(p);
+  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, lane_index);
+  const Score score(p, numbers, bias, batch, head, visibility.offset);
+  const Dropout drop(p, dropout, batch, head);
 
   const ulong q_stride = ulong(p.heads) * H;
   const ulong k_stride = ulong(p.key_heads) * H;
   const ulong v_stride = ulong(p.key_heads) * V;
   device const T* q_rows = query + head_offset(batch, p.queries, p.heads, head, H) + ulong(first) * q_stride;
   device const T* k_rows =
-      key + head_offset((batch / p.key_repeat) % p.key_rows, p.keys, p.key_heads, key_head, H);
+      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
   device const T* v_rows =
-      value + head_offset((batch / p.value_repeat) % p.value_rows, p.keys, p.key_heads, key_head, V);
+      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
 
   const OwnRows<T, Padded<T, H>::width / 8, BLOCKS, CACHE_Q> q(q_rows, q_stride, p.queries - first, H, lane);
   Fragment<float> sums[STREAMS][BLOCKS][v_fragments];
@@ -77,36 +74,38 @@ template <
 
   const int begin = visibility.column_begin(group_row) / KEYS;
   const int end = (visibility.column_end(group_row, group_row + rows_of_group - 1) + KEYS - 1) / KEYS;
-  if (BUFFERS == 2 && begin < end) {
-    const int column = begin * KEYS;
+  int tile = next_tile(visibility, begin, end, group_row, rows_of_group, KEYS);
+  if (BUFFERS == 2 && tile < end) {
+    const int column = tile * KEYS;
     stage<T, H, KEYS, threads>(k_tiles, k_rows + column * k_stride, k_stride, visibility.columns - column, thread_index);
     stage<T, V, KEYS, threads>(v_tiles, v_rows + column * v_stride, v_stride, visibility.columns - column, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  for (int tile = begin; tile < end; ++tile) {
+  int current = 0;
+  while (tile < end) {
     const int column = tile * KEYS;
-    int current = 0;
+    const int following = next_tile(visibility, tile + 1, end, group_row, rows_of_group, KEYS);
     if (BUFFERS == 1) {
       const int left = visibility.columns - column;
       stage<T, H, KEYS, threads>(k_tiles, k_rows + column * k_stride, k_stride, left, thread_index);
       stage<T, V, KEYS, threads>(v_tiles, v_rows + column * v_stride, v_stride, left, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    if (BUFFERS == 2) {
-      current = (tile - begin) & 1;
-      if (tile + 1 < end) {
-        const int next = column + KEYS;
-        const int left = visibility.columns - next;
-        stage<T, H, KEYS, threads>(
-            k_tiles + (1 - current) * k_size, k_rows + next * k_stride, k_stride, left, thread_index);
-        stage<T, V, KEYS, threads>(
-            v_tiles + (1 - current) * v_size, v_rows + next * v_stride, v_stride, left, thread_index);
-      }
+    if (BUFFERS == 2 && following < end) {
+      const int next = following * KEYS;
+      const int left = visibility.columns - next;
+      stage<T, H, KEYS, threads>(
+          k_tiles + (1 - current) * k_size, k_rows + next * k_stride, k_stride, left, thread_index);
+      stage<T, V, KEYS, threads>(
+          v_tiles + (1 - current) * v_size, v_rows + next * v_stride, v_stride, left, thread_index);
     }
 
-    if (!visibility.none(first, BLOCKS * 8, column, KEYS)) {
-      const bool whole = visibility.whole(first, BLOCKS * 8, column, KEYS);
+    const int band = visibility.band(first, BLOCKS * 8, column, KEYS);
+    if (band != none_visible) {
+      const bool whole =
+          min(band, visibility.contents(group_row, rows_of_group, column, KEYS)) == all_visible;
+      const bool careful = !whole || score.may_hide();
       const Tile<T, H, staged> k_tile = {
           k_tiles + current * k_size, k_rows + column * k_stride, k_stride, visibility.columns - column, lane};
       const Tile<T, V, staged> v_tile = {
@@ -122,9 +121,9 @@ template <
           for (int c = 0; c < columns; ++c) {
             for (int e = 0; e < 2; ++e) {
               const int at = column + (stream * columns + c) * 8 + lane.column + e;
-              float x = score.logit(s[block][c].thread_elements()[e]);
-              if (!whole) {
-                x = visibility.visible(row, at) ? x : -INFINITY;
+              float x = -INFINITY;
+              if (whole || visibility.visible(row, at)) {
+                x = score.logit(s[block][c].thread_elements()[e], row, at);
               }
               s[block][c].thread_elements()[e] = x;
               largest = max(largest, x);
@@ -135,11 +134,16 @@ template <
           const float shrink = fast::exp2(high[stream][block] - zero);
           float sum = total[stream][block] * shrink;
           for (int c = 0; c < columns; ++c) {
+            const int at = column + (stream * columns + c) * 8 + lane.column;
+            const uint4 words = has_dropout ? drop.words(row, at) : uint4(0);
             for (int e = 0; e < 2; ++e) {
               const float x = s[block][c].thread_elements()[e];
               float weight = fast::exp2(x - zero);
               sum += weight;
-              if (!whole) {
+              if (has_dropout) {
+                weight = drop.keeps(words, at + e) ? weight * p.keep_factor : 0.0f;
+              }
+              if (careful) {
                 weight = x == -INFINITY ? invisible_weight() : weight;
               }
               s[block][c].thread_elements()[e] = weight;
@@ -153,12 +157,14 @@ template <
           }
         }
 
-        accumulate(sums[stream], s, v_tile, stream * columns, whole);
+        accumulate(sums[stream], s, v_tile, stream * columns, careful);
       }
     }
-    if (staged && tile + 1 < end) {
+    if (staged && following < end) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
+    current = BUFFERS == 2 ? 1 - current : 0;
+    tile = following;
   }
 
   const ulong out_stride = ulong(p.heads) * V;
@@ -168,7 +174,11 @@ template <
     for (int stream = 1; stream < STREAMS; ++stream) {
       largest = max(largest, high[stream][block]);
     }
-    const float zero = largest == -INFINITY ? 0.0f : largest;
+    const bool empty = largest == -INFINITY;
+    if (has_sinks && !empty) {
+      largest = max(largest, score.sink(head));
+    }
+    const float zero = empty ? 0.0f : largest;
     float sum = 0;
     for (int stream = 0; stream < STREAMS; ++stream) {
       const float shrink = fast::exp2(high[stream][block] - zero);
@@ -181,7 +191,9 @@ template <
       }
     }
     sum = row_sum(sum);
-    const bool empty = sum == 0;
+    if (has_sinks && !empty) {
+      sum += fast::exp2(score.sink(head) - zero);
+    }
     const float inverse = empty ? 0.0f : 1.0f / sum;
     const int rows = p.queries - first - block * 8;
     for (int i = 0; i < v_fragments; ++i) {

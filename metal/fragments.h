@@ -94,8 +94,8 @@ inline bool is_finite(float x) {
 // fragments are rare, and multiplied element by element.
 template <typename T>
 inline void multiply_visible(
-    thread Fragment<float>& sum, Fragment<float> weights, Fragment<T> operand, bool all_visible, Lane lane) {
-  if (!all_visible) {
+    thread Fragment<float>& sum, Fragment<float> weights, Fragment<T> operand, bool careful, Lane lane) {
+  if (careful) {
     const float left = float(operand.thread_elements()[0]);
     const float right = float(operand.thread_elements()[1]);
     if (simd_any(!is_finite(left) || !is_finite(right))) {

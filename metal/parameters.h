@@ -1,4 +1,4 @@
-// What every attention kernel is told: sizes, masks and row maps. Filled by the launch plan; knows no kernel.
+// What every attention kernel is told: sizes, row maps and the shared operands. Filled by the launch plan; knows no kernel.
 //
 // Letters as everywhere: T queries, S keys, N query heads, K key heads, G = N / K, H and V head sizes.
 #pragma once
@@ -8,32 +8,88 @@
 
 using namespace metal;
 
-// Two sides of the band of visible columns; what a launch does not use is compiled away.
+// Which features a launch uses; what it does not use is compiled away.
 constant bool has_left [[function_constant(0)]];
 constant bool has_right [[function_constant(1)]];
+constant bool has_mask [[function_constant(2)]];
+constant bool has_blocks [[function_constant(3)]];
+constant bool has_segments [[function_constant(4)]];
+constant int bias_type [[function_constant(5)]];  // 0 none, 1 float, 2 half, 3 bfloat
+constant bool has_slopes [[function_constant(6)]];
+constant bool has_sinks [[function_constant(7)]];
+constant bool has_cap [[function_constant(8)]];
+constant bool has_dropout [[function_constant(9)]];
+
+// Batch row b reads row (b / repeat) % rows of an operand.
+struct RowMap {
+  int rows;
+  int repeat;
+};
+
+// An operand [rows, 1|heads, 1|queries, 1|keys]; an axis of size 1 serves all.
+struct Broadcast {
+  RowMap map;
+  int heads;
+  int queries;
+  int keys;
+};
 
 struct Parameters {
-  int queries;       // T
-  int keys;          // S
-  int heads;         // N
-  int key_heads;     // K
-  int left;          // columns from position - left on are visible, where has_left
-  int right;         // columns to position + right are visible, where has_right
-  int limits_stride; // 3: `limits` has a row for each batch row; 0: one row for all
-  int key_rows;      // batch row b reads row (b / repeat) % rows of an operand
-  int key_repeat;
-  int value_rows;
-  int value_repeat;
-  float scale;       // of the dot products
-  float scale_log2;  // the same times log2(e): the softmax is taken to base 2
+  int queries;         // T
+  int keys;            // S
+  int heads;           // N
+  int key_heads;       // K
+  int batch;           // B
+  int limits_stride;   // 3: `limits` has a row for each batch row; 0: one row for all
+  int numbers_stride;  // 3: `numbers` has a row for each batch row and head; 0: one row for all
+  RowMap key;
+  RowMap value;
+  int left;            // columns from position - left on are visible, where has_left
+  int right;           // columns to position + right are visible, where has_right
+  Broadcast bias;
+  Broadcast mask;
+  Broadcast blocks;    // one entry for block_rows × block_columns scores
+  int block_rows;
+  int block_columns;
+  float cap;
+  uint drop_below;     // random words below this drop a probability
+  float keep_factor;   // 1 / (1 - rate)
 };
+
+// The operands that all kernels share, at the same indices. What a launch does not use is a few zero bytes.
+#define ATTENTION_OPERANDS                                                                        \
+  device const T* query [[buffer(0)]],            /* [B, T, N, H] */                              \
+  device const T* key [[buffer(1)]],              /* [rows, S, K, H] */                           \
+  device const T* value [[buffer(2)]],            /* [rows, S, K, V] */                           \
+  constant Parameters& p [[buffer(3)]],                                                           \
+  device const int* limits [[buffer(4)]],         /* [1|B, 3]: position of row 0, visible rows and columns */ \
+  device const float* numbers [[buffer(5)]],      /* [1|B·N, 3]: scale, slope, sink */            \
+  device const uchar* bias [[buffer(6)]],         /* Broadcast, of bias_type */                   \
+  device const uchar* mask [[buffer(7)]],         /* Broadcast, nonzero where visible */          \
+  device const uchar* blocks [[buffer(8)]],       /* Broadcast, nonzero where some score is visible */ \
+  device const int* query_segments [[buffer(9)]], /* [B, T] */                                    \
+  device const int* key_segments [[buffer(10)]],  /* [B, S] */                                    \
+  device const uint* dropout [[buffer(11)]]       /* [B, 3]: two words of seed, batch index */
 
 // The largest finite float stands for a log-sum-exp of minus infinity: a row that sees nothing.
 constant constexpr float empty_statistic = 3.40282347e+38f;
 constant constexpr float log2_e = 1.44269504088896341f;
 constant constexpr float ln_2 = 0.69314718055994531f;
 
+inline int mapped_row(constant RowMap& map, int batch) {
+  return (batch / map.repeat) % map.rows;
+}
+
 // Element offset of row 0 of a head in an array [rows, length, heads, size]; positions may exceed 2^31 elements.
 inline ulong head_offset(int row, int length, int heads, int head, int size) {
   return (ulong(row) * ulong(length) * ulong(heads) + ulong(head)) * ulong(size);
+}
+
+inline ulong broadcast_offset(constant Broadcast& x, int batch, int head) {
+  const ulong plane = ulong(mapped_row(x.map, batch)) * ulong(x.heads) + ulong(x.heads > 1 ? head : 0);
+  return plane * ulong(x.queries) * ulong(x.keys);
+}
+
+inline ulong broadcast_index(constant Broadcast& x, int row, int column) {
+  return ulong(x.queries > 1 ? row : 0) * ulong(x.keys) + ulong(x.keys > 1 ? column : 0);
 }

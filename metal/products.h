@@ -38,13 +38,13 @@ inline void accumulate(
     const thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
     const thread Tile<T, SIZE, STAGED>& tile,
     int part,
-    bool all_visible) {
+    bool careful) {
   for (int c = 0; c < COLUMNS; ++c) {
 #pragma clang loop unroll(full)
     for (int i = 0; i < Padded<T, SIZE>::width / 8; ++i) {
       const Fragment<T> operand = tile.straight(part + c, i);
       for (int block = 0; block < BLOCKS; ++block) {
-        multiply_visible(sums[block][i], weights[block][c], operand, all_visible, tile.lane);
+        multiply_visible(sums[block][i], weights[block][c], operand, careful, tile.lane);
       }
     }
   }

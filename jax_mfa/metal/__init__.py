@@ -1,0 +1,129 @@
+"""Attention on Apple GPUs: what Metal takes, and the two passes as FFI calls.
+
+Specification and operands in, arrays out, like `blockwise`; what cannot run is said by `refusal` before anything is
+traced. Launch plans are made in `kernels`, run by the native module behind `runtime`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jax_mfa.metal import kernels, runtime
+from jax_mfa.metal.tiles import MAX_HEAD
+from jax_mfa.specification import MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
+
+DTYPES = ("float16", "bfloat16", "float32")
+MAX_GRID = 65535  # heads and batch rows: grid axes of which no more is known to be safe
+
+
+class Failed(RuntimeError):
+    """Metal was found, but its kernels for a problem could not be had; the text is Metal's."""
+
+
+def unsupported(spec: Specification, operands: Operands) -> str:
+    """Which argument of a problem the kernels do not take; empty where they take it. Knows no device."""
+    dtype = operands.query.dtype.name
+    if dtype not in DTYPES:
+        return f"query: Metal has no {dtype}; it takes {', '.join(DTYPES)}"
+    if operands.bias is not None and operands.bias.dtype.name not in DTYPES:
+        return f"bias: Metal has no {operands.bias.dtype.name}; it takes {', '.join(DTYPES)}"
+    b, _, n, h = operands.query.shape
+    v = operands.value.shape[-1]
+    if max(h, v) > MAX_HEAD:
+        return f"query, key, value: head sizes go to {MAX_HEAD}, got H = {h}, V = {v}"
+    if max(b, n) > MAX_GRID:
+        return f"query: batch and heads go to {MAX_GRID}, got B = {b}, N = {n}"
+    return ""
+
+
+def refusal(spec: Specification, operands: Operands) -> str:
+    """Why Metal cannot run a problem on this host; empty where it can."""
+    return unsupported(spec, operands) or runtime.get().reason
+
+
+def _carried(spec: Specification, o: Operands) -> dict:
+    """What a launch carries beside query, key and value (`kernels.OPTIONAL`), small operands brought into its layout."""
+    repeats = Operands(*spec.repeats)
+    batch, t, n, _ = o.query.shape
+    s = o.key.shape[1]
+
+    def row(name, tail=()):
+        """An operand with one row for each batch row."""
+        x = expand_rows(getattr(o, name), getattr(repeats, name), batch)
+        return jnp.broadcast_to(x, (batch, *x.shape[1:]))
+
+    def table(*columns):
+        """Columns of arrays or numbers, side by side; None where all are numbers."""
+        if not any(hasattr(x, "shape") for x in columns):
+            return None
+        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in columns))
+        dtype = jnp.int32 if shape == (batch,) else jnp.float32
+        return jnp.stack([jnp.broadcast_to(jnp.asarray(x, dtype), shape) for x in columns], axis=-1)
+
+    offset = spec.query_offset
+    if o.query_offset is not None:
+        offset = jnp.clip(row("query_offset"), -MAX_POSITION, MAX_POSITION)
+    limits = table(
+        offset, t if o.query_lengths is None else row("query_lengths"), s if o.key_lengths is None else row("key_lengths")
+    )
+    numbers = table(
+        spec.scale if o.scale is None else jnp.broadcast_to(row("scale")[:, None], (batch, n)),
+        0.0 if o.alibi_slopes is None else row("alibi_slopes"),
+        0.0 if o.sinks is None else row("sinks"),
+    )
+    found = {
+        "limits": limits,
+        "numbers": None if numbers is None else numbers.reshape(batch * n, 3),
+        "bias": o.bias,
+        "mask": o.mask,
+        "blocks": o.block_mask,
+        "query_segments": None if o.query_segment_ids is None else row("query_segment_ids"),
+        "key_segments": None if o.key_segment_ids is None else row("key_segment_ids"),
+        "dropout": None if o.dropout is None else row("dropout"),
+    }
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _plan_arguments(o: Operands) -> dict:
+    uses = {"slopes": o.alibi_slopes, "sinks": o.sinks}
+    return {"variant": runtime.get().variant, "uses": tuple(name for name, x in uses.items() if x is not None)}
+
+
+def _checked(plan):
+    failure = runtime.failure(plan)
+    if failure:
+        raise Failed(failure)
+    return plan
+
+
+def forward(spec: Specification, operands: Operands):
+    """Attention and its statistic, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
+    o, carried = operands, _carried(spec, operands)
+    plan = _checked(kernels.forward(spec, o.query, o.key, o.value, **_plan_arguments(o), **carried))
+    return tuple(runtime.call(plan, runtime.TARGETS[0], o.query, o.key, o.value, *carried.values()).values())
+
+
+def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_statistic, wanted: tuple[str, ...]):
+    """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
+    o, carried = operands, _carried(spec, operands)
+    plan = kernels.backward(spec, o.query, o.key, o.value, wanted=wanted, **_plan_arguments(o), **carried)
+    d_out, d_statistic = d_out.astype(out.dtype), d_statistic.astype(statistic.dtype)
+    inputs = (o.query, o.key, o.value, *carried.values(), out, statistic, d_out, d_statistic)
+    found = runtime.call(_checked(plan), runtime.TARGETS[1], *inputs)
+
+    def cotangent(name):
+        operand, repeat = getattr(o, name), getattr(Operands(*spec.repeats), name)
+        if name == "bias":
+            return found["d_bias"]
+        if name == "scale":
+            x = found["d_scale"].sum((1, 2))
+        elif name == "alibi_slopes":
+            x = found["d_slopes"].sum(1)
+        elif name == "sinks":
+            sinks = jnp.broadcast_to(expand_rows(o.sinks, repeat, out.shape[0]), (out.shape[0], out.shape[2]))
+            x = -(jnp.exp(sinks.astype(statistic.dtype)[:, None] - statistic) * found["row_sums"]).sum(1)
+        else:
+            x = found[f"d_{name}"]
+        return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
+
+    return tuple(cotangent(name) for name in wanted)

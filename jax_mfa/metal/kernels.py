@@ -1,22 +1,39 @@
 """Launch plans of attention: a specification and shapes in, `Plan` out. Plain Python; needs no device.
 
-What each kernel computes is written at its head, in `metal/`. The struct `Parameters` there and `_parameters` here
-must agree.
+What each kernel computes is written at its head, in `metal/`. `PARAMETERS` must agree with `struct Parameters` there, and
+the numbering of function constants with its list.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import struct
+from typing import Any
+
+import numpy as np
 
 from jax_mfa.metal import source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, SCALARS, Argument, Buffer, Dispatch, Kernel, Plan
+from jax_mfa.philox import drop_below
 from jax_mfa.specification import MAX_POSITION, Operands, Specification
 
-LOG2_E = math.log2(math.e)
 ROW_SUM_SIMDGROUPS = 8
+BIAS_COLUMNS = 4  # fragments side by side in attention_d_bias
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a plan knows of an array."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, x) -> Shape:
+        return cls(tuple(x.shape), np.dtype(x.dtype))
 
 
 def _band(spec: Specification) -> tuple[int | None, int | None]:
@@ -27,14 +44,50 @@ def _band(spec: Specification) -> tuple[int | None, int | None]:
     return left, right
 
 
-class Shapes:
-    """The sizes of a problem, from its query, key and value."""
+# the arrays that a launch may carry beside query, key and value, in the order of the plan's inputs: MSL name → dtype
+# (bias has its own), and the operand whose row map it has
+OPTIONAL = ("limits", "numbers", "bias", "mask", "blocks", "query_segments", "key_segments", "dropout")
+_DTYPES = {
+    "limits": "int32",
+    "numbers": "float32",
+    "mask": "bool",
+    "blocks": "bool",
+    "query_segments": "int32",
+    "key_segments": "int32",
+    "dropout": "uint32",
+}
+BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
+UNUSED = b"\0" * 4  # bound where a launch lacks an operand
 
-    def __init__(self, query, key, value):
+# `struct Parameters` of metal/parameters.h: names and struct codes in order
+PARAMETERS = (
+    *((name, "i") for name in ("queries", "keys", "heads", "key_heads", "batch", "limits_stride", "numbers_stride")),
+    *((f"{x}.{part}", "i") for x in ("key", "value") for part in ("rows", "repeat")),
+    ("left", "i"),
+    ("right", "i"),
+    *(
+        (f"{x}.{part}", "i")
+        for x in ("bias", "mask", "blocks")
+        for part in ("map.rows", "map.repeat", "heads", "queries", "keys")
+    ),
+    ("block_rows", "i"),
+    ("block_columns", "i"),
+    ("cap", "f"),
+    ("drop_below", "I"),
+    ("keep_factor", "f"),
+)
+
+
+class Shapes:
+    """The sizes of a problem, from the shapes of its arrays."""
+
+    def __init__(self, query, key, value, optional: tuple[tuple[str, Shape], ...], uses: tuple[str, ...]):
         self.batch, self.t, self.n, self.h = query.shape
         self.s, self.k, self.v = value.shape[1:]
         self.key_rows, self.value_rows = key.shape[0], value.shape[0]
         self.dtype = query.dtype.name
+        self.optional = dict(optional)
+        self.uses = uses
 
     def like_query(self, name: str, role: str) -> Buffer:
         return Buffer(name, role, self.dtype, (self.batch, self.t, self.n, self.h))
@@ -45,50 +98,73 @@ class Shapes:
     def rows(self, name: str, role: str) -> Buffer:
         return Buffer(name, role, "float32", (self.batch, self.t, self.n))
 
-    def inputs(self, limits: bool) -> tuple[Buffer, ...]:
-        """Query, key, value and, where rows differ, their limits."""
-        result = (
+    def inputs(self) -> tuple[Buffer, ...]:
+        """Query, key, value and what else the launch carries."""
+        optional = (
+            Buffer(name, "input", _DTYPES.get(name, x.dtype.name), x.shape) for name, x in self.optional.items()
+        )
+        return (
             self.like_query("query", "input"),
             Buffer("key", "input", self.dtype, (self.key_rows, self.s, self.k, self.h)),
             Buffer("value", "input", self.dtype, (self.value_rows, self.s, self.k, self.v)),
+            *optional,
         )
-        return result + ((Buffer("limits", "input", "int32", (self.batch, 3)),) if limits else ())
 
 
-def _parameters(spec: Specification, x: Shapes, limits: bool) -> bytes:
+def _parameters(spec: Specification, x: Shapes) -> bytes:
     left, right = _band(spec)
     repeats = Operands(*spec.repeats)
-    return struct.pack(
-        "<11i2f",
-        x.t,
-        x.s,
-        x.n,
-        x.k,
+    block = spec.mask_block or (1, 1)
+
+    def broadcast(name, repeat):
+        if name not in x.optional:
+            return (1, 1, 1, 1, 1)
+        rows, *axes = x.optional[name].shape
+        return (rows, repeat, *axes)
+
+    values = (
+        *(x.t, x.s, x.n, x.k, x.batch),
+        3 if "limits" in x.optional else 0,
+        3 if "numbers" in x.optional else 0,
+        *(x.key_rows, repeats.key, x.value_rows, repeats.value),
         min(left or 0, 2 * MAX_POSITION),
         min(right or 0, 2 * MAX_POSITION),
-        3 if limits else 0,
-        x.key_rows,
-        repeats.key,
-        x.value_rows,
-        repeats.value,
-        spec.scale,
-        spec.scale * LOG2_E,
+        *broadcast("bias", repeats.bias),
+        *broadcast("mask", repeats.mask),
+        *broadcast("blocks", repeats.block_mask),
+        *block,
+        spec.logits_soft_cap or 0.0,
+        drop_below(spec.dropout_rate),
+        1 / (1 - spec.dropout_rate),
+    )
+    return struct.pack("<" + "".join(code for _, code in PARAMETERS), *values)
+
+
+def _constants(spec: Specification, x: Shapes):
+    left, right = _band(spec)
+    bias = x.optional.get("bias")
+    return (
+        (0, "has_left", "bool", left is not None),
+        (1, "has_right", "bool", right is not None),
+        (2, "has_mask", "bool", "mask" in x.optional),
+        (3, "has_blocks", "bool", "blocks" in x.optional),
+        (4, "has_segments", "bool", "query_segments" in x.optional),
+        (5, "bias_type", "int", BIAS_TYPES[bias.dtype.name] if bias is not None else 0),
+        (6, "has_slopes", "bool", "slopes" in x.uses),
+        (7, "has_sinks", "bool", "sinks" in x.uses),
+        (8, "has_cap", "bool", spec.logits_soft_cap is not None),
+        (9, "has_dropout", "bool", "dropout" in x.optional),
     )
 
 
-def _constants(spec: Specification):
-    left, right = _band(spec)
-    return ((0, "has_left", "bool", left is not None), (1, "has_right", "bool", right is not None))
-
-
-def _kernel(name: str, spec: Specification, x: Shapes, threads: int, tile) -> Kernel:
+def _kernel(name: str, spec: Specification, x: Shapes, threads: int, tile, more=()) -> Kernel:
     arguments = tuple(vars(tile).values())
     item = ITEM_SIZES[x.dtype]
     short = "_".join(str(int(a)) for a in arguments)
     return Kernel(
         f"{name}_{_SHORT[x.dtype]}_h{x.h}_v{x.v}_{short}",
         (name, SCALARS[x.dtype], x.h, x.v, *arguments),
-        _constants(spec),
+        (*_constants(spec, x), *more),
         threads,
         tile.threadgroup_memory(x.h, x.v, item),
         tile.fragment_bytes(x.h, x.v, item),
@@ -101,81 +177,96 @@ def _arguments(*buffers: str | bytes) -> tuple[Argument, ...]:
     )
 
 
-def _limits(spec: Specification, x: Shapes, limits: bool) -> str | bytes:
-    """The buffer of limits, or one row for all."""
-    return "limits" if limits else struct.pack("<3i", spec.query_offset, x.t, x.s)
+def _shared(spec: Specification, x: Shapes) -> tuple[str | bytes, ...]:
+    """What stands at the buffer indices of ATTENTION_OPERANDS."""
+    fixed = {
+        "limits": struct.pack("<3i", spec.query_offset, x.t, x.s),
+        "numbers": struct.pack("<3f", spec.scale, 0, 0),
+    }
+    optional = (name if name in x.optional else fixed.get(name, UNUSED) for name in OPTIONAL)
+    return ("query", "key", "value", _parameters(spec, x), *optional)
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward(spec: Specification, x_key, limits: bool, variant: str) -> Plan:
-    x = Shapes(*x_key)
-    tile = tiles.select(variant, x.h, x.v, ITEM_SIZES[x.dtype]).forward
+def _forward(spec: Specification, key, tile: tiles.ForwardTiles) -> Plan:
+    x = Shapes(*key)
     return Plan(
         "attention_forward",
         source.base_hash(),
-        (*x.inputs(limits), x.like_out("out", "output"), x.rows("statistic", "output")),
+        (*x.inputs(), x.like_out("out", "output"), x.rows("statistic", "output")),
         (
             Dispatch(
                 _kernel("attention_forward", spec, x, tile.simdgroups * 32, tile),
                 (-(-x.t // tile.rows), x.n, x.batch),
-                _arguments(
-                    "query", "key", "value", _limits(spec, x, limits), "out", "statistic", _parameters(spec, x, limits)
-                ),
+                _arguments(*_shared(spec, x), "out", "statistic"),
             ),
         ),
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward(spec: Specification, x_key, limits: bool, wanted: tuple[str, ...], variant: str) -> Plan:
-    x = Shapes(*x_key)
-    item = ITEM_SIZES[x.dtype]
-    chosen = tiles.select(variant, x.h, x.v, item)
-    parameters = _parameters(spec, x, limits)
-    of_rows = _limits(spec, x, limits)
+def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
+    x = Shapes(*key)
+    shared = (*_shared(spec, x), "d_out", "statistic", "row_sums")
     sums = Kernel(
         f"attention_row_sums_{_SHORT[x.dtype]}_v{x.v}",
         ("attention_row_sums", SCALARS[x.dtype], x.v, ROW_SUM_SIMDGROUPS),
         (),
         ROW_SUM_SIMDGROUPS * 32,
     )
-    common = ("query", "key", "value", of_rows, "d_out", "statistic", "row_sums")
-    results = [x.rows("row_sums", "scratch")]
+    results = [x.rows("row_sums", "output" if "sinks" in wanted else "scratch")]
     dispatches = [
         Dispatch(
             sums,
             (-(-x.t * x.n // ROW_SUM_SIMDGROUPS), 1, x.batch),
-            _arguments("out", "d_out", "statistic", "d_statistic", "row_sums", parameters),
+            _arguments("out", "d_out", "statistic", "d_statistic", "row_sums", _parameters(spec, x)),
         )
     ]
-    if "query" in wanted:
-        tile = chosen.d_query
+    scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
+    if "query" in wanted or scale or slopes:
+        rows = chosen.d_query
         results.append(x.like_query("d_query", "output"))
+        results += [x.rows("d_scale", "output")] if scale else []
+        results += [x.rows("d_slopes", "output")] if slopes else []
+        more = ((10, "wants_scale", "bool", scale), (11, "wants_slopes", "bool", slopes))
+        extra = ("d_scale" if scale else UNUSED, "d_slopes" if slopes else UNUSED)
         dispatches.append(
             Dispatch(
-                _kernel("attention_d_query", spec, x, tile.simdgroups * 32, tile),
-                (-(-x.t // tile.rows), x.n, x.batch),
-                _arguments(*common, "d_query", parameters),
+                _kernel("attention_d_query", spec, x, rows.simdgroups * 32, rows, more),
+                (-(-x.t // rows.rows), x.n, x.batch),
+                _arguments(*shared, "d_query", *extra),
             )
         )
     if "key" in wanted or "value" in wanted:
-        pair = chosen.d_key_value
+        columns = chosen.d_key_value
         results += [
             Buffer("d_key", "output", x.dtype, (x.batch, x.s, x.k, x.h)),
             Buffer("d_value", "output", x.dtype, (x.batch, x.s, x.k, x.v)),
         ]
         dispatches.append(
             Dispatch(
-                _kernel("attention_d_key_value", spec, x, pair.pairs * 64, pair),
-                (-(-x.s // pair.rows), x.k, x.batch),
-                _arguments(*common, "d_key", "d_value", parameters),
+                _kernel("attention_d_key_value", spec, x, columns.pairs * 64, columns),
+                (-(-x.s // columns.rows), x.k, x.batch),
+                _arguments(*shared, "d_key", "d_value"),
             )
         )
+    if "bias" in wanted:
+        bias = x.optional["bias"]
+        planes, heads, t, s = bias.shape
+        results.append(Buffer("d_bias", "output", bias.dtype.name, bias.shape))
+        kernel = Kernel(
+            f"attention_d_bias_{_SHORT[x.dtype]}_h{x.h}_v{x.v}_{BIAS_COLUMNS}",
+            ("attention_d_bias", SCALARS[x.dtype], x.h, x.v, BIAS_COLUMNS),
+            _constants(spec, x),
+            32,
+        )
+        grid = (-(-s // (8 * BIAS_COLUMNS)), -(-t // 8), planes * heads)
+        dispatches.append(Dispatch(kernel, grid, _arguments(*shared, "d_bias")))
     return Plan(
         "attention_backward",
         source.base_hash(),
         (
-            *x.inputs(limits),
+            *x.inputs(),
             x.like_out("out", "input"),
             x.rows("statistic", "input"),
             x.like_out("d_out", "input"),
@@ -186,32 +277,48 @@ def _backward(spec: Specification, x_key, limits: bool, wanted: tuple[str, ...],
     )
 
 
-class _Shape:
-    """Shape and dtype of an array, hashable; stands for it in a plan's cache key."""
-
-    def __init__(self, x):
-        self.shape, self.dtype = tuple(x.shape), x.dtype
-
-    def __eq__(self, other):
-        return (self.shape, self.dtype) == (other.shape, other.dtype)
-
-    def __hash__(self):
-        return hash((self.shape, self.dtype))
-
-
-def _key(query, key, value):
-    return _Shape(query), _Shape(key), _Shape(value)
+def _key(query, key, value, uses, optional):
+    """The shapes of a call, hashable; `limits=True` stands for an array of its only possible shape."""
+    arrays = {name: x for name, x in optional.items() if x is not None and x is not False}
+    if arrays.get("limits") is True:
+        arrays["limits"] = Shape((query.shape[0], 3), np.dtype(np.int32))
+    unknown = sorted(set(arrays) - set(OPTIONAL))
+    if unknown:
+        raise TypeError(f"a launch carries {', '.join(OPTIONAL)}, got {', '.join(unknown)}")
+    found = tuple((name, Shape.of(arrays[name])) for name in OPTIONAL if name in arrays)
+    return Shape.of(query), Shape.of(key), Shape.of(value), found, tuple(uses)
 
 
-def forward(spec: Specification, query, key, value, *, limits: bool = False, variant: str = "staged") -> Plan:
+def _select(variant: str | tiles.Tiles, query, value) -> tiles.Tiles:
+    if isinstance(variant, tiles.Tiles):
+        return variant
+    return tiles.select(variant, query.shape[-1], value.shape[-1], ITEM_SIZES[np.dtype(query.dtype).name])
+
+
+def forward(
+    spec: Specification,
+    query,
+    key,
+    value,
+    *,
+    variant: str | tiles.Tiles = "staged",
+    uses: tuple[str, ...] = (),
+    **optional,
+) -> Plan:
     """The plan of the forward pass.
 
     Args:
       query, key, value: arrays or shapes, [B, T, N, H], [rows, S, K, H], [rows, S, K, V].
-      limits: whether batch rows differ in offset or lengths; they then come as an int32 [B, 3].
-      variant: a key of `tiles.VARIANTS`.
+      variant: a key of `tiles.VARIANTS`, or tiles of one's own.
+      uses: what of `numbers` counts beside the scale: "slopes", "sinks".
+      **optional: arrays or shapes named in `OPTIONAL`:
+        limits: int32 [B, 3], position of row 0, visible rows and visible columns of each batch row.
+        numbers: float32 [B·N, 3], scale, slope and sink of each batch row and head.
+        bias, mask, blocks: [rows, 1|N, 1|T, 1|S] (blocks: in units of the specification's mask_block).
+        query_segments, key_segments: int32 [B, T] and [B, S].
+        dropout: uint32 [B, 3], two words of seed and the batch index that the random counter uses.
     """
-    return _forward(spec, _key(query, key, value), limits, variant)
+    return _forward(spec, _key(query, key, value, uses, optional), _select(variant, query, value).forward)
 
 
 def backward(
@@ -221,11 +328,12 @@ def backward(
     value,
     *,
     wanted: tuple[str, ...] = ("query", "key", "value"),
-    limits: bool = False,
-    variant: str = "staged",
+    variant: str | tiles.Tiles = "staged",
+    uses: tuple[str, ...] = (),
+    **optional,
 ) -> Plan:
-    """The plan of the backward pass for the gradients in `wanted`; arguments as of `forward`.
+    """The plan of the backward pass for the gradients in `wanted`; other arguments as of `forward`.
 
     Its inputs are those of the forward pass, then out, statistic, d_out, d_statistic.
     """
-    return _backward(spec, _key(query, key, value), limits, wanted, variant)
+    return _backward(spec, _key(query, key, value, uses, optional), wanted, _select(variant, query, value))

@@ -1,0 +1,157 @@
+"""The native module, found and started once per process: which device, whether it can be used, and calls onto it.
+
+`JAX_MFA_DEVICE` chooses: unset, the module built into the package (macOS on Apple silicon); `none`, no Metal; `emulator`,
+in a source checkout, the same C++ and the same kernels on an emulated device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+import threading
+import warnings
+from typing import Any
+
+import jax
+
+from jax_mfa.metal import source
+from jax_mfa.metal.plan import Plan
+
+TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward")
+NOT_APPLE = "this host has no Metal: the native module is built on macOS for Apple silicon only"
+_EMULATOR = pathlib.Path(__file__).resolve().parents[2] / "tests" / "emulator"
+_lock = threading.Lock()
+
+ffi: Any
+if hasattr(jax, "ffi"):
+    ffi = jax.ffi
+else:  # JAX before 0.5
+    ffi = importlib.import_module("jax.extend.ffi")
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """What was found.
+
+    Attributes:
+      module: the native module, its handler registered; None where Metal cannot be used.
+      reason: why not; empty where it can.
+      expected: whether it is no surprise: not an Apple host, or forbidden.
+      device: facts about the device: name, os, families, …
+    """
+
+    module: Any = None
+    reason: str = ""
+    expected: bool = False
+    device: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def variant(self) -> str:
+        """Which tile table suits the chip: newer ones read fragments straight from device memory."""
+        families = self.device.get("families", ())
+        return "direct" if "apple9" in families else "staged"
+
+
+def _load():
+    chosen = os.environ.get("JAX_MFA_DEVICE", "")
+    if chosen == "emulator":
+        if not _EMULATOR.exists():
+            raise RuntimeError("JAX_MFA_DEVICE=emulator needs a source checkout, with its folder tests/emulator")
+        if str(_EMULATOR.parent) not in sys.path:
+            sys.path.append(str(_EMULATOR.parent))
+        return importlib.import_module("emulator.host_module").load()
+    return importlib.import_module("jax_mfa._metal")
+
+
+def _installed_api() -> tuple[int, int] | None:
+    """The FFI API of the installed jaxlib, read from its headers."""
+    header = pathlib.Path(ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    if not header.exists():
+        return None
+    text = header.read_text(encoding="utf-8")
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    return (int(found[0][1]), int(found[1][1])) if found[0] and found[1] else None
+
+
+def _start() -> Runtime:
+    chosen = os.environ.get("JAX_MFA_DEVICE", "")
+    if chosen == "none":
+        return Runtime(reason="JAX_MFA_DEVICE=none forbids Metal", expected=True)
+    if chosen not in ("", "emulator"):
+        raise ValueError(f"JAX_MFA_DEVICE must be unset, 'none' or 'emulator', got {chosen!r}")
+    try:
+        module = _load()
+    except ModuleNotFoundError as error:
+        if error.name != "jax_mfa._metal":
+            return Runtime(reason=f"the native module could not be built: {error}")
+        return Runtime(reason=NOT_APPLE, expected=sys.platform != "darwin")
+    except (ImportError, RuntimeError, OSError) as error:
+        return Runtime(reason=f"the native module could not be loaded: {error}")
+    # a handler for another API, once registered, would take the whole CPU backend down: compare first
+    built, installed = module.api_version(), _installed_api()
+    if installed is not None and (built[0] != installed[0] or built[1] > installed[1]):
+        return Runtime(reason=f"the native module speaks FFI API {built}, the installed jaxlib {installed}")
+    try:
+        device = dict(module.device())
+    except RuntimeError as error:
+        return Runtime(reason=str(error))
+    for target in TARGETS:
+        ffi.register_ffi_target(target, module.handler(), platform="cpu")
+    module.add_source(source.base_hash(), source.base())
+    return Runtime(module, device=device)
+
+
+@functools.cache
+def _started() -> Runtime:
+    return _start()
+
+
+def get() -> Runtime:
+    """The runtime, started by the first caller."""
+    with _lock:
+        return _started()
+
+
+def register_targets() -> None:
+    """Makes the targets known as the package is imported, so that exported and cached programs find them.
+
+    Only where the native module is part of the package: an import must not build anything.
+    """
+    if not os.environ.get("JAX_MFA_DEVICE") and importlib.util.find_spec("jax_mfa._metal") is not None:
+        get()
+
+
+@functools.lru_cache(maxsize=4096)
+def failure(plan: Plan) -> str:
+    """Why the kernels of a plan cannot be had, in Metal's words; empty where they can. Compiles them."""
+    runtime = get()
+    if runtime.module is None:
+        return runtime.reason
+    try:
+        runtime.module.prepare(plan.json)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    """Says once per reason that calls which left the choice open run without Metal."""
+    warnings.warn(f"jax_mfa: Metal cannot be used, so attention runs as blockwise jnp: {reason}", stacklevel=2)
+
+
+def call(plan: Plan, target: str, *arrays):
+    """The outputs of a plan by name, as traced values. `arrays` are its inputs in order."""
+    shapes = [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in plan.results]
+    run = ffi.ffi_call(target, shapes)
+    if callable(run):
+        results = run(*arrays, plan=plan.json)
+    else:  # JAX before 0.5
+        results = ffi.ffi_call(target, shapes, *arrays, plan=plan.json)
+    return {b.name: x for x, b in zip(results, plan.results) if b.role == "output"}
