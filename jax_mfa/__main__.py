@@ -1,17 +1,17 @@
-"""Command line: `python -m jax_mfa bench`, `source` and `check`."""
+"""Command line: `python -m jax_mfa bench`, `check` and `source`."""
 
 from __future__ import annotations
 
 import argparse
 
-from jax_mfa import bench
+from jax_mfa import bench, check
 from jax_mfa.metal import show
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_mfa", description="Tools of jax_mfa.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, tool in {"bench": bench, "source": show}.items():
+    for name, tool in {"bench": bench, "check": check, "source": show}.items():
         command = commands.add_parser(name, help=tool.HELP, description=tool.__doc__)
         tool.add_arguments(command)
         command.set_defaults(run=tool.run)

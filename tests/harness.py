@@ -59,9 +59,6 @@ IMPLEMENTATIONS = (
     Implementation(
         "metal",
         dtypes=("float16", "bfloat16", "float32"),
-        refuses=frozenset(
-            "bias mask block_mask scale query_segment_ids alibi_slopes sinks dropout_rate logits_soft_cap".split()
-        ),
         forward_mode=False,
         available=os.environ.get("JAX_MFA_DEVICE") == "emulator",
     ),
@@ -74,8 +71,7 @@ own = pytest.mark.parametrize("implementation", [x for x in AVAILABLE if x.own_r
 def refused(implementation: Implementation, arguments: dict) -> bool:
     """Whether a problem is beyond an implementation; if so, asserts that it says so in the promised words."""
     dtype = np.asarray(arguments["query"]).dtype.name
-    given = {name for name in arguments if name != "scale" or not is_static(name, arguments[name])}
-    words = sorted(implementation.refuses & given) or ([dtype] if dtype not in implementation.dtypes else [])
+    words = sorted(implementation.refuses & set(arguments)) or ([dtype] if dtype not in implementation.dtypes else [])
     if not words:
         return False
     with pytest.raises(NotImplementedError) as caught:

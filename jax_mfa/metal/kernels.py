@@ -229,7 +229,7 @@ def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.T
         results += [x.rows("d_scale", "output")] if scale else []
         results += [x.rows("d_slopes", "output")] if slopes else []
         more = ((10, "wants_scale", "bool", scale), (11, "wants_slopes", "bool", slopes))
-        extra = ("d_scale" if scale else UNUSED, "d_slopes" if slopes else UNUSED)
+        extra = ("d_scale" if scale else "d_query", "d_slopes" if slopes else "d_query")  # not written where unwanted
         dispatches.append(
             Dispatch(
                 _kernel("attention_d_query", spec, x, rows.simdgroups * 32, rows, more),

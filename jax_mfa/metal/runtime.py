@@ -6,6 +6,7 @@ in a source checkout, the same C++ and the same kernels on an emulated device.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -27,6 +28,7 @@ TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward")
 NOT_APPLE = "this host has no Metal: the native module is built on macOS for Apple silicon only"
 _EMULATOR = pathlib.Path(__file__).resolve().parents[2] / "tests" / "emulator"
 _lock = threading.Lock()
+_chosen: list[str] = []  # tile tables named by `variant`, in place of the chip's own
 
 ffi: Any
 if hasattr(jax, "ffi"):
@@ -54,6 +56,8 @@ class Runtime:
     @property
     def variant(self) -> str:
         """Which tile table suits the chip: newer ones read fragments straight from device memory."""
+        if _chosen:
+            return _chosen[-1]
         families = self.device.get("families", ())
         return "direct" if "apple9" in families else "staged"
 
@@ -116,6 +120,18 @@ def get() -> Runtime:
     """The runtime, started by the first caller."""
     with _lock:
         return _started()
+
+
+@contextlib.contextmanager
+def variant(name: str):
+    """Programs compiled within take the tile table of this name; those compiled before are forgotten, and at the end these."""
+    _chosen.append(name)
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        _chosen.pop()
+        jax.clear_caches()
 
 
 def register_targets() -> None:
