@@ -54,16 +54,17 @@ template <
     int COLUMNS,  // fragments of columns computed side by side
     int BUFFERS,
     bool CACHE_Q,
-    bool CACHE_DO>
+    bool CACHE_DO,
+    int SLICES>   // threadgroups that share the columns of dQ, each with all scores
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_d_query(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],          // [B, T, N, V]
     device const float* statistic [[buffer(13)]],  // [B, T, N]
     device const float* row_sums [[buffer(14)]],   // [B, T, N]
     device T* d_query [[buffer(15)]],              // [B, T, N, H]
-    device float* d_scale [[buffer(16)]],          // [B, T, N]: Σ dS · score / scale, where wants_scale
-    device float* d_slope [[buffer(17)]],          // [B, T, N]: Σ dS · distance, where wants_slopes
-    uint3 group [[threadgroup_position_in_grid]],  // (tile of rows from the last, head, batch row)
+    device float* d_scale [[buffer(16), function_constant(wants_scale)]],   // [B, T, N]: Σ dS · score / scale
+    device float* d_slope [[buffer(17), function_constant(wants_slopes)]],  // [B, T, N]: Σ dS · distance
+    uint3 group [[threadgroup_position_in_grid]],  // (tile of rows from the last and slice, head, batch row)
     uint3 groups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
@@ -72,6 +73,7 @@ template <
   constexpr int threads = SIMDGROUPS * 32;
   constexpr int h_fragments = Padded<T, H>::width / 8;
   constexpr int v_fragments = Padded<T, V>::width / 8;
+  constexpr int sum_fragments = Slice<T, H, SLICES>::count;
   constexpr bool staged = BUFFERS > 0;
   constexpr int k_size = staged ? KEYS * Padded<T, H>::stride : 1;
   constexpr int v_size = staged ? KEYS * Padded<T, V>::stride : 1;
@@ -82,7 +84,8 @@ template <
   const int head = group.y;
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
-  const int group_row = int(groups.x - 1 - group.x) * rows_of_group;
+  const int slice = int(group.x) % SLICES;
+  const int group_row = int((groups.x - 1 - group.x) / SLICES) * rows_of_group;
   const int first = group_row + simdgroup * BLOCKS * 8;
   const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, lane_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
@@ -105,7 +108,7 @@ template <
   float row_shift[BLOCKS];
   float scale_sum[BLOCKS];  // of the lane's own columns
   float slope_sum[BLOCKS];
-  Fragment<float> sums[BLOCKS][h_fragments];
+  Fragment<float> sums[BLOCKS][sum_fragments];
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = first + block * 8 + lane.row;
     const bool inside = row < p.queries;
@@ -190,7 +193,7 @@ template <
           }
         }
       }
-      accumulate(sums, s, k_tile, part, !whole || score.may_hide());
+      accumulate(sums, s, k_tile, part, slice * sum_fragments, !whole || score.may_hide());
     }
     if (staged && following < end) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -202,7 +205,7 @@ template <
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = first + block * 8 + lane.row;
     const ulong at = (ulong(batch) * p.queries + row) * p.heads + head;
-    const bool writes = lane.column == 0 && row < p.queries;
+    const bool writes = slice == 0 && lane.column == 0 && row < p.queries;
     if (wants_scale) {
       const float sum = row_sum(scale_sum[block]);
       if (writes) {
@@ -215,10 +218,11 @@ template <
         d_slope[at] = sum;
       }
     }
-    for (int i = 0; i < h_fragments; ++i) {
+    for (int i = 0; i < sum_fragments; ++i) {
+      const int column = (slice * sum_fragments + i) * 8;
       store_rows(
-          sums[block][i], score.scale, d_query + q_offset + ulong(block * 8) * q_stride + ulong(i * 8), q_stride,
-          p.queries - first - block * 8, H - i * 8, lane);
+          sums[block][i], score.scale, d_query + q_offset + ulong(block * 8) * q_stride + ulong(column), q_stride,
+          p.queries - first - block * 8, H - column, lane);
     }
   }
 }
@@ -265,7 +269,8 @@ template <
     int PAIRS,
     int QUERIES,
     int BUFFERS,
-    bool CACHED>
+    bool CACHED,
+    int SLICES>   // threadgroups that share the columns of dK and dV, each with all scores
 [[kernel, max_total_threads_per_threadgroup(PAIRS * 64)]] void attention_d_key_value(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],          // [B, T, N, V]
@@ -273,7 +278,7 @@ template <
     device const float* row_sums [[buffer(14)]],   // [B, T, N]
     device T* d_key [[buffer(15)]],                // [B, S, K, H]
     device T* d_value [[buffer(16)]],              // [B, S, K, V]
-    uint3 group [[threadgroup_position_in_grid]],  // (tile of keys, key head, batch row)
+    uint3 group [[threadgroup_position_in_grid]],  // (tile of keys and slice, key head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
@@ -296,7 +301,8 @@ template <
   const int key_head = group.y;
   const int batch = group.z;
   const int heads_of_group = p.heads / p.key_heads;
-  const int group_column = int(group.x) * keys_of_group;
+  const int slice = int(group.x) % SLICES;
+  const int group_column = int(group.x) / SLICES * keys_of_group;
   const int first = group_column + pair * BLOCKS * 8;
   const int first_head = key_head * heads_of_group;
   Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, first_head, lane_index);
@@ -314,7 +320,8 @@ template <
       for_value ? key + k_offset + ulong(first) * k_stride : value + v_offset + ulong(first) * v_stride,
       for_value ? k_stride : v_stride, visibility.columns - first, for_value ? H : V, lane);
   threadgroup float* handed = weights + pair * BLOCKS * columns * 64;
-  Fragment<float> sums[BLOCKS][most_fragments];
+  constexpr int sum_fragments = Slice<T, (H > V ? H : V), SLICES>::count;
+  Fragment<float> sums[BLOCKS][sum_fragments];
   clear(sums);
 
   const int begin = visibility.row_begin(group_column) / QUERIES;
@@ -409,7 +416,7 @@ template <
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (!none && for_value) {
-      accumulate(sums, s, do_tile, 0, careful);
+      accumulate(sums, s, do_tile, 0, slice * sum_fragments, careful);
     }
     if (!none && !for_value) {
       for (int c = 0; c < columns; ++c) {
@@ -432,7 +439,7 @@ template <
           }
         }
       }
-      accumulate(sums, s, q_tile, 0, careful);
+      accumulate(sums, s, q_tile, 0, slice * sum_fragments, careful);
     }
     if (following < all.count) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -447,10 +454,11 @@ template <
   device T* destination = (for_value ? d_value : d_key) + head_offset(batch, p.keys, p.key_heads, key_head, size) +
                           ulong(first) * out_stride;
   for (int block = 0; block < BLOCKS; ++block) {
-    for (int i = 0; i < most_fragments; ++i) {
+    for (int i = 0; i < sum_fragments; ++i) {
+      const int column = (slice * sum_fragments + i) * 8;
       store_rows(
-          sums[block][i], factor, destination + ulong(block * 8) * out_stride + ulong(i * 8), out_stride,
-          p.keys - first - block * 8, size - i * 8, lane);
+          sums[block][i], factor, destination + ulong(block * 8) * out_stride + ulong(column), out_stride,
+          p.keys - first - block * 8, size - column, lane);
     }
   }
 }

@@ -21,19 +21,20 @@ template <
     int KEYS,
     int STREAMS,
     int BUFFERS,    // tiles of K and of V in threadgroup memory: 2 loads ahead, 0 reads device memory directly
-    bool CACHE_Q>
+    bool CACHE_Q,
+    int SLICES>     // threadgroups that share the columns of the output, each with all scores
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_forward(
     ATTENTION_OPERANDS,
     device T* out [[buffer(12)]],                  // [B, T, N, V]
     device float* statistic [[buffer(13)]],        // [B, T, N]
-    uint3 group [[threadgroup_position_in_grid]],  // (tile of rows from the last, head, batch row)
+    uint3 group [[threadgroup_position_in_grid]],  // (tile of rows from the last and slice, head, batch row)
     uint3 groups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
   constexpr int rows_of_group = SIMDGROUPS * BLOCKS * 8;
   constexpr int threads = SIMDGROUPS * 32;
-  constexpr int v_fragments = Padded<T, V>::width / 8;
+  constexpr int v_fragments = Slice<T, V, SLICES>::count;
   constexpr int columns = KEYS / 8 / STREAMS;  // fragments of a stream in a tile
   constexpr bool staged = BUFFERS > 0;
   constexpr int k_size = staged ? KEYS * Padded<T, H>::stride : 1;
@@ -45,7 +46,8 @@ template <
   const int head = group.y;
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
-  const int group_row = int(groups.x - 1 - group.x) * rows_of_group;  // under a causal mask the longest go first
+  const int slice = int(group.x) % SLICES;
+  const int group_row = int((groups.x - 1 - group.x) / SLICES) * rows_of_group;  // under a causal mask the longest go first
   const int first = group_row + simdgroup * BLOCKS * 8;
   const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, lane_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
@@ -157,7 +159,7 @@ template <
           }
         }
 
-        accumulate(sums[stream], s, v_tile, stream * columns, careful);
+        accumulate(sums[stream], s, v_tile, stream * columns, slice * v_fragments, careful);
       }
     }
     if (staged && following < end) {
@@ -198,10 +200,10 @@ template <
     const int rows = p.queries - first - block * 8;
     for (int i = 0; i < v_fragments; ++i) {
       store_rows(
-          sums[0][block][i], inverse, out_rows + ulong(block * 8) * out_stride + ulong(i * 8), out_stride, rows, V - i * 8,
-          lane);
+          sums[0][block][i], inverse, out_rows + ulong(block * 8) * out_stride + ulong((slice * v_fragments + i) * 8),
+          out_stride, rows, V - (slice * v_fragments + i) * 8, lane);
     }
-    if (lane.column == 0 && lane.row < rows) {
+    if (slice == 0 && lane.column == 0 && lane.row < rows) {
       const int row = first + block * 8 + lane.row;
       statistic[(ulong(batch) * p.queries + row) * p.heads + head] =
           empty ? empty_statistic : (largest + precise::log2(sum)) * ln_2;

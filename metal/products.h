@@ -4,6 +4,12 @@
 
 #include "tiles.h"
 
+// Fragments of a slice, where SLICES threadgroups share the columns of a sum that one cannot hold in registers.
+template <typename T, int SIZE, int SLICES>
+struct Slice {
+  static constant constexpr int count = (Padded<T, SIZE>::width / 8 + SLICES - 1) / SLICES;
+};
+
 // result = own rows · (rows 8·part … of the tile)ᵀ
 template <typename T, int SIZE, int BLOCKS, int COLUMNS, int COUNT, bool CACHED, bool STAGED>
 inline void multiply_rows(
@@ -31,18 +37,23 @@ inline void multiply_rows(
   }
 }
 
-// sums += weights · (rows 8·part … of the tile)
+// sums += weights · (rows 8·part … of the tile), of its fragments of columns from `from` on
 template <typename T, int SIZE, int BLOCKS, int COLUMNS, int COUNT, bool STAGED>
 inline void accumulate(
     thread Fragment<float> (&sums)[BLOCKS][COUNT],
     const thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
     const thread Tile<T, SIZE, STAGED>& tile,
     int part,
+    int from,
     bool careful) {
+  constexpr int width = Padded<T, SIZE>::width / 8;
   for (int c = 0; c < COLUMNS; ++c) {
 #pragma clang loop unroll(full)
-    for (int i = 0; i < Padded<T, SIZE>::width / 8; ++i) {
-      const Fragment<T> operand = tile.straight(part + c, i);
+    for (int i = 0; i < (COUNT < width ? COUNT : width); ++i) {
+      if (COUNT < width && from + i >= width) {
+        continue;
+      }
+      const Fragment<T> operand = tile.straight(part + c, from + i);
       for (int block = 0; block < BLOCKS; ++block) {
         multiply_visible(sums[block][i], weights[block][c], operand, careful, tile.lane);
       }

@@ -171,9 +171,12 @@ def _kernel(name: str, spec: Specification, x: Shapes, threads: int, tile, more=
     )
 
 
-def _arguments(*buffers: str | bytes) -> tuple[Argument, ...]:
+def _arguments(*buffers: str | bytes | None) -> tuple[Argument, ...]:
+    """Arguments by position; None leaves an index out."""
     return tuple(
-        Argument(i, bytes=b) if isinstance(b, bytes) else Argument(i, buffer=b) for i, b in enumerate(buffers)
+        Argument(i, bytes=b) if isinstance(b, bytes) else Argument(i, buffer=b)
+        for i, b in enumerate(buffers)
+        if b is not None
     )
 
 
@@ -197,7 +200,7 @@ def _forward(spec: Specification, key, tile: tiles.ForwardTiles) -> Plan:
         (
             Dispatch(
                 _kernel("attention_forward", spec, x, tile.simdgroups * 32, tile),
-                (-(-x.t // tile.rows), x.n, x.batch),
+                (-(-x.t // tile.rows) * tile.slices, x.n, x.batch),
                 _arguments(*_shared(spec, x), "out", "statistic"),
             ),
         ),
@@ -229,11 +232,11 @@ def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.T
         results += [x.rows("d_scale", "output")] if scale else []
         results += [x.rows("d_slopes", "output")] if slopes else []
         more = ((10, "wants_scale", "bool", scale), (11, "wants_slopes", "bool", slopes))
-        extra = ("d_scale" if scale else "d_query", "d_slopes" if slopes else "d_query")  # not written where unwanted
+        extra = ("d_scale" if scale else None, "d_slopes" if slopes else None)
         dispatches.append(
             Dispatch(
                 _kernel("attention_d_query", spec, x, rows.simdgroups * 32, rows, more),
-                (-(-x.t // rows.rows), x.n, x.batch),
+                (-(-x.t // rows.rows) * rows.slices, x.n, x.batch),
                 _arguments(*shared, "d_query", *extra),
             )
         )
@@ -246,7 +249,7 @@ def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.T
         dispatches.append(
             Dispatch(
                 _kernel("attention_d_key_value", spec, x, columns.pairs * 64, columns),
-                (-(-x.s // columns.rows), x.k, x.batch),
+                (-(-x.s // columns.rows) * columns.slices, x.k, x.batch),
                 _arguments(*shared, "d_key", "d_value"),
             )
         )

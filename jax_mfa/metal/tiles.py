@@ -16,7 +16,7 @@ import dataclasses
 REGISTER_BYTES = 512
 FRAGMENT_BUDGET = 448
 THREADGROUP_BYTES = 32768
-MAX_HEAD = 256
+MAX_HEAD = 576  # the keys of latent attention
 
 
 def padded(size: int) -> int:
@@ -26,6 +26,11 @@ def padded(size: int) -> int:
 def _row_bytes(size: int, item: int) -> int:
     """A row of a tile in threadgroup memory: 16 bytes more than needed, see tiles.h."""
     return padded(size) * item + 16
+
+
+def _sliced(size: int, slices: int) -> int:
+    """Columns of a sum that one of `slices` threadgroups holds."""
+    return padded(-(-padded(size) // slices))
 
 
 def _fragments(rows: int, columns: int, item: int) -> int:
@@ -43,6 +48,7 @@ class ForwardTiles:
     streams: int
     buffers: int
     cache_q: bool
+    slices: int = 1
 
     @property
     def rows(self) -> int:
@@ -50,7 +56,7 @@ class ForwardTiles:
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
         rows = self.blocks * 8
-        output = self.streams * _fragments(rows, padded(v), 4)
+        output = self.streams * _fragments(rows, _sliced(v, self.slices), 4)
         scores = _fragments(rows, self.keys // self.streams, 4)
         own = _fragments(rows, padded(h) if self.cache_q else 8, item)
         return output + scores + own
@@ -70,6 +76,7 @@ class QueryTiles:
     buffers: int
     cache_q: bool
     cache_do: bool
+    slices: int = 1
 
     @property
     def rows(self) -> int:
@@ -79,7 +86,7 @@ class QueryTiles:
         rows = self.blocks * 8
         own = _fragments(rows, padded(h) if self.cache_q else 8, item)
         own += _fragments(rows, padded(v) if self.cache_do else 8, item)
-        return _fragments(rows, padded(h), 4) + 2 * _fragments(rows, self.columns * 8, 4) + own
+        return _fragments(rows, _sliced(h, self.slices), 4) + 2 * _fragments(rows, self.columns * 8, 4) + own
 
     def threadgroup_memory(self, h: int, v: int, item: int) -> int:
         return self.buffers * self.keys * (_row_bytes(h, item) + _row_bytes(v, item))
@@ -94,6 +101,7 @@ class KeyTiles:
     queries: int
     buffers: int
     cached: bool
+    slices: int = 1
 
     @property
     def rows(self) -> int:
@@ -102,7 +110,7 @@ class KeyTiles:
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
         rows, most = self.blocks * 8, padded(max(h, v))
         own = _fragments(rows, most if self.cached else 8, item)
-        return _fragments(rows, most, 4) + _fragments(rows, self.queries, 4) + own
+        return _fragments(rows, _sliced(most, self.slices), 4) + _fragments(rows, self.queries, 4) + own
 
     def threadgroup_memory(self, h: int, v: int, item: int) -> int:
         handed = self.rows * self.queries * 4
@@ -115,6 +123,12 @@ class Tiles:
     d_query: QueryTiles
     d_key_value: KeyTiles
 
+
+# Larger heads: no single simdgroup can hold a row of output, so two threadgroups share it, and both compute the scores. Their
+# tiles would fill threadgroup memory too: fragments come straight from device memory.
+_WIDE = Tiles(
+    ForwardTiles(1, 4, 16, 1, 0, False, 2), QueryTiles(1, 4, 16, 1, 0, False, False, 2), KeyTiles(1, 4, 16, 0, False, 2)
+)
 
 # (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory
 STAGED = {
@@ -139,6 +153,8 @@ STAGED = {
     (256, 4): Tiles(
         ForwardTiles(1, 4, 8, 1, 1, False), QueryTiles(1, 4, 8, 1, 1, False, False), KeyTiles(1, 4, 8, 1, False)
     ),
+    (MAX_HEAD, 2): _WIDE,
+    (MAX_HEAD, 4): _WIDE,
 }
 
 # the same for chips whose caches serve fragments straight from device memory (Apple family 9, M3, and newer)
@@ -161,6 +177,8 @@ DIRECT = {
     (256, 4): Tiles(
         ForwardTiles(1, 4, 16, 1, 0, False), QueryTiles(1, 4, 16, 1, 0, False, False), KeyTiles(1, 4, 16, 0, False)
     ),
+    (MAX_HEAD, 2): _WIDE,
+    (MAX_HEAD, 4): _WIDE,
 }
 
 VARIANTS = {"staged": STAGED, "direct": DIRECT}
