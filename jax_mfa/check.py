@@ -54,7 +54,12 @@ class Problem:
         shaped = lambda *shape: rng.standard_normal(shape).astype(np.float32)
         row = (BATCH, self.queries, HEADS)
         column = (BATCH, self.keys, KEY_HEADS)
-        inputs = [(*row, self.head_size), (*column, self.head_size), (*column, self.value_size), (*row, self.value_size)]
+        inputs = [
+            (*row, self.head_size),
+            (*column, self.head_size),
+            (*column, self.value_size),
+            (*row, self.value_size),
+        ]
         return (*(shaped(*shape).astype(jnp.dtype(self.dtype)) for shape in inputs), shaped(*row))
 
 
@@ -83,7 +88,9 @@ def problems(variants: list[str]) -> list[Problem]:
     for variant in variants:
         for dtype in DTYPES:
             sizes = head_sizes(variant, dtype) if variant in tiles.VARIANTS else [(32, 25), (128, 128)]
-            found += [Problem(variant, dtype, h, v, causal) for (h, v), causal in itertools.product(sizes, (False, True))]
+            found += [
+                Problem(variant, dtype, h, v, causal) for (h, v), causal in itertools.product(sizes, (False, True))
+            ]
     return found
 
 
@@ -159,7 +166,9 @@ def table(verdicts: list[Verdict]) -> str:
             beyond = [f"{name} > {v.allowed[name]:.1e}" for name in RESULTS if not v.errors[name] <= v.allowed[name]]
             last = f"FAIL {', '.join(beyond)}" if beyond else "pass"
         mask = "causal" if p.causal else "dense"
-        lines.append(f"| {p.variant} | {p.dtype} | {p.head_size}, {p.value_size} | {mask} | {' | '.join(cells)} | {last} |")
+        lines.append(
+            f"| {p.variant} | {p.dtype} | {p.head_size}, {p.value_size} | {mask} | {' | '.join(cells)} | {last} |"
+        )
     return "\n".join(lines)
 
 
@@ -179,7 +188,10 @@ def findings() -> Iterator[tuple[str, str]]:
     """What there is on this machine, as names and values."""
     found = runtime.get()
     mac = platform.mac_ver()[0]
-    yield "machine", f"{platform.machine()}, {f'macOS {mac}' if mac else platform.system()}, Python {platform.python_version()}"
+    yield (
+        "machine",
+        f"{platform.machine()}, {f'macOS {mac}' if mac else platform.system()}, Python {platform.python_version()}",
+    )
     yield "jax_mfa", _version("jax-mfa")
     yield "JAX", f"{jax.__version__}, jaxlib {_version('jaxlib')}, flax {_version('flax')}"
     yield "plugins", _plugins()
@@ -190,7 +202,10 @@ def findings() -> Iterator[tuple[str, str]]:
         return
     device = found.device
     families = device.get("families", ())
-    yield "Metal", f"{device.get('name', '?')}, {device.get('os', '?')}, {families[-1] if families else 'no family known'}"
+    yield (
+        "Metal",
+        f"{device.get('name', '?')}, {device.get('os', '?')}, {families[-1] if families else 'no family known'}",
+    )
     yield "threadgroup", f"{device.get('max_threadgroup_memory', '?')} bytes of memory"
     yield "variant", f"{found.variant}: the tile table that this chip takes unless told otherwise"
 
@@ -245,7 +260,9 @@ def run(options: argparse.Namespace) -> int:
     failed = sum(not v.passed for v in verdicts)
     seconds = time.perf_counter() - start
     what = f"{implementation}, {len(verdicts)} problems in {seconds:.0f} s"
-    print(f"\nB = {BATCH}, N/K = {HEADS}/{KEY_HEADS}, T = {Problem.queries}, S = {Problem.keys}; errors are relative to the largest entry.")
+    print(
+        f"\nB = {BATCH}, N/K = {HEADS}/{KEY_HEADS}, T = {Problem.queries}, S = {Problem.keys}; errors are relative to the largest entry."
+    )
     if not usable:
         print(f"Metal was not checked ({runtime.get().reason}); blockwise, which runs in its place, was.")
     print(f"FAILED: {failed} of {what}" if failed else f"all passed: {what}")

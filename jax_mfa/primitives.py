@@ -276,7 +276,14 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
+    compiled = jax.jit(primitive.bind, static_argnames=static)
+
+    def run(*arrays, **params):
+        if not jax.config.jax_disable_jit:
+            return compiled(*arrays, **params)
+        return (on_metal if on_metal and params["implementation"] == "metal" else fun)(*arrays, **params)
+
+    primitive.def_impl(run)
     primitive.def_abstract_eval(shapes)
     batching.primitive_batchers[primitive] = batch
     portable = _lowering(fun, static)
@@ -312,7 +319,7 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
 
 
 def _platforms(ctx) -> str:
-    return ", ".join(ctx.platforms or ctx.module_context.platforms)
+    return ", ".join(getattr(ctx, "platforms", None) or ctx.module_context.platforms)
 
 
 def _metal_takes(ctx, params) -> bool:

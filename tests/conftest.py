@@ -5,10 +5,22 @@ machine as it is.
 """
 
 import os
+import sys
 
 _flags = os.environ.get("XLA_FLAGS")
 if "xla_force_host_platform_device_count" not in (_flags or ""):
     os.environ["XLA_FLAGS"] = f"{_flags or ''} --xla_force_host_platform_device_count=4".strip()
+
+# every test of the implementation `metal` runs the real C++ and kernels on the emulated device, where that can be built
+if "JAX_MFA_DEVICE" not in os.environ:
+    try:
+        from emulator import host_module
+
+        host_module.build()
+        os.environ["JAX_MFA_DEVICE"] = "emulator"
+    except (ImportError, RuntimeError) as reason:
+        print(f"the emulated Metal device is left out: {reason}", file=sys.stderr)
+        os.environ["JAX_MFA_DEVICE"] = "none"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -31,3 +43,17 @@ def pytest_configure(config):
 def implementation(request):
     """Each implementation that this machine can run."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def silent_device():
+    """Whatever a test ran on the emulated device: kernels raced nowhere, and the Metal API was used rightly."""
+    yield
+    if "emulator.host_module" not in sys.modules or os.environ.get("JAX_MFA_DEVICE") != "emulator":
+        return
+    from emulator import device
+
+    control = device.load()
+    control.wait_idle()
+    assert control.checker()["reports"] == []
+    assert control.reports() == []

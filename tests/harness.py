@@ -34,6 +34,7 @@ class Implementation:
       forward_mode: `jax.jvp` and second derivatives work.
       finite_inside: no intermediate array holds an infinity, so `debug_infs` stays silent eagerly too.
       own_rules: how it differentiates, batches and lowers is its own; otherwise it is plain jnp and JAX's.
+      in_jnp: its work shows in the compiled program as jnp would write it.
       available: whether this machine can run it; if not, every call must say so.
     """
 
@@ -44,7 +45,16 @@ class Implementation:
     forward_mode: bool = True
     finite_inside: bool = True
     own_rules: bool = True
+    in_jnp: bool = True
     available: bool = True
+
+    @property
+    def disabled_checks(self):
+        """What `jax.export` must be told to let the custom calls through."""
+        from jax.export import DisabledSafetyCheck
+
+        targets = () if self.in_jnp else jax_mfa.metal.runtime.TARGETS
+        return [DisabledSafetyCheck.custom_call(target) for target in targets]
 
     def attend(self, *args, **keywords):
         return jax_mfa.dot_product_attention(*args, implementation=self.name, **keywords)
@@ -60,6 +70,7 @@ IMPLEMENTATIONS = (
         "metal",
         dtypes=("float16", "bfloat16", "float32"),
         forward_mode=False,
+        in_jnp=False,
         available=os.environ.get("JAX_MFA_DEVICE") == "emulator",
     ),
 )

@@ -378,9 +378,10 @@ def test_flash_dropout():
     one, other = apply(jax.random.key(0)), apply(jax.random.key(1))
     assert np.abs(one - other).max() > 0.01
     np.testing.assert_array_equal(one, apply(jax.random.key(0)))
-    np.testing.assert_array_equal(
+    np.testing.assert_allclose(
         module.apply(params, x, deterministic=False, dropout_rng=KEY),
-        module.clone(implementation="blockwise").apply(params, x, deterministic=False, dropout_rng=KEY),
+        module.clone(implementation="reference").apply(params, x, deterministic=False, dropout_rng=KEY),
+        atol=1e-5,
     )
     np.testing.assert_array_equal(module.apply(params, x, deterministic=True), flash().apply(params, x))
 
@@ -515,7 +516,7 @@ def test_flash_settings_errors(settings, match):
         flash(**settings).init(KEY, normal(0, (B, T, FEATURES)))
 
 
-def test_flash_call_errors():
+def test_flash_call_errors(monkeypatch):
     x = normal(0, (B, T, FEATURES))
     params = flash().init(KEY, x)
     with pytest.raises(ValueError, match="inputs_k"):
@@ -524,7 +525,8 @@ def test_flash_call_errors():
         flash().apply(params, x[0, 0])
     with pytest.raises(ValueError, match="mask"):
         flash().apply(params, x, mask=random_mask((T, T + 1)))
-    with pytest.raises(NotImplementedError, match="metal"):
+    monkeypatch.setattr(jax_mfa.metal.runtime, "get", lambda: jax_mfa.metal.runtime.Runtime(reason="none here"))
+    with pytest.raises(NotImplementedError, match="metal.*none here"):
         flash(implementation="metal").apply(params, x)
 
 

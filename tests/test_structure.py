@@ -11,6 +11,7 @@ import pytest
 from harness import AVAILABLE, DIFFERENTIABLE, arrays, cotangents, evaluate, own, qkv, split
 
 LEAN = [x for x in AVAILABLE if x.linear_memory]
+counted = pytest.mark.parametrize("implementation", [x for x in LEAN if x.in_jnp], ids=lambda x: x.name)
 lean = pytest.mark.parametrize("implementation", LEAN, ids=lambda x: x.name)
 
 VARIANTS = {
@@ -147,7 +148,7 @@ SKIPPED = {  # what may be computed at most, as a share of dense: the visible sh
 }
 
 
-@lean
+@counted
 def test_dense_attention_multiplies_exactly_what_the_formulas_need(implementation, long_inputs, monkeypatch):
     forward, backward = _both_passes(implementation, long_inputs, {})
     counter, h, v = _Counter(monkeypatch), 16, 16
@@ -158,7 +159,7 @@ def test_dense_attention_multiplies_exactly_what_the_formulas_need(implementatio
 
 
 @pytest.mark.parametrize("rule", SKIPPED)
-@lean
+@counted
 def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs, rule, monkeypatch):
     keywords, share = SKIPPED[rule]
     counter = _Counter(monkeypatch)

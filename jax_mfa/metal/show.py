@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mfa.metal import DTYPES, kernels, source, unsupported
+from jax_mfa import metal
+from jax_mfa.metal import DTYPES, kernels, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
-from jax_mfa.metal.tiles import VARIANTS
-from jax_mfa.specification import Operands, Specification, specify
+from jax_mfa.specification import DIFFERENTIABLE, Operands, Specification, specify
 
 HELP = "print the Metal source and the launch plan of a problem"
 PASSES = ("forward", "backward")
@@ -34,21 +34,36 @@ _PARAMETER = re.compile(
     r"(device|constant) (?:const )?([^*&,]+?)\s*([*&])\s*(\w+) \[\[buffer\((\d+)\)\]\],?[ ]*(?://(.*)|/\*(.*?)\*/)?"
 )
 _FORMATS = {"int": "i", "uint": "I", "float": "f", "uchar": "B"}
-_LIMITS = ("position of row 0", "rows from here on see nothing", "columns from here on are invisible")
+# columns of the tables that a plan may carry inline
+_INLINE = {
+    "limits": ("position of row 0", "rows from here on see nothing", "columns from here on are invisible"),
+    "numbers": ("scale", "ALiBi slope", "logit of the sink"),
+}
+_BROADCAST = "an axis of size 1 serves all; batch row b reads row (b / repeat) % rows"
 # what a harness must know to fill the inputs and to judge the results
 _MEANINGS = {
     "query": "[B, T, N, H]",
-    "key": "[B, S, K, H]",
-    "value": "[B, S, K, V]",
-    "limits": "[B, 3]: " + "; ".join(_LIMITS),
+    "key": "[rows, S, K, H]",
+    "value": "[rows, S, K, V]",
+    "limits": "[B, 3]: " + "; ".join(_INLINE["limits"]),
+    "numbers": "[B*N, 3]: " + "; ".join(_INLINE["numbers"]),
+    "bias": f"[rows, 1|N, 1|T, 1|S], added to the scaled scores; {_BROADCAST}",
+    "mask": f"[rows, 1|N, 1|T, 1|S], true where a score counts; {_BROADCAST}",
+    "blocks": f"[rows, 1|N, T/block_rows, S/block_columns], true where a block of scores counts; {_BROADCAST}",
+    "query_segments": "[B, T]: a row sees the columns of its own segment",
+    "key_segments": "[B, S]",
+    "dropout": "[B, 3]: two words of the seed, and the batch index that the random counter uses",
     "out": "[B, T, N, V]: softmax(scale * q k^T) v; zeros where a row sees nothing",
-    "statistic": "[B, T, N]: natural log-sum-exp of a row's scaled scores; 3.40282347e+38 where it sees nothing",
+    "statistic": "[B, T, N]: natural log-sum-exp of a row's scores; 3.40282347e+38 where it sees nothing",
     "d_out": "[B, T, N, V]: cotangent of out",
     "d_statistic": "[B, T, N]: cotangent of the log-sum-exp, zeros where that is unused",
     "row_sums": "[B, T, N]: sum(d_out * out) - d_statistic; zero where a row sees nothing",
     "d_query": "[B, T, N, H]",
     "d_key": "[B, S, K, H]: summed over the N / K query heads of each key head",
     "d_value": "[B, S, K, V]: summed over the N / K query heads of each key head",
+    "d_bias": "as bias: summed over what it was broadcast to",
+    "d_scale": "[B, T, N]: to be summed over T and N",
+    "d_slopes": "[B, T, N]: to be summed over T",
 }
 
 
@@ -89,12 +104,14 @@ def _parameters(text: str, function: str) -> dict[int, dict[str, str]]:
     return found
 
 
-def _decoded(data: bytes, kind: str, structs) -> list[dict[str, Any]]:
+def _decoded(data: bytes, name: str, kind: str, structs) -> list[dict[str, Any]]:
     """The fields of inline bytes, each with its offset and value."""
     fields = structs.get(kind)
     if fields is None:  # an array of numbers
         kind = kind if kind in _FORMATS else "uchar"
-        fields = [(kind, str(i), "") for i in range(len(data) // struct.calcsize(_FORMATS[kind]))]
+        count = len(data) // struct.calcsize(_FORMATS[kind])
+        notes = _INLINE.get(name, ())
+        fields = [(kind, str(i), notes[i] if len(notes) == count else "") for i in range(count)]
     found, offset = [], 0
     for kind, name, note in fields:
         (value,) = struct.unpack_from("<" + _FORMATS[kind], data, offset)
@@ -126,17 +143,21 @@ def described(plan: Plan) -> dict[str, Any]:
             argument["parameter"] = parameters[own.index]
             if own.buffer is None:
                 kind = argument["parameter"]["type"].split()[-1].rstrip("&*")
-                argument["fields"] = _decoded(own.bytes, kind, structs)
+                argument["fields"] = _decoded(own.bytes, argument["parameter"]["name"], kind, structs)
     body["note"] = "dispatches run one after another, each seeing what those before it wrote"
     return body
 
 
-def plan_of(spec: Specification, operands: Operands, of_pass: str, variant: str) -> Plan:
-    """The plan of a pass. Operands may be abstract."""
-    o = operands
-    limits = any(x is not None for x in (o.query_offset, o.query_lengths, o.key_lengths))
-    make = kernels.forward if of_pass == "forward" else kernels.backward
-    return make(spec, o.query, o.key, o.value, limits=limits, variant=variant)
+def plan_of(spec: Specification, operands: Operands, of_pass: str, variant: str | tiles.Tiles) -> Plan:
+    """The plan of a pass as `metal` makes it, but for the variant. Operands may be abstract."""
+    carried = jax.eval_shape(lambda operands: metal._carried(spec, operands), operands)
+    uses = {"slopes": operands.alibi_slopes, "sinks": operands.sinks}
+    keywords = {"variant": variant, "uses": tuple(name for name, x in uses.items() if x is not None), **carried}
+    arrays = (operands.query, operands.key, operands.value)
+    if of_pass == "forward":
+        return kernels.forward(spec, *arrays, **keywords)
+    wanted = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
+    return kernels.backward(spec, *arrays, wanted=wanted, **keywords)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -144,12 +165,26 @@ def make_plan(options: argparse.Namespace) -> Plan:
     b, n, k = options.batch, options.heads, options.key_heads or options.heads
     t, s = options.queries, options.keys or options.queries
     h, v = options.head_size, options.value_size or options.head_size
+    shaped = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     shapes = {"query": (b, t, n, h), "key": (b, s, k, h), "value": (b, s, k, v)}
-    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(options.dtype)) for name, shape in shapes.items()}
+    arrays = {name: shaped(options.dtype, *shape) for name, shape in shapes.items()}
     static = {"is_causal": options.causal, "local_window_size": options.window, "query_offset": options.query_offset}
+    static["logits_soft_cap"] = options.soft_cap
     if options.lengths:
-        of_rows = jax.ShapeDtypeStruct((b,), jnp.dtype("int32"))
-        arrays |= {name: of_rows for name in ("query_offset", "query_seq_lengths", "key_value_seq_lengths")}
+        arrays |= dict.fromkeys(("query_offset", "query_seq_lengths", "key_value_seq_lengths"), shaped("int32", b))
+    if options.mask:
+        arrays["mask"] = shaped("bool", b, 1, t, s)
+    if options.bias:
+        arrays["bias"] = shaped(options.dtype, 1, n, t, s)
+    if options.alibi:
+        arrays["alibi_slopes"] = shaped("float32", n)
+    if options.sinks:
+        arrays["sinks"] = shaped("float32", n)
+    if options.segments:
+        arrays |= {"query_segment_ids": shaped("int32", b, t), "key_value_segment_ids": shaped("int32", b, s)}
+    if options.dropout:
+        static["dropout_rate"] = options.dropout
+        arrays["dropout_seed"] = shaped("uint32", 2)
     known: dict[str, Specification] = {}
 
     def check(arrays):
@@ -157,7 +192,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         return operands
 
     operands = jax.eval_shape(check, arrays)
-    refused = unsupported(known["spec"], operands)
+    refused = metal.unsupported(known["spec"], operands)
     if refused:
         raise ValueError(refused)
     return plan_of(known["spec"], operands, options.of_pass, options.variant)
@@ -200,12 +235,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--query-offset", type=int, default=0, help="position of row 0, default: %(default)s")
     parser.add_argument(
-        "--lengths", action="store_true", help="offset and lengths differ by batch row: they come as the buffer `limits`"
+        "--lengths",
+        action="store_true",
+        help="offset and lengths differ by batch row: they come as the buffer `limits`",
     )
+    parser.add_argument("--mask", action="store_true", help="a boolean mask [B, 1, T, S]")
+    parser.add_argument("--bias", action="store_true", help="a bias [1, N, T, S] of the dtype")
+    parser.add_argument("--soft-cap", type=float, metavar="CAP", help="scores become CAP * tanh(score / CAP)")
+    parser.add_argument("--alibi", action="store_true", help="a slope for each head")
+    parser.add_argument("--sinks", action="store_true", help="a sink for each head")
+    parser.add_argument("--segments", action="store_true", help="segment ids of queries and keys")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="RATE", help="default: %(default)s")
     parser.add_argument("--pass", dest="of_pass", choices=PASSES, default="forward", help="default: %(default)s")
     parser.add_argument(
         "--variant",
-        choices=tuple(VARIANTS),
+        choices=tuple(tiles.VARIANTS),
         default="staged",
         help="tiles in threadgroup memory, or read from device memory directly; default: %(default)s",
     )

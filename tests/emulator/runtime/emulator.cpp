@@ -437,7 +437,8 @@ void dispatch(emu_pipeline *p, const emu_dispatch_options &o, emu_result *result
       }
 
   install_signals();
-  uint32_t hosts = o.host_threads ? o.host_threads : checked ? 1 : std::max(1u, std::thread::hardware_concurrency());
+  static const uint32_t processors = std::max(1u, std::thread::hardware_concurrency());  // reads a file of the system's
+  uint32_t hosts = o.host_threads ? o.host_threads : checked ? 1 : processors;
   hosts = (uint32_t)std::min<uint64_t>(hosts, std::max<uint64_t>(1, groups));
   if (threads * groups <= kFewThreads && !o.host_threads) hosts = 1;
   double start = monotonic_seconds();

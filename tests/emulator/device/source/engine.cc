@@ -12,6 +12,7 @@ namespace device::engine {
 namespace {
 
 constexpr int kMostWorkers = 64;      // each may be held up in a handler
+constexpr int64_t kStandbyMs = 1;     // how often a worker on standby looks whether a handler holds up what it committed
 constexpr int64_t kSpinNs = 30000;    // an idle worker or waiter looks this long before it sleeps
 
 struct State {
@@ -23,7 +24,12 @@ struct State {
   std::atomic<uint64_t> progress{0};  // changes with every completion
   bool executing = false;
   int workers = 0, idle = 0, busy = 0;
+  int looking = 0;  // workers that spin, and look once more with the lock held before they sleep
+  bool standby = false;  // a worker that sleeps for short times only, while others are in handlers
 };
+
+// Whether this thread calls completed handlers now: it can itself run what they commit, and needs to wake nobody for it.
+thread_local bool t_in_handlers = false;
 
 State* g_state = nullptr;
 
@@ -50,7 +56,9 @@ __attribute__((constructor)) void at_load() {
     }
     all.queues.clear();
     all.executing = false;
-    all.workers = all.idle = all.busy = 0;
+    all.workers = all.idle = all.busy = all.looking = 0;
+    all.standby = false;
+    t_in_handlers = false;
   });
 }
 
@@ -93,6 +101,7 @@ void* worker(void*);
 void wake() {
   State& all = state();
   all.ready++;
+  if (all.looking > 0) return;
   if (all.idle > 0) {
     pthread_cond_signal(&all.work);
   } else if (all.workers < kMostWorkers && all.workers == all.busy) {
@@ -265,7 +274,9 @@ void run(CommandBuffer* buffer) {
     timespec wait{delay / 1000000, delay % 1000000 * 1000};
     nanosleep(&wait, nullptr);
   }
+  t_in_handlers = true;
   call_handlers(buffer, buffer->completed_handlers);
+  t_in_handlers = false;
   buffer->let_go();
   pool_pop(pool);
   std::shared_ptr<Completion> completion = buffer->completion;
@@ -283,6 +294,15 @@ void run(CommandBuffer* buffer) {
   pthread_cond_broadcast(&all.done);
 }
 
+timespec deadline(int64_t milliseconds) {
+  timespec until;
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_sec += milliseconds / 1000;
+  until.tv_nsec += milliseconds % 1000 * 1000000;
+  if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+  return until;
+}
+
 void* worker(void*) {
   State& all = state();
   all.lock.lock();
@@ -293,27 +313,29 @@ void* worker(void*) {
     }
     // look again for a short while: waking a sleeping thread costs more than a small kernel
     const int seen = all.ready;
+    all.looking++;
     all.lock.unlock();
     const int64_t until = now_ns() + kSpinNs;
     while (all.ready == seen && now_ns() < until)
       for (int i = 0; i < 32; ++i) pause();
     all.lock.lock();
+    all.looking--;
     if (pick()) continue;
     if (all.ready != seen) continue;
+    while (all.busy > 0 && !all.standby && all.ready == seen && !pick()) {
+      all.standby = true;
+      all.idle++;
+      const timespec until = deadline(kStandbyMs);
+      pthread_cond_timedwait(&all.work, all.lock.native(), &until);
+      all.idle--;
+      all.standby = false;
+    }
+    if (all.ready != seen || pick()) continue;
     all.idle++;
     pthread_cond_wait(&all.work, all.lock.native());
     all.idle--;
   }
   return nullptr;
-}
-
-timespec deadline(int64_t milliseconds) {
-  timespec until;
-  clock_gettime(CLOCK_REALTIME, &until);
-  until.tv_sec += milliseconds / 1000;
-  until.tv_nsec += milliseconds % 1000 * 1000000;
-  if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
-  return until;
 }
 
 }  // namespace
@@ -338,7 +360,11 @@ void commit(CommandBuffer* buffer) {
   retain(buffer);
   all.lock.lock();
   buffer->status = MTL::CommandBufferStatusCommitted;
-  const bool asleep = all.idle > 0;
+  if (t_in_handlers && all.standby) {
+    all.lock.unlock();
+    return;
+  }
+  const bool asleep = all.looking == 0 && all.idle > 0;
   if (asleep) all.ready++;
   else wake();
   all.lock.unlock();

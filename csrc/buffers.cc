@@ -1,0 +1,107 @@
+// Wrapping pages, and the staging pool.
+#include "buffers.h"
+
+#include <unistd.h>
+
+#include <cstring>
+
+#include "error.h"
+#include "statistics.h"
+
+namespace launcher {
+namespace {
+
+// Apple silicon's page. A process under Rosetta, or a host that only acts as one, sees smaller ones; a multiple does no harm.
+constexpr uint64_t kApplePage = 16384;
+constexpr uint64_t kAlignment = 16;    // of the widest type that a kernel loads at once
+constexpr uint64_t kPlaceholder = 16;  // bytes bound in place of none, which Metal does not have
+
+uint64_t key_of(uint64_t bytes, bool marked) { return bytes * 2 + marked; }
+
+uint64_t cost_of(uint64_t bytes) { return (bytes + page_size() - 1) / page_size() * page_size(); }
+
+}  // namespace
+
+uint64_t page_size() {
+  static const uint64_t size = std::max<uint64_t>(kApplePage, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
+  return size;
+}
+
+StagingPool::~StagingPool() {
+  for (auto& entry : idle_) drop(entry.second);
+}
+
+void StagingPool::drop(std::vector<MTL::Buffer*>& buffers) {
+  for (MTL::Buffer* buffer : buffers) {
+    count(statistics().staging_bytes, -static_cast<int64_t>(buffer->length()));
+    buffer->release();
+  }
+  buffers.clear();
+}
+
+MTL::Buffer* StagingPool::take(MTL::Device* device, uint64_t bytes, bool marked, const NS::String* marker) {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto found = idle_.find(key_of(bytes, marked));
+    if (found != idle_.end() && !found->second.empty()) {
+      MTL::Buffer* buffer = found->second.back();
+      found->second.pop_back();
+      idle_bytes_ -= cost_of(bytes);
+      return buffer;
+    }
+  }
+  MTL::Buffer* buffer = device->newBuffer(bytes, MTL::ResourceStorageModeShared);
+  if (!buffer) return nullptr;
+  if (marked) buffer->addDebugMarker(marker, NS::Range(0, bytes));
+  count(statistics().staging_bytes, static_cast<int64_t>(bytes));
+  return buffer;
+}
+
+void StagingPool::give(MTL::Buffer* buffer, bool marked) {
+  const uint64_t bytes = buffer->length();
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (idle_bytes_ + cost_of(bytes) > kMostIdleBytes) {
+    for (auto& entry : idle_) drop(entry.second);
+    idle_.clear();
+    idle_bytes_ = 0;
+  }
+  idle_[key_of(bytes, marked)].push_back(buffer);
+  idle_bytes_ += cost_of(bytes);
+}
+
+Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes, Use use, const NS::String* marker,
+             bool whole) {
+  Binding out;
+  out.bytes = bytes;
+  if (bytes > kStagedBytes && reinterpret_cast<uintptr_t>(data) % kAlignment == 0) {
+    const uintptr_t start = reinterpret_cast<uintptr_t>(data);
+    const uintptr_t page = start / page_size() * page_size();
+    out.offset = start - page;
+    const uint64_t length = (out.offset + bytes + page_size() - 1) / page_size() * page_size();
+    out.buffer = device->newBuffer(reinterpret_cast<void*>(page), length, MTL::ResourceStorageModeShared, nullptr);
+    if (out.buffer) {
+      out.buffer->addDebugMarker(marker, NS::Range(out.offset, bytes));
+      count(statistics().buffers_no_copy);
+      return out;
+    }
+    out.offset = 0;
+  }
+  out.staged = true;
+  out.marked = whole && bytes > 0;
+  out.buffer = pool.take(device, bytes ? bytes : kPlaceholder, out.marked, marker);
+  if (!out.buffer)
+    throw Error(Cause::kOutOfMemory, "Metal gave no buffer of " + std::to_string(bytes) + " bytes");
+  if (bytes == 0) return out;
+  if (use == Use::kRead) std::memcpy(out.buffer->contents(), data, bytes);
+  if (use == Use::kWritten) out.copy_to = data;
+  count(statistics().buffers_staged);
+  if (use != Use::kScratch) count(statistics().bytes_staged, static_cast<int64_t>(bytes));
+  return out;
+}
+
+void unbind(StagingPool& pool, const Binding& binding) {
+  if (binding.staged) pool.give(binding.buffer, binding.marked);
+  else binding.buffer->release();
+}
+
+}  // namespace launcher

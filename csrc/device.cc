@@ -1,0 +1,227 @@
+// Finding the device and compiling for it.
+#include "device.h"
+
+#include <pthread.h>
+
+#include <map>
+#include <mutex>
+
+#include "error.h"
+#include "statistics.h"
+
+namespace launcher {
+namespace {
+
+constexpr int64_t kOldestMacOS = 14;  // bfloat needs MSL 3.1
+constexpr size_t kMostLanes = 8;
+
+// Leaked on purpose: calls may be in flight while the process ends.
+struct Globals {
+  std::mutex mutex;
+  std::shared_ptr<Device> device;
+  std::map<std::string, std::string> sources;
+  std::atomic<bool> used{false}, forked{false};
+};
+
+Globals& globals() {
+  static auto* made = [] {
+    auto* fresh = new Globals;
+    static Globals* known;
+    known = fresh;
+    // a child inherits neither the GPU nor, perhaps, unlocked mutexes: it learns so before it touches either
+    pthread_atfork(nullptr, nullptr, [] { known->forked = known->used.load(); });
+    return fresh;
+  }();
+  return *made;
+}
+
+void refuse_forked() {
+  if (globals().forked)
+    throw Error(Cause::kUnavailable,
+                "this process was forked from one that had used the Metal device, which a child cannot use: start worker "
+                "processes with the method \"spawn\" or \"forkserver\"");
+}
+
+MTL::DataType metal_type(ConstantType type) {
+  switch (type) {
+    case ConstantType::kBool: return MTL::DataTypeBool;
+    case ConstantType::kShort: return MTL::DataTypeShort;
+    case ConstantType::kUShort: return MTL::DataTypeUShort;
+    case ConstantType::kInt: return MTL::DataTypeInt;
+    case ConstantType::kUInt: return MTL::DataTypeUInt;
+    case ConstantType::kFloat: return MTL::DataTypeFloat;
+  }
+  return MTL::DataTypeNone;
+}
+
+NS::String* string(const std::string& text) { return NS::String::string(text.c_str(), NS::UTF8StringEncoding); }
+
+std::string text_of(const NS::String* text) { return text && text->utf8String() ? text->utf8String() : ""; }
+
+bool at_least(int64_t major) {
+  return NS::ProcessInfo::processInfo()->isOperatingSystemAtLeastVersion(NS::OperatingSystemVersion{major, 0, 0});
+}
+
+template <class T>
+void append(std::string& key, const T& value) {
+  key.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+}  // namespace
+
+std::string text_of(const NS::Error* error) {
+  return error ? text_of(error->localizedDescription()) : "Metal gave no reason";
+}
+
+MTL::CommandQueue* Lanes::take(MTL::Device* device) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (!idle_.empty()) {
+    MTL::CommandQueue* queue = idle_.back();
+    idle_.pop_back();
+    return queue;
+  }
+  if (all_.size() == kMostLanes) return nullptr;
+  auto made = NS::TransferPtr(device->newCommandQueue());
+  if (made) all_.push_back(made);
+  return made.get();
+}
+
+void Lanes::give(MTL::CommandQueue* queue) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  idle_.push_back(queue);
+}
+
+Device::Device() : device_(NS::TransferPtr(MTL::CreateSystemDefaultDevice())) {
+  if (!device_) throw Error(Cause::kUnavailable, "no Metal device was found");
+  if (!at_least(kOldestMacOS))
+    throw Error(Cause::kUnavailable, "macOS " + std::to_string(kOldestMacOS) + " or newer is needed, this is " +
+                                         text_of(NS::ProcessInfo::processInfo()->operatingSystemVersionString()));
+  math_modes_ = at_least(15);
+  queue_ = NS::TransferPtr(device_->newCommandQueue());
+  if (!queue_) throw Error(Cause::kUnavailable, "the Metal device gave no command queue");
+}
+
+std::shared_ptr<Device> Device::get() {
+  refuse_forked();
+  Globals& all = globals();
+  std::lock_guard<std::mutex> guard(all.mutex);
+  if (!all.device) {
+    all.used = true;
+    all.device = std::make_shared<Device>();
+  }
+  return all.device;
+}
+
+void Device::reset() {
+  refuse_forked();
+  std::shared_ptr<Device> last;
+  std::lock_guard<std::mutex> guard(globals().mutex);
+  last.swap(globals().device);
+}
+
+void Device::add_source(const std::string& hash, std::string text) {
+  Globals& all = globals();
+  if (all.forked) return;  // nothing can run here, and the mutex may never open again
+  std::lock_guard<std::mutex> guard(all.mutex);
+  all.sources.insert_or_assign(hash, std::move(text));
+}
+
+Facts Device::facts() const {
+  Facts out;
+  out.name = text_of(device_->name());
+  out.os = text_of(NS::ProcessInfo::processInfo()->operatingSystemVersionString());
+  for (int generation = 1; generation <= 10; ++generation)
+    if (device_->supportsFamily(static_cast<MTL::GPUFamily>(MTL::GPUFamilyApple1 + generation - 1)))
+      out.families.push_back("apple" + std::to_string(generation));
+  if (device_->supportsFamily(MTL::GPUFamilyMetal3)) out.families.push_back("metal3");
+  if (device_->supportsFamily(MTL::GPUFamilyMetal4)) out.families.push_back("metal4");
+  out.max_threadgroup_memory = device_->maxThreadgroupMemoryLength();
+  out.unified_memory = device_->hasUnifiedMemory();
+  return out;
+}
+
+NS::SharedPtr<MTL::Library> Device::make_library(const Plan& plan) {
+  std::string text;
+  {
+    std::lock_guard<std::mutex> guard(globals().mutex);
+    auto found = globals().sources.find(plan.source);
+    if (found == globals().sources.end())
+      throw Error(Cause::kInvalidPlan, "plan " + plan.name + ": no source is registered under " + plan.source +
+                                           "; was the program compiled by another version of the package?");
+    text = found->second + "\n" + plan.instantiations;
+  }
+  auto options = NS::TransferPtr(MTL::CompileOptions::alloc()->init());
+  options->setLanguageVersion(static_cast<MTL::LanguageVersion>(plan.language[0] << 16 | plan.language[1]));
+  if (math_modes_) options->setMathMode(MTL::MathModeSafe);
+  else options->setFastMathEnabled(false);
+  NS::Error* error = nullptr;
+  auto library = NS::TransferPtr(device_->newLibrary(string(text), options.get(), &error));
+  if (!library)
+    throw Error(Cause::kCompilation, "plan " + plan.name + ": Metal could not compile its library: " + text_of(error));
+  count(statistics().libraries);
+  return library;
+}
+
+std::shared_ptr<const Pipeline> Device::pipeline(const Plan& plan, const DispatchPlan& dispatch) {
+  std::string library_key;
+  append(library_key, plan.language);
+  library_key += plan.source + '\n' + plan.instantiations;
+  std::string key;
+  for (const ConstantPlan& constant : dispatch.constants) {
+    append(key, constant.index);
+    append(key, constant.type);
+    append(key, constant.value);
+  }
+  key += '\0' + dispatch.kernel + '\0' + library_key;
+
+  return pipelines_.get(key, [&]() -> std::shared_ptr<const Pipeline> {
+    auto library = libraries_.get(
+        library_key, [&] { return std::make_shared<const NS::SharedPtr<MTL::Library>>(make_library(plan)); });
+    auto constants = NS::TransferPtr(MTL::FunctionConstantValues::alloc()->init());
+    for (const ConstantPlan& constant : dispatch.constants)
+      constants->setConstantValue(constant.value.data(), metal_type(constant.type), NS::UInteger{constant.index});
+    NS::Error* error = nullptr;
+    const std::string place = "plan " + plan.name + ", kernel " + dispatch.kernel + ": ";
+    auto function = NS::TransferPtr((*library)->newFunction(string(dispatch.kernel), constants.get(), &error));
+    if (!function) throw Error(Cause::kCompilation, place + "Metal could not make the function: " + text_of(error));
+    auto made = std::make_shared<Pipeline>();
+    made->state = NS::TransferPtr(device_->newComputePipelineState(function.get(), &error));
+    if (!made->state) throw Error(Cause::kCompilation, place + "Metal could not make the pipeline: " + text_of(error));
+    made->static_threadgroup_memory = made->state->staticThreadgroupMemoryLength();
+    made->max_threads = made->state->maxTotalThreadsPerThreadgroup();
+    made->simd_width = made->state->threadExecutionWidth();
+    count(statistics().pipelines);
+    return made;
+  });
+}
+
+std::shared_ptr<const Prepared> Device::make_prepared(std::string_view text) {
+  auto made = std::make_shared<Prepared>();
+  made->plan = parse_plan(text);
+  const Plan& plan = made->plan;
+  const uint64_t memory_limit = device_->maxThreadgroupMemoryLength();
+  for (const DispatchPlan& dispatch : plan.dispatches) {
+    auto compiled = pipeline(plan, dispatch);
+    const std::string place = "plan " + plan.name + ", kernel " + dispatch.kernel + ": ";
+    const uint64_t threads = dispatch.threads[0] * dispatch.threads[1] * dispatch.threads[2];
+    if (threads > compiled->max_threads)
+      throw Error(Cause::kInvalidPlan, place + std::to_string(threads) + " threads per threadgroup are asked for, the pipeline " +
+                                           "takes at most " + std::to_string(compiled->max_threads));
+    uint64_t memory = compiled->static_threadgroup_memory;
+    for (uint32_t length : dispatch.threadgroup_memory) memory += length;
+    if (memory > memory_limit)
+      throw Error(Cause::kInvalidPlan, place + std::to_string(memory) + " bytes of threadgroup memory are asked for, the device " +
+                                           "has " + std::to_string(memory_limit));
+    made->pipelines.push_back(std::move(compiled));
+  }
+  for (const BufferPlan& buffer : plan.buffers)
+    made->markers.push_back(NS::RetainPtr(string((buffer.whole ? "output " : "range of ") + buffer.name)));
+  count(statistics().plans);
+  return made;
+}
+
+std::shared_ptr<const Prepared> Device::prepare(std::string_view plan) {
+  return plans_.get(plan, [&] { return make_prepared(plan); });
+}
+
+}  // namespace launcher

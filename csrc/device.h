@@ -1,0 +1,104 @@
+// The Metal device, its queue, and what is compiled once: libraries by their text, pipelines by everything that specialises
+// them, plans with their pipelines by their JSON. Knows nothing of XLA, and launches nothing.
+#pragma once
+
+#include <Foundation/Foundation.hpp>
+#include <Metal/Metal.hpp>
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "buffers.h"
+#include "once.h"
+#include "plan.h"
+
+namespace launcher {
+
+// Memory of a thread's Objective-C temporaries; every entry into this module opens one.
+class Pool {
+ public:
+  Pool() : pool_(NS::AutoreleasePool::alloc()->init()) {}
+  ~Pool() { pool_->release(); }
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+ private:
+  NS::AutoreleasePool* pool_;
+};
+
+// Text of an NSError in Metal's own words.
+std::string text_of(const NS::Error* error);
+
+struct Pipeline {
+  NS::SharedPtr<MTL::ComputePipelineState> state;
+  uint64_t static_threadgroup_memory = 0, max_threads = 0, simd_width = 0;
+};
+
+// A plan that can run: every pipeline compiled, every size checked against the device.
+struct Prepared {
+  Plan plan;
+  std::vector<std::shared_ptr<const Pipeline>> pipelines;  // one per dispatch
+  std::vector<NS::SharedPtr<NS::String>> markers;          // one per buffer, see buffers.h
+};
+
+struct Facts {
+  std::string name, os;
+  std::vector<std::string> families;
+  uint64_t max_threadgroup_memory = 0;
+  bool unified_memory = false;
+};
+
+// A command queue of its own for one call at a time. A caller may go on with its program inside the completion of a call, and
+// may wait there for other calls (a collective between devices does); Metal reports the completions of one queue in order, so
+// calls that shared a queue could wait for each other for ever.
+class Lanes {
+ public:
+  // An idle queue, or a new one; nullptr where there are enough.
+  MTL::CommandQueue* take(MTL::Device* device);
+  void give(MTL::CommandQueue* queue);
+
+ private:
+  std::mutex mutex_;
+  std::vector<NS::SharedPtr<MTL::CommandQueue>> all_;
+  std::vector<MTL::CommandQueue*> idle_;
+};
+
+class Device {
+ public:
+  // The process's device, made at first use; what could not be made is tried again by the next call.
+  // Throws Error(kUnavailable): no device, macOS too old, no queue, or a child of a process that had used the device.
+  static std::shared_ptr<Device> get();
+  // Lets the device and all that is cached go; calls in flight keep theirs until they end.
+  static void reset();
+  // Base text of libraries, kept for the life of the process.
+  static void add_source(const std::string& hash, std::string text);
+
+  Facts facts() const;
+  // Throws Error with Metal's text where the plan is wrong or something does not compile.
+  std::shared_ptr<const Prepared> prepare(std::string_view plan);
+  MTL::Device* metal() const { return device_.get(); }
+  Lanes& lanes() { return lanes_; }
+  // For calls that found no lane; who uses it must not run callers' code in a completion.
+  MTL::CommandQueue* shared_queue() const { return queue_.get(); }
+  StagingPool& staging() { return staging_; }
+
+  Device();
+
+ private:
+  std::shared_ptr<const Prepared> make_prepared(std::string_view text);
+  NS::SharedPtr<MTL::Library> make_library(const Plan& plan);
+  std::shared_ptr<const Pipeline> pipeline(const Plan& plan, const DispatchPlan& dispatch);
+
+  NS::SharedPtr<MTL::Device> device_;
+  NS::SharedPtr<MTL::CommandQueue> queue_;
+  Lanes lanes_;
+  bool math_modes_ = false;  // macOS 15's setMathMode: exists
+  StagingPool staging_;
+  OnceCache<NS::SharedPtr<MTL::Library>> libraries_;
+  OnceCache<Pipeline> pipelines_;
+  OnceCache<Prepared> plans_;
+};
+
+}  // namespace launcher

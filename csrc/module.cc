@@ -1,0 +1,100 @@
+// The Python face: the handler as a capsule, sources in, facts and counters out. Long calls let other Python threads run.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include "device.h"
+#include "error.h"
+#include "handler.h"
+#include "statistics.h"
+
+namespace nb = nanobind;
+using launcher::Device;
+
+namespace {
+
+nb::dict device() {
+  launcher::Facts facts;
+  {
+    nb::gil_scoped_release unlocked;
+    launcher::Pool pool;
+    facts = Device::get()->facts();
+  }
+  nb::dict out;
+  out["name"] = facts.name;
+  out["os"] = facts.os;
+  out["families"] = facts.families;
+  out["max_threadgroup_memory"] = facts.max_threadgroup_memory;
+  out["unified_memory"] = facts.unified_memory;
+  return out;
+}
+
+nb::dict prepare(const std::string& plan) {
+  std::shared_ptr<const launcher::Prepared> prepared;
+  {
+    nb::gil_scoped_release unlocked;
+    launcher::Pool pool;
+    prepared = Device::get()->prepare(plan);
+  }
+  nb::dict out;
+  for (size_t i = 0; i < prepared->pipelines.size(); ++i) {
+    const launcher::Pipeline& pipeline = *prepared->pipelines[i];
+    nb::dict limits;
+    limits["static_threadgroup_memory"] = pipeline.static_threadgroup_memory;
+    limits["max_threads"] = pipeline.max_threads;
+    limits["simd_width"] = pipeline.simd_width;
+    out[prepared->plan.dispatches[i].kernel.c_str()] = limits;
+  }
+  return out;
+}
+
+struct Row {
+  const char* name;
+  std::atomic<int64_t> launcher::Statistics::*counter;
+  bool cleared;
+};
+constexpr Row kRows[] = {
+    {"calls", &launcher::Statistics::calls, true},
+    {"failures", &launcher::Statistics::failures, true},
+    {"dispatches", &launcher::Statistics::dispatches, true},
+    {"buffers_no_copy", &launcher::Statistics::buffers_no_copy, true},
+    {"buffers_staged", &launcher::Statistics::buffers_staged, true},
+    {"bytes_staged", &launcher::Statistics::bytes_staged, true},
+    {"libraries", &launcher::Statistics::libraries, true},
+    {"pipelines", &launcher::Statistics::pipelines, true},
+    {"plans", &launcher::Statistics::plans, true},
+    {"in_flight", &launcher::Statistics::in_flight, false},
+    {"staging_bytes", &launcher::Statistics::staging_bytes, false},
+};
+
+nb::dict statistics() {
+  nb::dict out;
+  for (const Row& row : kRows) out[row.name] = (launcher::statistics().*row.counter).load();
+  return out;
+}
+
+void reset() {
+  nb::gil_scoped_release unlocked;
+  launcher::Pool pool;
+  Device::reset();
+  for (const Row& row : kRows)
+    if (row.cleared) launcher::statistics().*row.counter = 0;
+}
+
+}  // namespace
+
+NB_MODULE(_metal, m) {
+  m.doc() = "Launches plans of Metal kernels from XLA programs.";
+  m.def(
+      "handler", [] { return nb::capsule(launcher::handler(), "xla._CUSTOM_CALL_TARGET"); },
+      "The XLA FFI handler, to be registered for platform cpu under any number of names.");
+  m.def("api_version", &launcher::api_version, "XLA FFI API (major, minor) that the handler was built against.");
+  m.def("add_source", &Device::add_source, nb::arg("hash"), nb::arg("text"), "Makes MSL text known to plans under its hash.");
+  m.def("device", &device, "Facts about the device; RuntimeError with the reason where it cannot be used.");
+  m.def("prepare", &prepare, nb::arg("plan"),
+        "Checks a plan and compiles its pipelines: {kernel: limits}; RuntimeError with Metal's text where that fails.");
+  m.def("statistics", &statistics, "Counters since the module was loaded or reset.");
+  m.def("reset", &reset, "Lets the device, compiled pipelines and staging buffers go, and clears the counters.");
+}

@@ -1,0 +1,116 @@
+"""What the kernels cost, counted by the emulator: multiply-accumulates, bytes, barriers. `python tests/metal/cost.py`
+prints the table.
+
+A counter is exact and the same in every run, so a bound on it is a test (`test_cost.py`). It says nothing of time.
+The yardstick is MLX's forward kernel: 32 query rows a threadgroup, 8 for each simdgroup, K and V staged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import plans  # noqa: E402
+from plans import Problem  # noqa: E402
+
+from jax_mfa.metal import tiles  # noqa: E402
+
+# device and threadgroup bytes per multiply-accumulate, and barriers per threadgroup, at T = S = 512, H = 64, float16
+YARDSTICK = {"device": 33.0, "threadgroup": 144.0, "barriers": 66.0}
+BOUND = {"device": 0.55, "threadgroup": 0.6, "barriers": 0.5}  # of the yardstick, for staged tiles
+KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value")
+# multiply-accumulates of a head in units of T·S·H/512, where V = H
+PRODUCTS = {"attention_forward": 2, "attention_d_query": 3, "attention_d_key_value": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of one kernel of a problem.
+
+    Attributes:
+      products: 8×8×8 multiply-accumulates.
+      device, threadgroup: bytes loaded from there per multiply-accumulate.
+      barriers: per threadgroup.
+    """
+
+    products: int
+    device: float
+    threadgroup: float
+    barriers: float
+    exponentials: int
+    threadgroup_memory: int
+    fragment_bytes: int
+
+
+def dense(h: int, length: int = 512, variant: str = "staged", dtype: str = "float16", causal: bool = False) -> Problem:
+    """One head, T = S, nothing ragged."""
+    return Problem(length, length, h, b=1, n=1, k=1, dtype=dtype, variant=variant, causal=causal)
+
+
+def measure(problem: Problem, backward: bool = True) -> dict[str, Cost]:
+    """By kernel. Runs the problem under the checker."""
+    chosen = [problem.plan(), problem.plan("backward")] if backward else [problem.plan()]
+    if backward:
+        ran = plans.evaluate(problem)
+    else:
+        ran = plans.run(chosen[0], problem.arrays(problem.arguments()))
+    assert ran.reports == []
+    kernels = {d.kernel.template[0]: d.kernel for plan in chosen for d in plan.dispatches}
+    found = {}
+    for name, c in ran.counters.items():
+        if name in KERNELS:
+            products = c.matrix_multiply_accumulates
+            found[name] = Cost(
+                products,
+                c.device_bytes_loaded / products,
+                c.threadgroup_bytes_loaded / products,
+                c.barriers / c.threadgroups,
+                c.exponentials,
+                kernels[name].threadgroup_memory,
+                kernels[name].fragment_bytes,
+            )
+    return found
+
+
+def table(sizes: list[int], length: int, dtype: str) -> str:
+    """Markdown: each kernel and variant at each head size, and causal over dense."""
+    lines = [
+        f"T = S = {length}, {dtype}; a unit is T·S·H/512 multiply-accumulates (MAC)",
+        "",
+        "| variant | kernel | H | units | device B/MAC | threadgroup B/MAC | barriers/threadgroup | causal/dense "
+        "| threadgroup memory | fragments B/thread |",
+        "|---" * 10 + "|",
+    ]
+    for variant in tiles.VARIANTS:
+        for h in sizes:
+            whole = measure(dense(h, length, variant, dtype))
+            half = measure(dense(h, length, variant, dtype, causal=True))
+            for name in KERNELS:
+                c = whole[name]
+                unit = length * length * tiles.padded(h) / 512
+                lines.append(
+                    f"| {variant} | {name.removeprefix('attention_')} | {h} | {c.products / unit:.2f} | {c.device:.1f} "
+                    f"| {c.threadgroup:.1f} | {c.barriers:.0f} | {half[name].products / c.products:.3f} "
+                    f"| {c.threadgroup_memory} | {c.fragment_bytes} |"
+                )
+    yardstick = ", ".join(f"{name} {value:g} (bound {value * BOUND[name]:.4g})" for name, value in YARDSTICK.items())
+    return "\n".join([*lines, "", f"yardstick, forward at H = 64: {yardstick}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=lambda x: [int(y) for y in x.split(",")], default=[16, 32, 64, 96, 128, 256])
+    parser.add_argument("--length", type=int, default=512, help="default: %(default)s")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    options = parser.parse_args()
+    print(table(options.sizes, options.length, options.dtype))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Launch plans run on the emulator core, without JAX's runtime or the launcher, and judged by the float64 oracle.
+
+Gives tests a problem (`Problem`), its plans with any tile sizes, what each dispatch reported and counted, and the one
+statement of how far results may lie from the oracle. Knows the plan format; not what kernels look like.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+from typing import Any
+
+import emulator
+import harness
+import jax
+import ml_dtypes
+import numpy as np
+import oracle
+
+from jax_mfa.metal import show, tiles
+from jax_mfa.metal.plan import Plan
+from jax_mfa.specification import Operands, Specification
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}
+EMPTY = np.finfo(np.float32).max  # the statistic of a row that sees nothing
+SINGLE = 2e-6  # of the largest output: what float32 arithmetic may cost a forward pass
+
+
+@functools.lru_cache(maxsize=64)
+def _library(text: str) -> emulator.Library:
+    return emulator.compile(text, fast_math=False)
+
+
+atexit.register(_library.cache_clear)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """What came out of a plan: every array by name, and for each dispatch its kernel's name and result."""
+
+    arrays: dict[str, np.ndarray]
+    dispatches: list[tuple[str, emulator.Result]]
+
+    @property
+    def reports(self) -> list[str]:
+        return [f"{name}: {report}" for name, result in self.dispatches for report in result.reports]
+
+    @property
+    def counters(self) -> dict[str, emulator.Counters]:
+        """By template: attention_forward, attention_row_sums, …"""
+        return {name: result.counters for name, result in self.dispatches}
+
+
+def run(plan: Plan, arrays: dict[str, np.ndarray], *, text: str | None = None, seed: int = 0) -> Ran:
+    """Runs a plan over arrays by name. `text` takes the place of its MSL; `seed` permutes the schedule."""
+    library = _library(show.program(plan) if text is None else text + "\n" + plan.instantiations)
+    results = {b.name: np.zeros(b.shape, DTYPES[b.dtype]) for b in plan.results}
+    known = {b.name: np.ascontiguousarray(arrays[b.name]) for b in plan.buffers if b.role == "input"} | results
+    for b in plan.buffers:
+        assert known[b.name].shape == b.shape and known[b.name].dtype == DTYPES[b.dtype], b
+    written: set[str] = set()
+    done = []
+    for dispatch in plan.dispatches:
+        constants: dict[str | int, Any] = {name: value for _, name, _, value in dispatch.kernel.constants}
+        kernel = library.kernel(dispatch.kernel.name, constants=constants)
+        bound = {a.index: known[a.buffer] if a.buffer else a.bytes for a in dispatch.arguments}
+        fresh = [a.index for a in dispatch.arguments if a.buffer in results and a.buffer not in written]
+        done.append(
+            (
+                dispatch.kernel.template[0],
+                kernel(
+                    bound,
+                    threadgroups=dispatch.threadgroups,
+                    threadgroup=dispatch.kernel.threads,
+                    outputs=fresh,
+                    uninitialised=fresh,
+                    seed=seed,
+                ),
+            )
+        )
+        written |= {a.buffer for a in dispatch.arguments if a.buffer}
+    return Ran(known, done)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A problem of the kernels: sizes, masks, and how it is planned.
+
+    Attributes:
+      offset: of all rows, or one for each batch row.
+      query_lengths, key_lengths: one for each batch row, or None.
+      window: columns left and right of a row's position.
+      variant: a key of `tiles.VARIANTS`, or tiles.
+      planted: whether NaN and infinity stand wherever nobody may look.
+    """
+
+    t: int = 37
+    s: int = 53
+    h: int = 16
+    v: int = 0  # 0: as h
+    b: int = 2
+    n: int = 2
+    k: int = 1
+    dtype: str = "float32"
+    variant: str | tiles.Tiles = "staged"
+    causal: bool = False
+    offset: int | tuple[int, ...] = 0
+    query_lengths: tuple[int, ...] | None = None
+    key_lengths: tuple[int, ...] | None = None
+    window: tuple[int | None, int | None] = (None, None)
+    planted: bool = False
+
+    def __str__(self) -> str:
+        default = Problem()
+        sizes = f"B{self.b} T{self.t} S{self.s} N{self.n} K{self.k} H{self.h} V{self.v or self.h} {self.dtype}"
+        rest = ("variant", "causal", "offset", "query_lengths", "key_lengths", "window", "planted")
+        given = [f"{x}={getattr(self, x)}" for x in rest if x == "variant" or getattr(self, x) != getattr(default, x)]
+        return " ".join([sizes, *given])
+
+    @property
+    def limits(self) -> bool:
+        return isinstance(self.offset, tuple) or self.query_lengths is not None or self.key_lengths is not None
+
+    @property
+    def specification(self) -> Specification:
+        offset = 0 if isinstance(self.offset, tuple) else self.offset
+        return Specification(is_causal=self.causal, window=self.window, scale=self.h**-0.5, query_offset=offset)
+
+    def arguments(self, seed: int = 3) -> dict[str, Any]:
+        """The problem as the public functions and the oracle take it."""
+        rng = np.random.default_rng(seed)
+        normal = lambda *shape: rng.standard_normal(shape).astype(np.float32).astype(DTYPES[self.dtype])
+        found: dict[str, Any] = {
+            "query": normal(self.b, self.t, self.n, self.h),
+            "key": normal(self.b, self.s, self.k, self.h),
+            "value": normal(self.b, self.s, self.k, self.v or self.h),
+            "is_causal": self.causal,
+            "query_offset": np.array(self.offset, np.int32) if isinstance(self.offset, tuple) else self.offset,
+        }
+        if self.window != (None, None):
+            found["local_window_size"] = self.window
+        if self.query_lengths is not None:
+            found["query_seq_lengths"] = np.array(self.query_lengths, np.int32)
+        if self.key_lengths is not None:
+            found["key_value_seq_lengths"] = np.array(self.key_lengths, np.int32)
+        if self.planted:
+            see = self.visible()
+            found["query"][~see.any(2)] = np.nan
+            found["key"][~see.any(1)] = np.inf
+            found["value"][~see.any(1)] = np.nan
+        return found
+
+    def visible(self) -> np.ndarray:
+        """[B, T, S]: which rows see which columns."""
+        lengths = lambda x, size: np.array([size] * self.b if x is None else x)[:, None, None]
+        t, s = np.arange(self.t)[None, :, None], np.arange(self.s)[None, None, :]
+        position = t + np.broadcast_to(self.offset, (self.b,))[:, None, None]
+        see = (t < lengths(self.query_lengths, self.t)) & (s < lengths(self.key_lengths, self.s))
+        left, right = self.window
+        if self.causal:
+            see = see & (s <= position)
+        if left is not None:
+            see = see & (s >= position - left)
+        return see if right is None else see & (s <= position + right)
+
+    def cotangents(self, arguments) -> tuple[np.ndarray, np.ndarray]:
+        d_out, d_lse = harness.cotangents(arguments)
+        if self.planted:
+            blind = ~self.visible().any(2)
+            d_out[blind], d_lse[blind] = np.nan, np.nan
+        return d_out, d_lse
+
+    def arrays(self, arguments) -> dict[str, np.ndarray]:
+        """The inputs of the forward plan."""
+        found = {name: arguments[name] for name in ("query", "key", "value")}
+        if self.limits:
+            columns = [
+                (self.offset, 0),
+                (self.query_lengths, self.t),
+                (self.key_lengths, self.s),
+            ]
+            rows = [np.broadcast_to(default if x is None else x, (self.b,)) for x, default in columns]
+            found["limits"] = np.stack(rows, 1).astype(np.int32)
+        return found
+
+    def plan(self, of_pass: str = "forward") -> Plan:
+        shaped = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, DTYPES[dtype])
+        of_rows = shaped("int32", self.b) if self.limits else None
+        operands = Operands(
+            shaped(self.dtype, self.b, self.t, self.n, self.h),
+            shaped(self.dtype, self.b, self.s, self.k, self.h),
+            shaped(self.dtype, self.b, self.s, self.k, self.v or self.h),
+            query_offset=of_rows,
+            query_lengths=of_rows,
+            key_lengths=of_rows,
+        )
+        return show.plan_of(self.specification, operands, of_pass, self.variant)
+
+
+def evaluate(problem: Problem, *, text: str | None = None, seed: int = 0) -> Ran:
+    """Both passes of a problem; the arrays and dispatches of both."""
+    arguments = problem.arguments()
+    arrays = problem.arrays(arguments)
+    forward = run(problem.plan(), arrays, text=text, seed=seed)
+    d_out, d_lse = problem.cotangents(arguments)
+    arrays |= {x: forward.arrays[x] for x in ("out", "statistic")} | {"d_out": d_out, "d_statistic": d_lse}
+    backward = run(problem.plan("backward"), arrays, text=text, seed=seed)
+    return Ran(forward.arrays | backward.arrays, forward.dispatches + backward.dispatches)
+
+
+@functools.lru_cache(maxsize=64)
+def answer(problem: Problem) -> oracle.Answer:
+    arguments = problem.arguments()
+    d_out, d_lse = problem.cotangents(arguments)
+    return oracle.attention(**arguments, d_out=d_out, d_lse=d_lse)
+
+
+def ulp(x: np.ndarray, dtype: str) -> np.ndarray:
+    """A unit in the last place of numbers of a dtype."""
+    about = ml_dtypes.finfo(DTYPES[dtype])
+    exponent = np.frexp(np.maximum(np.abs(x), float(about.smallest_normal)))[1] - 1
+    return float(about.eps) * 2.0**exponent
+
+
+def assert_forward(got: np.ndarray, expected: np.ndarray, dtype: str, what: str = "out") -> None:
+    """Float32: 2e-6 of the largest output. 16 bits: one unit in the last place beside that."""
+    error = np.abs(got.astype(np.float64) - expected)
+    allowed = SINGLE * np.abs(expected).max(initial=0.0) + (0 if dtype == "float32" else ulp(expected, dtype))
+    assert (error <= allowed).all(), f"{what}: error {error.max()}, largest {np.abs(expected).max()}"
+
+
+def assert_statistic(got: np.ndarray, lse: np.ndarray) -> None:
+    """The log-sum-exp, with its stand-in for minus infinity; 2e-6 of the largest, which counts as 1 at least."""
+    np.testing.assert_array_equal(got == EMPTY, lse == -np.inf)
+    finite = np.isfinite(lse)
+    error = np.abs(np.where(finite, got, 0) - np.where(finite, lse, 0))
+    assert error.max(initial=0.0) <= SINGLE * max(np.abs(lse[finite]).max(initial=0.0), 1.0), (
+        f"lse: error {error.max()}"
+    )
+
+
+def assert_right(problem: Problem, ran: Ran) -> None:
+    """Nothing was reported, and every result is the oracle's."""
+    assert ran.reports == [], "\n".join(ran.reports[:10])
+    wanted, arguments = answer(problem), problem.arguments()
+    assert_forward(ran.arrays["out"], wanted.out, problem.dtype)
+    assert_statistic(ran.arrays["statistic"], wanted.lse)
+    for name in ("query", "key", "value"):
+        if f"d_{name}" not in ran.arrays:  # the forward pass alone
+            continue
+        harness.assert_close(
+            ran.arrays[f"d_{name}"],
+            wanted.gradients[name],
+            DTYPES[problem.dtype],
+            terms=harness.terms_of(arguments),
+            largest_score=wanted.largest_score,
+            gradient=True,
+            what=f"d_{name}",
+        )
+
+
+def check(problem: Problem, *, seed: int = 0) -> Ran:
+    ran = evaluate(problem, seed=seed)
+    assert_right(problem, ran)
+    return ran

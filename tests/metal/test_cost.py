@@ -1,0 +1,112 @@
+"""What a pass may cost, by exact counters: multiply-accumulates, bytes, barriers, threadgroup memory, registers."""
+
+from __future__ import annotations
+
+import cost
+import plans
+import pytest
+from plans import Problem
+
+from jax_mfa.metal import show, tiles
+
+SIZES = (16, 32, 64, 96, 128)
+ENTRIES = [
+    pytest.param(variant, limit, item, id=f"{variant}-{limit}-{8 * item}bit")
+    for variant, entries in tiles.VARIANTS.items()
+    for limit, item in entries
+]
+
+
+def served(variant: str, limit: int, item: int) -> range:
+    """The head sizes that an entry of a table serves."""
+    below = [other for other, size in tiles.VARIANTS[variant] if size == item and other < limit]
+    return range(max(below, default=0) + 1, limit + 1)
+
+
+@pytest.mark.parametrize("variant", tiles.VARIANTS)
+@pytest.mark.parametrize("h, v", [(16, 16), (64, 64), (96, 96), (128, 128), (64, 32), (8, 40)])
+def test_dense_forward_does_exactly_the_products_it_must(variant, h, v):
+    problem = Problem(256, 384, h, v, b=1, n=2, k=1, dtype="float16", variant=variant)
+    found = cost.measure(problem, backward=False)["attention_forward"]
+    assert found.products == problem.n * problem.t * problem.s * (h + v) // 512
+
+
+@pytest.mark.parametrize("variant", tiles.VARIANTS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("h", [32, 64, 128])
+def test_dense_backward_does_at_most_seven_products(variant, dtype, h):
+    found = cost.measure(cost.dense(h, 256, variant, dtype))
+    backward = found["attention_d_query"].products + found["attention_d_key_value"].products
+    assert backward <= 7 * 256 * 256 * h // 512
+    assert found["attention_forward"].products == 2 * 256 * 256 * h // 512
+
+
+@pytest.mark.parametrize("variant", tiles.VARIANTS)
+def test_causal_at_2048_does_at_most_53_hundredths_of_dense(variant):
+    problem = cost.dense(16, 2048, variant, causal=True)
+    found = cost.measure(problem)
+    unit = 2048 * 2048 * 16 / 512  # dense is exactly this often, by the tests above
+    for name, products in cost.PRODUCTS.items():
+        assert found[name].products <= 0.53 * products * unit, name
+
+
+@pytest.mark.parametrize("h", [64, 128, 256])
+@pytest.mark.parametrize("variant", tiles.VARIANTS)
+def test_causal_at_2048_by_tile_sizes(variant, h):
+    """For every other entry by arithmetic: a simdgroup's rows and a tile's columns bound what is done beyond the half."""
+    chosen = tiles.select(variant, h, h, 2)
+    beyond = {
+        "forward": chosen.forward.blocks * 8 + chosen.forward.keys,
+        "d_query": chosen.d_query.blocks * 8 + chosen.d_query.columns * 8,
+        "d_key_value": chosen.d_key_value.blocks * 8 + chosen.d_key_value.queries,
+    }
+    for name, edge in beyond.items():
+        assert 0.5 + edge / 2 / 2048 <= 0.53, name
+
+
+@pytest.mark.parametrize("h", SIZES)
+def test_staged_forward_moves_little_and_waits_seldom(h):
+    found = cost.measure(cost.dense(h), backward=False)["attention_forward"]
+    for name, value in cost.YARDSTICK.items():
+        assert getattr(found, name) <= cost.BOUND[name] * value, name
+
+
+@pytest.mark.parametrize("variant, limit, item", ENTRIES)
+def test_threadgroup_memory_is_what_the_table_says(variant, limit, item):
+    # a head size of its own entry that compiles fast: the arithmetic is linear in it
+    h = served(variant, limit, item)[0]
+    dtype = "float16" if item == 2 else "float32"
+    chosen = tiles.select(variant, h, h, item)
+    buffers = {f"attention_{name}": tile.buffers for name, tile in vars(chosen).items()}
+    for of_pass in ("forward", "backward"):
+        plan = Problem(h=h, dtype=dtype, variant=variant).plan(of_pass)
+        library = plans._library(show.program(plan))
+        for kernel in (d.kernel for d in plan.dispatches):
+            constants = {name: value for _, name, _, value in kernel.constants}
+            compiled = library.kernel(kernel.name, constants).static_threadgroup_memory_length
+            # where nothing is staged, the two arrays for it may keep one element each, aligned to 16 bytes
+            placeholders = 32 if buffers.get(kernel.template[0]) == 0 else 0
+            assert compiled - kernel.threadgroup_memory in (0, placeholders), kernel.name
+            assert compiled <= tiles.THREADGROUP_BYTES
+
+
+@pytest.mark.parametrize("variant, limit, item", ENTRIES)
+def test_every_entry_stays_within_its_budgets(variant, limit, item):
+    for h in served(variant, limit, item):
+        for sizes in {(h, v) for v in (1, (h + 1) // 2, h)} | {(v, h) for v in (1, (h + 1) // 2, h)}:
+            chosen = tiles.select(variant, *sizes, item)
+            assert chosen is tiles.VARIANTS[variant][limit, item]
+            for kernel in vars(chosen).values():
+                assert kernel.fragment_bytes(*sizes, item) <= tiles.FRAGMENT_BUDGET, (kernel, sizes)
+                assert kernel.threadgroup_memory(*sizes, item) <= tiles.THREADGROUP_BYTES, (kernel, sizes)
+
+
+@pytest.mark.parametrize("variant", tiles.VARIANTS)
+def test_counters_are_the_same_in_every_run_and_schedule(variant):
+    problem = Problem(75, 90, 24, variant=variant, causal=True, offset=(3, 9))
+    first = plans.evaluate(problem).counters
+    assert plans.evaluate(problem).counters == first
+    other = plans.evaluate(problem, seed=7).counters
+    for name, counters in first.items():
+        for field in ("matrix_multiply_accumulates", "device_bytes_loaded", "device_bytes_stored", "barriers"):
+            assert getattr(other[name], field) == getattr(counters, field)

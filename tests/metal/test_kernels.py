@@ -1,0 +1,332 @@
+"""The kernels are right: every head size, ragged lengths, masks, groups, dtypes and tile settings against the float64
+oracle, gradients included, with the checker silent; and the checker and the oracle do notice planted mistakes.
+
+Most run as plans on the emulator core; a few go all the way through `jax.jit`, XLA's FFI, the launcher and the emulated
+device. The long sweep is marked `sweep`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import harness
+import jax
+import numpy as np
+import plans
+import pytest
+from plans import Problem
+
+import jax_mfa
+from jax_mfa.metal import runtime, source, tiles
+
+HEADS = (1, 7, 16, 32, 33, 64, 72, 80, 96, 128, 192, 256)
+LENGTHS = ((1, 1), (3, 17), (299, 5), (61, 67), (8, 300), (129, 33))
+GROUPS = ((1, 1), (3, 1), (8, 1), (6, 2))
+VARIANTS = tuple(tiles.VARIANTS)
+DTYPES = ("float32", "float16", "bfloat16")
+RULES = (
+    {},
+    {"causal": True},
+    {"causal": True, "offset": 11},
+    {"causal": True, "offset": (-9, 40)},
+    {"query_lengths": (0, 23), "key_lengths": (31, 0)},
+    {"causal": True, "offset": (5, 0), "key_lengths": (47, 20)},
+    {"window": (13, 2)},
+    {"window": (None, -3)},
+    {"causal": True, "window": (9, None), "offset": 3},
+    {"planted": True, "query_lengths": (20, 37), "key_lengths": (31, 2)},
+    {"planted": True, "causal": True, "window": (6, None), "offset": (-4, 30), "t": 29, "s": 75},
+)
+
+
+def sized(h: int, at: int, **more) -> Problem:
+    """A problem with head size `h`, its other properties dealt from the lists above by the number `at`."""
+    t, s = LENGTHS[at % len(LENGTHS)]
+    n, k = GROUPS[at % len(GROUPS)]
+    rule = RULES[at % 3]
+    return Problem(t, s, h, n=n, k=k, b=1, dtype=DTYPES[at % 3], variant=VARIANTS[at // 3 % 2], **rule, **more)
+
+
+@pytest.mark.parametrize("problem", [sized(h, i) for i, h in enumerate(HEADS)], ids=str)
+def test_any_head_size_and_length(problem):
+    plans.check(problem)
+
+
+@pytest.mark.parametrize("variant, dtype, h, v", [("staged", "float16", 40, 9), ("direct", "float32", 16, 100)])
+def test_values_of_another_size(variant, dtype, h, v):
+    plans.check(Problem(45, 70, h, v, variant=variant, dtype=dtype, causal=True, offset=2))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rule", RULES[2:], ids=str)
+def test_masks(rule, variant):
+    plans.check(Problem(dtype="float16" if variant == "direct" else "float32", variant=variant, **rule))
+
+
+# beside the tables: streams, buffers, and nothing kept in registers
+SETTINGS = [
+    tiles.Tiles(
+        tiles.ForwardTiles(blocks, simdgroups, keys, streams, buffers, cached),
+        tiles.QueryTiles(blocks, simdgroups, keys, columns, buffers, cached, not cached),
+        tiles.KeyTiles(blocks, simdgroups, queries, buffers, cached),
+    )
+    for blocks, simdgroups, keys, streams, buffers, cached, columns, queries in [
+        (1, 1, 8, 1, 1, False, 1, 8),
+        (2, 2, 16, 2, 2, False, 2, 8),
+        (1, 4, 32, 2, 2, True, 4, 16),
+        (1, 2, 32, 4, 0, False, 1, 24),
+        (4, 1, 24, 3, 1, True, 3, 8),
+    ]
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda x: "_".join(str(int(y)) for y in vars(x.forward).values()))
+@pytest.mark.parametrize("rule", [{"dtype": "float16", "h": 24}, {"causal": True, "offset": (7, -3), "v": 20}], ids=str)
+def test_tile_settings_that_no_table_has(setting, rule):
+    plans.check(Problem(83, 77, variant=setting, n=2, k=1, **rule))
+
+
+def _bytes(ran: plans.Ran) -> dict[str, bytes]:
+    return {name: x.tobytes() for name, x in ran.arrays.items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_schedule_gives_the_same_bits_and_no_report(variant):
+    problem = Problem(75, 90, 32, n=6, k=2, dtype="bfloat16", variant=variant, causal=True, offset=(4, -8))
+    first = plans.check(problem)
+    for seed in (1, 2, 12345):
+        again = plans.evaluate(problem, seed=seed)
+        assert again.reports == []
+        assert _bytes(again) == _bytes(first)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_poisoned_column_reaches_only_the_rows_that_see_it(variant, dtype):
+    """Row t sees columns up to t: what stands in column 30 must not change a bit of the rows before it."""
+    column, size = 30, 64
+    problem = Problem(size, size, 16, b=1, dtype=dtype, variant=variant, causal=True)
+    arguments = problem.arguments()
+    arrays = problem.arrays(arguments)
+    clean = plans.run(problem.plan(), arrays)
+    for name, poison in itertools.product(("key", "value"), (np.nan, np.inf)):
+        spoilt = arrays[name].copy()
+        spoilt[:, column] = poison
+        ran = plans.run(problem.plan(), arrays | {name: spoilt})
+        assert ran.reports == []
+        np.testing.assert_array_equal(ran.arrays["out"][:, :column], clean.arrays["out"][:, :column])
+        assert not np.isfinite(ran.arrays["out"][:, column:].astype(np.float32)).any()
+    d_out, d_lse = problem.cotangents(arguments)
+    inputs = arrays | {x: clean.arrays[x] for x in ("out", "statistic")} | {"d_out": d_out, "d_statistic": d_lse}
+    clean = plans.run(problem.plan("backward"), inputs)
+    spoilt = d_out.copy()
+    spoilt[:, column] = np.nan  # columns after it are not seen by that row
+    ran = plans.run(problem.plan("backward"), inputs | {"d_out": spoilt})
+    for name in ("d_key", "d_value"):
+        np.testing.assert_array_equal(ran.arrays[name][:, column + 1 :], clean.arrays[name][:, column + 1 :])
+    rest = np.arange(size) != column
+    np.testing.assert_array_equal(ran.arrays["d_query"][:, rest], clean.arrays["d_query"][:, rest])
+
+
+# ------------------------------------------------------------------------------------------------- through jax.jit
+
+
+@pytest.fixture
+def on_device(metal, monkeypatch):
+    """`implementation="metal"` runs on the emulated device within the test, whatever the process was started with."""
+    monkeypatch.setenv("JAX_MFA_DEVICE", "emulator")
+    started = runtime._start()
+    assert not started.reason, started.reason
+    monkeypatch.setattr(runtime, "get", lambda: started)
+    runtime.failure.cache_clear()
+    jax.clear_caches()
+    yield metal
+    runtime.failure.cache_clear()
+    jax.clear_caches()
+
+
+ON_METAL = dataclasses.replace(harness.BY_NAME_OF_IMPLEMENTATION["metal"], available=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(37, 53, 33, n=6, k=2, causal=True, offset=4),
+        Problem(130, 61, 64, dtype="float16", query_lengths=(0, 99), key_lengths=(61, 30)),
+        Problem(20, 300, 8, 24, dtype="bfloat16", causal=True, offset=(-3, 200), window=(70, None)),
+    ],
+    ids=str,
+)
+def test_through_jit_and_the_launcher(on_device, problem, variant):
+    harness._program.cache_clear()
+    arguments = problem.arguments()
+    d_out, d_lse = problem.cotangents(arguments)
+    with runtime.variant(variant):
+        out, lse, gradients = harness.evaluate(ON_METAL, arguments, d_out, d_lse)
+    ran = plans.evaluate(dataclasses.replace(problem, variant=variant))
+    np.testing.assert_array_equal(out, ran.arrays["out"])
+    np.testing.assert_array_equal(
+        lse, np.where(ran.arrays["statistic"] == plans.EMPTY, -np.inf, ran.arrays["statistic"])
+    )
+    for name, x in gradients.items():
+        np.testing.assert_array_equal(x, ran.arrays[f"d_{name}"], err_msg=name)
+    plans.assert_right(problem, ran)
+    harness._program.cache_clear()
+
+
+def test_mapped_and_transposed_inputs_through_jit(on_device):
+    """vmap over the last axis of queries, keys left alone: they are read where they are."""
+    q, k, v = harness.qkv(B=2, T=19, S=23, N=4, K=2, H=16)
+    many = np.moveaxis(np.stack([q, 2 * q, -q]), 0, -1)
+    attend = lambda q: jax_mfa.dot_product_attention(q, k, v, is_causal=True, implementation="metal")
+    got = jax.jit(jax.vmap(attend, in_axes=-1, out_axes=1))(many)
+    for i, x in enumerate((q, 2 * q, -q)):
+        wanted = jax_mfa.dot_product_attention(x, k, v, is_causal=True, implementation="reference")
+        np.testing.assert_allclose(got[:, i], wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+
+
+# ------------------------------------------------------------------------------------------------------- mutations
+
+
+def without_barrier(kernel: str, number: int):
+    """The text without the n-th barrier of a kernel."""
+
+    def mutate(text: str) -> str:
+        start = text.index(f"void {kernel}(")
+        places = [m.span() for m in re.finditer(r"threadgroup_barrier\([^)]*\);", text[start:])]
+        first, last = places[number]
+        return text[: start + first] + text[start + last :]
+
+    return mutate
+
+
+def replacing(old: str, new: str):
+    def mutate(text: str) -> str:
+        assert old in text, f"the kernels no longer say {old!r}: plant this mistake elsewhere"
+        return text.replace(old, new)
+
+    return mutate
+
+
+LARGE = Problem(150, 150, 16, b=1, n=1, k=1)
+HALF = dataclasses.replace(LARGE, dtype="float16")
+# barriers of a kernel in order: after the first tile of two; after the only tile; (dK/dV: after handing over); at the end
+MUTATIONS = {
+    "forward reads a tile before it is there": (without_barrier("attention_forward", 1), LARGE, "race"),
+    "forward overwrites a tile in use": (without_barrier("attention_forward", 2), LARGE, "race"),
+    "forward overwrites one of two tiles in use": (without_barrier("attention_forward", 2), HALF, "race"),
+    "dQ reads a tile before it is there": (without_barrier("attention_d_query", 1), LARGE, "race"),
+    "dQ overwrites a tile in use": (without_barrier("attention_d_query", 2), LARGE, "race"),
+    "dK/dV takes weights before they are there": (without_barrier("attention_d_key_value", 2), LARGE, "race"),
+    "dK/dV overwrites weights in use": (without_barrier("attention_d_key_value", 3), LARGE, "race"),
+    "the ragged end is read": (replacing("if (rows >= 8 && columns >= 8)", "if (true)"), Problem(h=13), "bounds"),
+    "the ragged end is written": (
+        replacing("if (lane.row < rows && lane.column < columns)", "if (lane.column < columns)"),
+        Problem(),
+        "bounds",
+    ),
+    "head modulo key heads": (
+        replacing("head / (p.heads / p.key_heads)", "head % p.key_heads"),
+        Problem(n=4, k=2),
+        "wrong",
+    ),
+    "the offset ignored": (
+        replacing("offset = of_row[0]", "offset = 0 * of_row[0]"),
+        Problem(causal=True, offset=3),
+        "wrong",
+    ),
+    "the batch row ignored": (
+        replacing("limits + ulong(batch) * ulong(p.limits_stride)", "limits"),
+        Problem(key_lengths=(20, 30)),
+        "wrong",
+    ),
+    "sums not rescaled as the maximum rises": (
+        replacing("float sum = total[stream][block] * shrink;", "float sum = total[stream][block];"),
+        LARGE,
+        "wrong",
+    ),
+    "the last tile of the diagonal skipped": (
+        replacing("last + offset + p.right + 1", "last + offset + p.right"),
+        dataclasses.replace(LARGE, causal=True, offset=1),
+        "wrong",
+    ),
+    "the row sum's sign": (replacing("- row_shift[block]", "+ row_shift[block]"), Problem(), "wrong"),
+    "the log-sum-exp's cotangent dropped": (replacing("sum - d_statistic[at]", "sum"), Problem(), "wrong"),
+}
+
+
+def noticed(problem: Problem, ran: plans.Ran, how: str) -> bool:
+    if how != "wrong":
+        return any(how in report for report in ran.reports)
+    assert ran.reports == []
+    try:
+        plans.assert_right(problem, ran)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mistake", MUTATIONS)
+def test_a_planted_mistake_is_noticed(mistake):
+    mutate, problem, how = MUTATIONS[mistake]
+    text = mutate(source.base())
+    forward = plans.run(problem.plan(), problem.arrays(problem.arguments()), text=text)
+    assert noticed(problem, forward, how) or noticed(problem, plans.evaluate(problem, text=text), how)
+
+
+# ----------------------------------------------------------------------------------------------------------- sweep
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("h", HEADS)
+def test_every_head_size_dtype_and_variant_sweep(h, dtype, variant):
+    for i, (t, s) in enumerate(LENGTHS):
+        n, k = GROUPS[(i + h) % len(GROUPS)]
+        rule = RULES[(i + h) % 3]
+        v = h if i % 3 else max(h - 5, 1)
+        plans.check(Problem(t, s, h, v, b=1, n=n, k=k, dtype=dtype, variant=variant, **rule), seed=i)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("variant", [*VARIANTS, *SETTINGS], ids=lambda x: x if isinstance(x, str) else None)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_every_mask_dtype_and_setting_sweep(rule, dtype, variant):
+    for (n, k), h in zip(GROUPS, (16, 33, 8, 21)):
+        plans.check(
+            Problem(**({"t": 67, "s": 95, "h": h, "n": n, "k": k} | rule), dtype=dtype, variant=variant), seed=h
+        )
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(40))
+def test_random_problems_sweep(seed):
+    rng = np.random.default_rng(seed)
+    pick = lambda x: x[rng.integers(len(x))]
+    n, k = pick(GROUPS)
+    b = int(rng.integers(1, 4))
+    t, s = (int(x) for x in rng.integers(1, 301, 2))
+    lengths = lambda size: tuple(int(x) for x in rng.integers(0, size + 1, b)) if rng.random() < 0.4 else None
+    problem = Problem(
+        t,
+        s,
+        int(rng.integers(1, 100)),
+        int(rng.integers(1, 100)),
+        b,
+        n,
+        k,
+        pick(DTYPES),
+        pick([*VARIANTS, *SETTINGS]),
+        bool(rng.integers(2)),
+        tuple(int(x) for x in rng.integers(-50, 200, b)) if rng.random() < 0.5 else int(rng.integers(-50, 200)),
+        lengths(t),
+        lengths(s),
+        pick([(None, None), (20, None), (None, 5), (40, 40), (0, 0)]),
+        bool(rng.integers(2)),
+    )
+    plans.check(problem, seed=seed)
