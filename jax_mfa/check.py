@@ -51,7 +51,7 @@ class Problem:
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Query, key, value, and the cotangents of output and log-sum-exp, random."""
         rng = np.random.default_rng(self.head_size)
-        shaped = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+        shaped = lambda *shape: np.asarray(rng.standard_normal(shape), np.float32)
         row = (BATCH, self.queries, HEADS)
         column = (BATCH, self.keys, KEY_HEADS)
         inputs = [
@@ -60,7 +60,8 @@ class Problem:
             (*column, self.value_size),
             (*row, self.value_size),
         ]
-        return (*(shaped(*shape).astype(jnp.dtype(self.dtype)) for shape in inputs), shaped(*row))
+        rounded = [shaped(*shape).astype(jnp.dtype(self.dtype)) for shape in inputs]
+        return (*rounded, shaped(*row))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _x64():
     return enable_x64()
 
 
-def _both(implementation: str, **arguments):
+def _both(implementation: Any, **arguments):
     """Output, log-sum-exp and gradients, as one function of query, key, value and the cotangents."""
     attention = functools.partial(flash_attention, implementation=implementation, **arguments)
 
@@ -149,8 +150,8 @@ def judge(problem: Problem, implementation: str) -> Verdict:
         return Verdict(problem, {}, {}, f"{type(error).__name__}: {error}")
     errors = {}
     for name, x, y in zip(RESULTS, got, expected):
-        error = np.abs(x - y).max() / np.abs(y).max()
-        errors[name] = float(error) if np.isfinite(error) else float("inf")
+        relative = float(np.abs(x - y).max() / np.abs(y).max())
+        errors[name] = relative if np.isfinite(relative) else float("inf")
     return Verdict(problem, errors, allowed(problem))
 
 
@@ -260,9 +261,8 @@ def run(options: argparse.Namespace) -> int:
     failed = sum(not v.passed for v in verdicts)
     seconds = time.perf_counter() - start
     what = f"{implementation}, {len(verdicts)} problems in {seconds:.0f} s"
-    print(
-        f"\nB = {BATCH}, N/K = {HEADS}/{KEY_HEADS}, T = {Problem.queries}, S = {Problem.keys}; errors are relative to the largest entry."
-    )
+    sizes = f"B = {BATCH}, N/K = {HEADS}/{KEY_HEADS}, T = {Problem.queries}, S = {Problem.keys}"
+    print(f"\n{sizes}; errors are relative to the largest entry.")
     if not usable:
         print(f"Metal was not checked ({runtime.get().reason}); blockwise, which runs in its place, was.")
     print(f"FAILED: {failed} of {what}" if failed else f"all passed: {what}")

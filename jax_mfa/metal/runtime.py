@@ -124,7 +124,7 @@ def get() -> Runtime:
 
 @contextlib.contextmanager
 def variant(name: str):
-    """Programs compiled within take the tile table of this name; those compiled before are forgotten, and at the end these."""
+    """Programs compiled within take the tile table of this name. Compiled programs are forgotten at both ends."""
     _chosen.append(name)
     jax.clear_caches()
     try:

@@ -1,4 +1,4 @@
-"""`python -m jax_mfa source`: the MSL text and the launch plan of a problem, complete enough to compile and run elsewhere.
+"""`python -m jax_mfa source`: the MSL text and the launch plan of a problem, enough to compile and run it elsewhere.
 
 The text is the one that the launcher compiles, letter for letter; the plan is the launcher's own JSON with notes for
 readers beside it. Needs no device. Knows how to read kernels, not what they compute.

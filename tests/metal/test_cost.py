@@ -53,7 +53,7 @@ def test_causal_at_2048_does_at_most_53_hundredths_of_dense(variant):
 @pytest.mark.parametrize("h", [64, 128, 256])
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 def test_causal_at_2048_by_tile_sizes(variant, h):
-    """For every other entry by arithmetic: a simdgroup's rows and a tile's columns bound what is done beyond the half."""
+    """Other entries by arithmetic: a simdgroup's rows and a tile's columns bound what is done beyond the half."""
     chosen = tiles.select(variant, h, h, 2)
     beyond = {
         "forward": chosen.forward.blocks * 8 + chosen.forward.keys,

@@ -213,7 +213,7 @@ def replacing(old: str, new: str):
 
 LARGE = Problem(150, 150, 16, b=1, n=1, k=1)
 HALF = dataclasses.replace(LARGE, dtype="float16")
-# barriers of a kernel in order: after the first tile of two; after the only tile; (dK/dV: after handing over); at the end
+# a kernel's barriers in order: after the first tile of two; after the only tile; in dK/dV at the handover; at the end
 MUTATIONS = {
     "forward reads a tile before it is there": (without_barrier("attention_forward", 1), LARGE, "race"),
     "forward overwrites a tile in use": (without_barrier("attention_forward", 2), LARGE, "race"),

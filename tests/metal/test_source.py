@@ -18,7 +18,13 @@ import oracle
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}
+DTYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "int32": np.int32,
+    "bool": np.bool_,
+}
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
@@ -97,6 +103,38 @@ def test_the_printed_source_and_plan_run_elsewhere_and_are_right(tmp_path, dtype
     finite = np.isfinite(wanted.lse)
     np.testing.assert_allclose(inputs["statistic"][finite], wanted.lse[finite], rtol=0, atol=4e-6)
     assert (inputs["statistic"][~finite] == np.float32(3.40282347e38)).all()
+
+
+def test_every_other_feature_runs_elsewhere_too(tmp_path):
+    """Mask, bias, slopes, sinks, soft cap and segments at once, from the notes in the plan."""
+    b, t, s, n, k, h = 2, 37, 53, 6, 2, 24
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    query, key, value = normal(b, t, n, h), normal(b, s, k, h), normal(b, s, k, 17)
+    d_out, d_lse = normal(b, t, n, 17), normal(b, t, n)
+    keywords = {
+        "bias": normal(1, n, t, s),
+        "mask": rng.random((b, 1, t, s)) < 0.7,
+        "alibi_slopes": rng.random(n).astype(np.float32) / 8,
+        "sinks": normal(n),
+        "logits_soft_cap": 3.0,
+        "query_segment_ids": np.sort(rng.integers(0, 3, (b, t)), axis=1).astype(np.int32),
+        "key_value_segment_ids": np.sort(rng.integers(0, 3, (b, s)), axis=1).astype(np.int32),
+    }
+    numbers = np.stack([np.full(n, h**-0.5), keywords["alibi_slopes"], keywords["sinks"]], 1).astype(np.float32)
+    inputs = {"query": query, "key": key, "value": value, "d_out": d_out, "d_statistic": d_lse}
+    inputs |= {name: keywords[name] for name in ("mask", "bias")} | {"numbers": np.tile(numbers, (b, 1))}
+    inputs |= {f"{x}_segments": keywords[f"{y}_segment_ids"] for x, y in (("query", "query"), ("key", "key_value"))}
+    wanted = oracle.attention(query, key, value, **keywords, d_out=d_out, d_lse=d_lse)
+
+    features = "--dtype float32 --mask --bias --alibi --sinks --soft-cap 3 --segments".split()
+    inputs |= run_folder(*write(tmp_path / "forward", *SIZES, *features), inputs)
+    results = run_folder(*write(tmp_path / "backward", *SIZES, *features, "--pass", "backward"), inputs)
+    results["d_alibi_slopes"] = results["d_slopes"].sum((0, 1))
+    results["d_sinks"] = -(np.exp(keywords["sinks"] - inputs["statistic"]) * results["row_sums"]).sum((0, 1))
+    pairs = [(inputs["out"], wanted.out)] + [(results[f"d_{name}"], x) for name, x in wanted.gradients.items()]
+    for got, expected in pairs:
+        assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_inline_bytes_are_explained(tmp_path):

@@ -204,6 +204,7 @@ std::string precompiled_shim(const Settings &s, bool checked, bool fast_math) {
   std::lock_guard<std::mutex> lock(mutex);
   Hash h;
   h.add(shim_identity(s));
+  h.add(s.include_dir);  // the precompiled form names the files it came from
   std::vector<std::string> a = language_flags(s, checked, fast_math);
   for (const std::string &f : a) h.add(f);
   std::string folder = s.cache_dir + "/shim", path = folder + "/" + h.text() + ".pch";
@@ -214,7 +215,8 @@ std::string precompiled_shim(const Settings &s, bool checked, bool fast_math) {
   std::string temporary = unique_path(".pch"), messages;
   for (size_t i = 0; i < a.size(); i++)
     if (a[i] == "c++") a[i] = "c++-header";
-  a.insert(a.end(), {"-I", s.include_dir, s.include_dir + "/emulator/entry.h", "-o", temporary});
+  // their content is in the key: a checkout that only renewed their times still fits
+  a.insert(a.end(), {"-Xclang", "-fno-pch-timestamp", "-I", s.include_dir, s.include_dir + "/emulator/entry.h", "-o", temporary});
   if (run(a, &messages) != 0) throw std::runtime_error("the emulator's shim headers do not compile:\n" + messages);
   if (rename(temporary.c_str(), path.c_str()) != 0) throw std::runtime_error("cannot move into the cache: " + path);
   return path;
