@@ -5,7 +5,7 @@
 #include "parameters.h"
 
 struct Score {
-  constant Parameters& p;
+  constant Parameters* p;
   device const float* numbers;
   device const uchar* bias;
   ulong bias_offset;
@@ -14,20 +14,22 @@ struct Score {
   float scale;
   float slope;
 
+  Score() = default;
+
   Score(
       constant Parameters& p, device const float* numbers, device const uchar* bias, int batch, int head, int offset)
-      : p(p), numbers(numbers), bias(bias), batch(batch), offset(offset) {
+      : p(&p), numbers(numbers), bias(bias), batch(batch), offset(offset) {
     turn_to(head);
   }
 
   device const float* of_head(int head) const {
-    return numbers + (ulong(batch) * ulong(p.heads) + ulong(head)) * ulong(p.numbers_stride);
+    return numbers + (ulong(batch) * ulong(p->heads) + ulong(head)) * ulong(p->numbers_stride);
   }
 
   void turn_to(int head) {
     scale = of_head(head)[0];
     slope = has_slopes ? of_head(head)[1] : 0.0f;
-    bias_offset = bias_type != 0 ? broadcast_offset(p.bias, batch, head) : 0;
+    bias_offset = bias_type != 0 ? broadcast_offset(p->bias, batch, head) : 0;
   }
 
   float sink(int head) const {
@@ -35,7 +37,7 @@ struct Score {
   }
 
   float bias_at(int row, int column) const {
-    const ulong i = bias_offset + broadcast_index(p.bias, row, column);
+    const ulong i = bias_offset + broadcast_index(p->bias, row, column);
     if (bias_type == 1) {
       return reinterpret_cast<device const float*>(bias)[i];
     }
@@ -62,7 +64,7 @@ struct Score {
       x += slope * distance(row, column);
     }
     if (has_cap) {
-      x = p.cap * precise::tanh(x / p.cap);
+      x = p->cap * precise::tanh(x / p->cap);
     }
     return x * log2_e;
   }
@@ -75,7 +77,7 @@ struct Score {
   // The derivative by the score before the cap, given that by the logit to base e; dQ and dK still need `scale`.
   float derivative(float d_logit, float logit) const {
     if (has_cap) {
-      const float y = logit * (ln_2 / p.cap);
+      const float y = logit * (ln_2 / p->cap);
       return d_logit * (1.0f - y * y);
     }
     return d_logit;

@@ -10,7 +10,7 @@ constant constexpr int some_visible = 1;
 constant constexpr int all_visible = 2;
 
 struct Visibility {
-  constant Parameters& p;
+  constant Parameters* p;
   int offset;   // position of query row 0
   int rows;     // rows from here on see nothing
   int columns;  // columns from here on are seen by nobody
@@ -23,10 +23,12 @@ struct Visibility {
   int batch;
   ushort lane;
 
+  Visibility() = default;
+
   Visibility(
       constant Parameters& p, device const int* limits, device const uchar* mask, device const uchar* blocks,
       device const int* query_segments, device const int* key_segments, int batch, int head, ushort lane)
-      : p(p), mask(mask), blocks(blocks), batch(batch), lane(lane) {
+      : p(&p), mask(mask), blocks(blocks), batch(batch), lane(lane) {
     device const int* of_row = limits + ulong(batch) * ulong(p.limits_stride);
     offset = of_row[0];
     rows = min(of_row[1], p.queries);
@@ -37,27 +39,27 @@ struct Visibility {
   }
 
   void turn_to(int head) {
-    mask_of_head = has_mask ? mask + broadcast_offset(p.mask, batch, head) : mask;
-    blocks_of_head = has_blocks ? blocks + broadcast_offset(p.blocks, batch, head) : blocks;
+    mask_of_head = has_mask ? mask + broadcast_offset(p->mask, batch, head) : mask;
+    blocks_of_head = has_blocks ? blocks + broadcast_offset(p->blocks, batch, head) : blocks;
   }
 
   // The columns that any of the rows first … last may see lie in column_begin … column_end - 1.
   int column_begin(int first) const {
-    return has_left ? max(first + offset - p.left, 0) : 0;
+    return has_left ? max(first + offset - p->left, 0) : 0;
   }
 
   int column_end(int first, int last) const {
-    const int end = has_right ? min(columns, last + offset + p.right + 1) : columns;
+    const int end = has_right ? min(columns, last + offset + p->right + 1) : columns;
     return first < rows ? end : 0;
   }
 
   // The rows that may see any of the columns first … last lie in row_begin … row_end - 1.
   int row_begin(int first) const {
-    return has_right ? max(first - offset - p.right, 0) : 0;
+    return has_right ? max(first - offset - p->right, 0) : 0;
   }
 
   int row_end(int first, int last) const {
-    const int end = has_left ? min(rows, last - offset + p.left + 1) : rows;
+    const int end = has_left ? min(rows, last - offset + p->left + 1) : rows;
     return first < columns ? end : 0;
   }
 
@@ -68,10 +70,10 @@ struct Visibility {
     }
     bool whole = row + n <= rows && column + m <= columns;
     if (has_right) {
-      whole = whole && column + m - 1 <= row + offset + p.right;
+      whole = whole && column + m - 1 <= row + offset + p->right;
     }
     if (has_left) {
-      whole = whole && column >= row + n - 1 + offset - p.left;
+      whole = whole && column >= row + n - 1 + offset - p->left;
     }
     return whole ? all_visible : some_visible;
   }
@@ -79,8 +81,8 @@ struct Visibility {
   // The same by everything else; to be called by whole simdgroups.
   int contents(int row, int n, int column, int m) const {
     int result = has_mask ? some_visible : all_visible;
-    const int row_end = min(row + n, p.queries);
-    const int column_end = min(column + m, p.keys);
+    const int row_end = min(row + n, p->queries);
+    const int column_end = min(column + m, p->keys);
     if (has_segments) {
       int low = INT_MAX, high = INT_MIN, key_low = INT_MAX, key_high = INT_MIN;
       for (int i = row + lane; i < row_end; i += 32) {
@@ -103,10 +105,10 @@ struct Visibility {
       }
     }
     if (has_blocks) {
-      const int first_row = row / p.block_rows;
-      const int first_column = column / p.block_columns;
-      const int across = (column_end - 1) / p.block_columns - first_column + 1;
-      const int count = ((row_end - 1) / p.block_rows - first_row + 1) * across;
+      const int first_row = row / p->block_rows;
+      const int first_column = column / p->block_columns;
+      const int across = (column_end - 1) / p->block_columns - first_column + 1;
+      const int count = ((row_end - 1) / p->block_rows - first_row + 1) * across;
       bool any = false;
       bool all = true;
       for (int i = lane; i < count; i += 32) {
@@ -125,25 +127,25 @@ struct Visibility {
   }
 
   bool block(int row, int column) const {
-    return blocks_of_head[broadcast_index(p.blocks, row, column)] != 0;
+    return blocks_of_head[broadcast_index(p->blocks, row, column)] != 0;
   }
 
   bool visible(int row, int column) const {
     bool result = row < rows && column < columns;
     if (has_right) {
-      result = result && column <= row + offset + p.right;
+      result = result && column <= row + offset + p->right;
     }
     if (has_left) {
-      result = result && column >= row + offset - p.left;
+      result = result && column >= row + offset - p->left;
     }
     if (has_segments) {
       result = result && query_segments[row] == key_segments[column];
     }
     if (has_blocks) {
-      result = result && block(row / p.block_rows, column / p.block_columns);
+      result = result && block(row / p->block_rows, column / p->block_columns);
     }
     if (has_mask) {
-      result = result && mask_of_head[broadcast_index(p.mask, row, column)] != 0;
+      result = result && mask_of_head[broadcast_index(p->mask, row, column)] != 0;
     }
     return result;
   }

@@ -208,6 +208,45 @@ def _forward(spec: Specification, key, tile: tiles.ForwardTiles) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
+def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
+    x = Shapes(*key)
+    group = x.n // x.k * x.t
+    length = tiles.split_keys(x.s, tile.keys)
+    splits = -(-x.s // length)
+    shared = _shared(spec, x)
+    merge = Kernel(
+        f"attention_merge_{_SHORT[x.dtype]}_v{x.v}",
+        ("attention_merge", SCALARS[x.dtype], x.v, ROW_SUM_SIMDGROUPS),
+        ((7, "has_sinks", "bool", "sinks" in x.uses),),
+        ROW_SUM_SIMDGROUPS * 32,
+    )
+    count = struct.pack("<i", splits)
+    return Plan(
+        "attention_decode",
+        source.base_hash(),
+        (
+            *x.inputs(),
+            x.like_out("out", "output"),
+            x.rows("statistic", "output"),
+            Buffer("split_out", "scratch", "float32", (x.batch, x.k, splits, group, x.v)),
+            Buffer("split_state", "scratch", "float32", (x.batch, x.k, splits, group, 2)),
+        ),
+        (
+            Dispatch(
+                _kernel("attention_decode", spec, x, tile.simdgroups * 32, tile),
+                (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.batch),
+                _arguments(*shared, "split_out", "split_state", count, struct.pack("<i", length)),
+            ),
+            Dispatch(
+                merge,
+                (-(-group // ROW_SUM_SIMDGROUPS), x.k, x.batch),
+                _arguments("split_out", "split_state", shared[5], "out", "statistic", shared[3], count),
+            ),
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
 def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
     x = Shapes(*key)
     shared = (*_shared(spec, x), "d_out", "statistic", "row_sums")
@@ -308,7 +347,7 @@ def forward(
     uses: tuple[str, ...] = (),
     **optional,
 ) -> Plan:
-    """The plan of the forward pass.
+    """The plan of the forward pass; for a few queries against many keys, that of decoding.
 
     Args:
       query, key, value: arrays or shapes, [B, T, N, H], [rows, S, K, H], [rows, S, K, V].
@@ -321,7 +360,14 @@ def forward(
         query_segments, key_segments: int32 [B, T] and [B, S].
         dropout: uint32 [B, 3], two words of seed and the batch index that the random counter uses.
     """
-    return _forward(spec, _key(query, key, value, uses, optional), _select(variant, query, value).forward)
+    found = _key(query, key, value, uses, optional)
+    t, s = query.shape[1], key.shape[1]
+    if isinstance(variant, str) and t <= tiles.DECODE_QUERIES and s >= tiles.DECODE_KEYS and not spec.dropout_rate:
+        item = ITEM_SIZES[np.dtype(query.dtype).name]
+        tile = tiles.decode(query.shape[2] // key.shape[2] * t, query.shape[3], value.shape[3], item)
+        if tile is not None:
+            return _decode(spec, found, tile)
+    return _forward(spec, found, _select(variant, query, value).forward)
 
 
 def backward(

@@ -31,7 +31,7 @@ _STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"^\s*(\w+) (\w+);\s*(?://\s*(.*))?$")
 _MACRO = re.compile(r"^#define (\w+)[ \t]*\\\n((?:.*\\\n)*.*)$", re.MULTILINE)
 _PARAMETER = re.compile(
-    r"(device|constant) (?:const )?([^*&,]+?)\s*([*&])\s*(\w+) \[\[buffer\((\d+)\)\]\],?[ ]*(?://(.*)|/\*(.*?)\*/)?"
+    r"(device|constant) (?:const )?([^*&,]+?)\s*([*&])\s*(\w+) \[\[buffer\((\d+)\)[^\]]*\]\],?[ ]*(?://(.*)|/\*(.*?)\*/)?"
 )
 _FORMATS = {"int": "i", "uint": "I", "float": "f", "uchar": "B"}
 # columns of the tables that a plan may carry inline

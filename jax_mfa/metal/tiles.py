@@ -65,6 +65,49 @@ class ForwardTiles:
         return self.buffers * self.keys * (_row_bytes(h, item) + _row_bytes(v, item))
 
 
+# Few query rows against many keys: up to this many rows, and from this many keys on, keys are split among simdgroups.
+DECODE_QUERIES = 16
+DECODE_KEYS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTiles:
+    """Template arguments of `attention_decode`, in its order."""
+
+    blocks: int
+    simdgroups: int
+    keys: int
+    slices: int
+
+    @property
+    def rows(self) -> int:
+        return self.blocks * 8
+
+    def fragment_bytes(self, h: int, v: int, item: int) -> int:
+        rows = self.rows
+        own = _fragments(rows, padded(h), item)
+        return own + _fragments(rows, _sliced(v, self.slices), 4) + _fragments(rows, self.keys, 4)
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return 0
+
+
+def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | None:
+    """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit."""
+    for blocks in (2, 1):
+        for slices in (1, 2, 4):
+            tile = DecodeTiles(blocks, 4, 16, slices)
+            fits = tile.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET and (slices == 1 or padded(v) % (8 * slices) == 0)
+            if fits and (blocks == 1 or rows > 8):
+                return tile
+    return None
+
+
+def split_keys(keys: int, step: int) -> int:
+    """Columns of a split: enough splits to fill a GPU, and none so short that merging costs more than it saves."""
+    return max(256, padded(-(-keys // 64)), step)
+
+
 @dataclasses.dataclass(frozen=True)
 class QueryTiles:
     """Template arguments of `attention_d_query`, in its order."""
@@ -132,11 +175,8 @@ _WIDE = Tiles(
 
 # (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory
 STAGED = {
-    (32, 2): Tiles(
-        ForwardTiles(2, 8, 32, 1, 2, True), QueryTiles(2, 4, 32, 2, 1, True, True), KeyTiles(2, 4, 32, 1, True)
-    ),
     (64, 2): Tiles(
-        ForwardTiles(2, 4, 32, 1, 2, True), QueryTiles(2, 4, 32, 2, 1, True, True), KeyTiles(2, 4, 32, 1, True)
+        ForwardTiles(2, 8, 32, 1, 2, True), QueryTiles(2, 4, 32, 2, 1, True, True), KeyTiles(2, 4, 32, 1, True)
     ),
     (128, 2): Tiles(
         ForwardTiles(2, 4, 16, 1, 2, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(2, 4, 16, 1, True)

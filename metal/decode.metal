@@ -1,0 +1,207 @@
+// Attention for a few query rows against many keys: the keys are dealt to simdgroups ("splits"), each keeps its own running
+// maximum, sum and output, and a second kernel merges them (Flash-Decoding; Dao et al., 2023).
+//
+// The rows of a simdgroup are all T rows of all G heads that share a key head, so each key and value is loaded once for the
+// whole group, straight from device memory: nobody else wants it. Nothing beyond a batch row's length is read.
+#include "products.h"
+#include "score.h"
+#include "visibility.h"
+
+// Row r of a group is query row r % T of head r / T.
+struct GroupRow {
+  int head;
+  int row;
+  bool inside;
+
+  GroupRow(constant Parameters& p, int key_head, int r) {
+    const int heads = p.heads / p.key_heads;
+    inside = r < heads * p.queries;
+    head = key_head * heads + (inside ? r / p.queries : 0);
+    row = inside ? r % p.queries : 0;
+  }
+};
+
+template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode(
+    ATTENTION_OPERANDS,
+    device float* split_out [[buffer(12)]],    // [B, K, splits, G·T, V], not normalised
+    device float* split_state [[buffer(13)]],  // [B, K, splits, G·T, 2]: maximum to base 2, sum
+    constant int& splits [[buffer(14)]],
+    constant int& split_keys [[buffer(15)]],   // columns of a split, a multiple of KEYS
+    uint3 group [[threadgroup_position_in_grid]],  // (splits / SIMDGROUPS, tile of rows and slice, key head and batch row)
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane_index [[thread_index_in_simdgroup]]) {
+  constexpr int h_fragments = Padded<T, H>::width / 8;
+  constexpr int v_fragments = Slice<T, V, SLICES>::count;
+  constexpr int columns = KEYS / 8;
+  const Lane lane(lane_index);
+  const int split = int(group.x) * SIMDGROUPS + simdgroup;
+  const int slice = int(group.y) % SLICES;
+  const int first = int(group.y) / SLICES * BLOCKS * 8;
+  const int key_head = int(group.z) % p.key_heads;
+  const int batch = int(group.z) / p.key_heads;
+  const int rows = p.heads / p.key_heads * p.queries;
+  if (split >= splits) {
+    return;
+  }
+
+  const ulong k_stride = ulong(p.key_heads) * H;
+  const ulong v_stride = ulong(p.key_heads) * V;
+  device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
+  device const T* v_rows = value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
+  Fragment<T> q[BLOCKS][h_fragments];
+  Fragment<float> sums[BLOCKS][v_fragments];
+  float high[BLOCKS];
+  float total[BLOCKS];
+  clear(sums);
+  for (int block = 0; block < BLOCKS; ++block) {
+    high[block] = -INFINITY;
+    total[block] = 0;
+    const GroupRow own(p, key_head, first + block * 8 + lane.row);
+    device const T* at = query + head_offset(batch, p.queries, p.heads, own.head, H) + ulong(own.row) * p.heads * H;
+    for (int i = 0; i < h_fragments; ++i) {
+      const int column = i * 8 + lane.column;
+      q[block][i].thread_elements()[0] = own.inside && column < H ? at[column] : T(0);
+      q[block][i].thread_elements()[1] = own.inside && column + 1 < H ? at[column + 1] : T(0);
+    }
+  }
+
+  Visibility visibility[BLOCKS];
+  Score score[BLOCKS];
+  int own_row[BLOCKS];  // -1 outside
+  for (int block = 0; block < BLOCKS; ++block) {
+    const GroupRow own(p, key_head, first + block * 8 + lane.row);
+    own_row[block] = own.inside ? own.row : -1;
+    visibility[block] =
+        Visibility(p, limits, mask, blocks, query_segments, key_segments, batch, own.head, lane_index);
+    score[block] = Score(p, numbers, bias, batch, own.head, visibility[block].offset);
+  }
+  const Visibility all(p, limits, mask, blocks, query_segments, key_segments, batch, key_head, lane_index);
+  const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
+  const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
+  for (int column = begin; column < end; column += KEYS) {
+    const bool whole = !has_mask && !has_blocks && !has_segments &&
+                       all.band(0, p.queries, column, KEYS) == all_visible;
+    Fragment<float> s[BLOCKS][columns];
+    for (int block = 0; block < BLOCKS; ++block) {
+      for (int c = 0; c < columns; ++c) {
+        s[block][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      }
+    }
+    const Tile<T, H, false> k_tile = {nullptr, k_rows + column * k_stride, k_stride, all.columns - column, lane};
+    const Tile<T, V, false> v_tile = {nullptr, v_rows + column * v_stride, v_stride, all.columns - column, lane};
+#pragma clang loop unroll(full)
+    for (int i = 0; i < h_fragments; ++i) {
+      for (int c = 0; c < columns; ++c) {
+        const Fragment<T> k = k_tile.transposed(c, i);
+        for (int block = 0; block < BLOCKS; ++block) {
+          simdgroup_multiply_accumulate(s[block][c], q[block][i], k, s[block][c]);
+        }
+      }
+    }
+
+    bool careful = !whole;
+    for (int block = 0; block < BLOCKS; ++block) {
+      careful = careful || score[block].may_hide();
+      float largest = high[block];
+      for (int c = 0; c < columns; ++c) {
+        for (int e = 0; e < 2; ++e) {
+          const int at = column + c * 8 + lane.column + e;
+          float x = -INFINITY;
+          if (own_row[block] >= 0 && (whole || visibility[block].visible(own_row[block], at))) {
+            x = score[block].logit(s[block][c].thread_elements()[e], own_row[block], at);
+          }
+          s[block][c].thread_elements()[e] = x;
+          largest = max(largest, x);
+        }
+      }
+      largest = row_max(largest);
+      const float zero = largest == -INFINITY ? 0.0f : largest;
+      const float shrink = fast::exp2(high[block] - zero);
+      float sum = total[block] * shrink;
+      for (int c = 0; c < columns; ++c) {
+        for (int e = 0; e < 2; ++e) {
+          const float x = s[block][c].thread_elements()[e];
+          const float weight = fast::exp2(x - zero);
+          sum += weight;
+          s[block][c].thread_elements()[e] = x == -INFINITY ? invisible_weight() : weight;
+        }
+      }
+      high[block] = largest;
+      total[block] = sum;
+      for (int i = 0; i < v_fragments; ++i) {
+        sums[block][i].thread_elements()[0] *= shrink;
+        sums[block][i].thread_elements()[1] *= shrink;
+      }
+    }
+    accumulate(sums, s, v_tile, 0, slice * v_fragments, careful);
+  }
+
+  const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
+  for (int block = 0; block < BLOCKS; ++block) {
+    const int row = first + block * 8;
+    const float sum = row_sum(total[block]);
+    device float* at = split_out + (plane * rows + row) * V;
+    for (int i = 0; i < v_fragments; ++i) {
+      const int column = (slice * v_fragments + i) * 8;
+      store_rows(sums[block][i], 1.0f, at + column, ulong(V), rows - row, V - column, lane);
+    }
+    if (slice == 0 && lane.column == 0 && row + lane.row < rows) {
+      device float* state = split_state + (plane * rows + row + lane.row) * 2;
+      state[0] = high[block];
+      state[1] = sum;
+    }
+  }
+}
+
+// One simdgroup for each row: its splits become one output and one log-sum-exp.
+template <typename T, int V, int SIMDGROUPS>
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_merge(
+    device const float* split_out [[buffer(0)]],
+    device const float* split_state [[buffer(1)]],
+    device const float* numbers [[buffer(2)]],
+    device T* out [[buffer(3)]],            // [B, T, N, V]
+    device float* statistic [[buffer(4)]],  // [B, T, N]
+    constant Parameters& p [[buffer(5)]],
+    constant int& splits [[buffer(6)]],
+    uint3 group [[threadgroup_position_in_grid]],  // (SIMDGROUPS rows, key head, batch row)
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane [[thread_index_in_simdgroup]]) {
+  const int key_head = group.y;
+  const int batch = group.z;
+  const int rows = p.heads / p.key_heads * p.queries;
+  const int r = int(group.x) * SIMDGROUPS + simdgroup;
+  if (r >= rows) {
+    return;
+  }
+  const GroupRow own(p, key_head, r);
+  const ulong first = (ulong(batch) * p.key_heads + key_head) * splits;
+  float largest = -INFINITY;
+  for (int split = lane; split < splits; split += 32) {
+    largest = max(largest, split_state[((first + split) * rows + r) * 2]);
+  }
+  largest = simd_max(largest);
+  const bool empty = largest == -INFINITY;
+  const float sink =
+      has_sinks ? numbers[(ulong(batch) * p.heads + own.head) * p.numbers_stride + 2] * log2_e : -INFINITY;
+  const float zero = empty ? 0.0f : max(largest, sink);
+  float sum = 0;
+  for (int split = 0; split < splits; ++split) {
+    device const float* state = split_state + ((first + split) * rows + r) * 2;
+    sum += state[1] * fast::exp2(state[0] - zero);
+  }
+  sum += has_sinks && !empty ? fast::exp2(sink - zero) : 0.0f;
+  const float inverse = empty ? 0.0f : 1.0f / sum;
+  const ulong at = (ulong(batch) * p.queries + own.row) * p.heads + own.head;
+  for (int i = lane; i < V; i += 32) {
+    float x = 0;
+    for (int split = 0; split < splits; ++split) {
+      const float shrink = fast::exp2(split_state[((first + split) * rows + r) * 2] - zero);
+      x += shrink == 0 ? 0.0f : split_out[((first + split) * rows + r) * V + i] * shrink;
+    }
+    out[at * V + i] = T(x * inverse);
+  }
+  if (lane == 0) {
+    statistic[at] = empty ? empty_statistic : (zero + precise::log2(sum)) * ln_2;
+  }
+}
