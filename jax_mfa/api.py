@@ -165,6 +165,60 @@ def flash_attention(
     )
 
 
+def decode_attention(
+    query,
+    key,
+    value,
+    lengths,
+    *,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    **keywords,
+):
+    """Causal attention of the newest queries against a padded cache of keys and values.
+
+    The T queries stand at the end of what the cache holds: with `lengths` entries filled, row t has position
+    `lengths − T + t`. Nothing beyond a batch row's length is read or matters. For T ≤ 16 the Metal implementation
+    splits the keys among simdgroups and loads each once for all heads of a group (Flash-Decoding, Dao et al., 2023).
+
+    Args:
+      query: `[B, T, N, H]`, the newest positions.
+      key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest entries.
+      lengths: integers `[B]` (or one for all), how many entries of each batch row are filled, the newest included.
+      implementation, return_residual: as in `dot_product_attention`.
+      **keywords: other arguments of `dot_product_attention`; masks by position are set here.
+
+    Returns:
+      As `dot_product_attention`.
+
+    Raises:
+      ValueError, TypeError: as there, and where a keyword contradicts what is set here.
+    """
+    taken = {"is_causal", "query_offset", "key_value_seq_lengths"} & keywords.keys()
+    if taken:
+        raise ValueError(f"{sorted(taken)[0]} must not be given: decode_attention derives it from lengths")
+    if not hasattr(lengths, "dtype"):
+        lengths = np.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"lengths must be integers [B], got {lengths.dtype.name}{list(lengths.shape)}")
+    lead = np.shape(query)[:-3]
+    if lengths.shape not in ((), lead):
+        raise ValueError(f"lengths must have shape [B] = {list(lead)}, got {list(lengths.shape)}")
+    full = np.broadcast_to if isinstance(lengths, np.ndarray) else jnp.broadcast_to
+    lengths = full(lengths, lead) if lead else lengths
+    return dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        query_offset=jnp.asarray(lengths, jnp.int32) - np.shape(query)[-3],
+        key_value_seq_lengths=lengths,
+        implementation=implementation,
+        return_residual=return_residual,
+        **keywords,
+    )
+
+
 def explain(query, key, value, bias=None, mask=None, *, implementation: Implementation | None = None, **keywords):
     """Which implementation `dot_product_attention` would take for the same arguments, and why.
 

@@ -13,8 +13,8 @@ transpose gives both. Second derivatives differentiate the reference.
 Batching folds the mapped axis into the batch and leaves operands that are not mapped alone.
 
 Each carries the `implementation` that the caller named, None where the choice is left open. Lowering for platform `cpu`
-takes Metal where it is usable (on Apple silicon CPU and GPU share memory), and blockwise on every other platform, so one
-traced function is right on each of them.
+takes Metal where it is usable (on Apple silicon CPU and GPU share memory), and blockwise on every other platform, so
+one traced function is right on each of them.
 """
 
 from __future__ import annotations
@@ -344,9 +344,7 @@ transpose_p = _primitive(
     (*_STATIC, "wanted"),
     _transpose_on_metal,
 )
-tangent_p = _primitive(
-    "jax_mfa_attention_tangent", _tangent, _tangent_shapes, _tangent_batching, (*_STATIC, "wanted")
-)
+tangent_p = _primitive("jax_mfa_attention_tangent", _tangent, _tangent_shapes, _tangent_batching, (*_STATIC, "wanted"))
 ad.primitive_jvps[attention_p] = _attention_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_jvps[tangent_p] = _jvp_by_jax(_tangent)

@@ -526,7 +526,7 @@ def test_flash_call_errors(monkeypatch):
     with pytest.raises(ValueError, match="mask"):
         flash().apply(params, x, mask=random_mask((T, T + 1)))
     monkeypatch.setattr(jax_mfa.metal.runtime, "get", lambda: jax_mfa.metal.runtime.Runtime(reason="none here"))
-    with pytest.raises(NotImplementedError, match="metal.*none here"):
+    with pytest.raises(NotImplementedError, match=r"metal.*none here"):
         flash(implementation="metal").apply(params, x)
 
 

@@ -464,7 +464,7 @@ def test_flash_errors(monkeypatch):
     with pytest.raises(ValueError, match="inputs_k"):
         module(x, None, x)
     monkeypatch.setattr(jax_mfa.metal.runtime, "get", lambda: jax_mfa.metal.runtime.Runtime(reason="none here"))
-    with pytest.raises(NotImplementedError, match="metal.*none here"):
+    with pytest.raises(NotImplementedError, match=r"metal.*none here"):
         flash(implementation="metal")(x)
     for settings, match in (
         ({"num_key_value_heads": 4}, "num_key_value_heads, got 6 and 4"),

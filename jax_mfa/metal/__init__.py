@@ -6,6 +6,8 @@ traced. Launch plans are made in `kernels`, run by the native module behind `run
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from jax_mfa.metal import kernels, runtime
@@ -42,7 +44,7 @@ def refusal(spec: Specification, operands: Operands) -> str:
 
 
 def _carried(spec: Specification, o: Operands) -> dict:
-    """What a launch carries beside query, key and value (`kernels.OPTIONAL`), small operands brought into its layout."""
+    """What a launch carries beside query, key and value (`kernels.OPTIONAL`), small operands in its layout."""
     repeats = Operands(*spec.repeats)
     batch, t, n, _ = o.query.shape
     s = o.key.shape[1]
@@ -60,11 +62,13 @@ def _carried(spec: Specification, o: Operands) -> dict:
         dtype = jnp.int32 if shape == (batch,) else jnp.float32
         return jnp.stack([jnp.broadcast_to(jnp.asarray(x, dtype), shape) for x in columns], axis=-1)
 
-    offset = spec.query_offset
+    offset: Any = spec.query_offset
     if o.query_offset is not None:
         offset = jnp.clip(row("query_offset"), -MAX_POSITION, MAX_POSITION)
     limits = table(
-        offset, t if o.query_lengths is None else row("query_lengths"), s if o.key_lengths is None else row("key_lengths")
+        offset,
+        t if o.query_lengths is None else row("query_lengths"),
+        s if o.key_lengths is None else row("key_lengths"),
     )
     numbers = table(
         spec.scale if o.scale is None else jnp.broadcast_to(row("scale")[:, None], (batch, n)),

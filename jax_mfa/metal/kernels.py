@@ -1,14 +1,13 @@
 """Launch plans of attention: a specification and shapes in, `Plan` out. Plain Python; needs no device.
 
-What each kernel computes is written at its head, in `metal/`. `PARAMETERS` must agree with `struct Parameters` there, and
-the numbering of function constants with its list.
+What each kernel computes is written at its head, in `metal/`. `PARAMETERS` must agree with `struct Parameters` there,
+and the numbering of function constants with its list.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import struct
 from typing import Any
 

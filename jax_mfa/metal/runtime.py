@@ -1,7 +1,7 @@
 """The native module, found and started once per process: which device, whether it can be used, and calls onto it.
 
-`JAX_MFA_DEVICE` chooses: unset, the module built into the package (macOS on Apple silicon); `none`, no Metal; `emulator`,
-in a source checkout, the same C++ and the same kernels on an emulated device.
+`JAX_MFA_DEVICE` chooses: unset, the module built into the package (macOS on Apple silicon); `none`, no Metal;
+`emulator`, in a source checkout, the same C++ and the same kernels on an emulated device.
 """
 
 from __future__ import annotations

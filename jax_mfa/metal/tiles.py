@@ -167,8 +167,8 @@ class Tiles:
     d_key_value: KeyTiles
 
 
-# Larger heads: no single simdgroup can hold a row of output, so two threadgroups share it, and both compute the scores. Their
-# tiles would fill threadgroup memory too: fragments come straight from device memory.
+# Larger heads: no single simdgroup can hold a row of output, so two threadgroups share it, and both compute the scores.
+# Their tiles would fill threadgroup memory too: fragments come straight from device memory.
 _WIDE = Tiles(
     ForwardTiles(1, 4, 16, 1, 0, False, 2), QueryTiles(1, 4, 16, 1, 0, False, False, 2), KeyTiles(1, 4, 16, 0, False, 2)
 )

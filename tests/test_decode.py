@@ -1,0 +1,62 @@
+"""Decoding: a few queries at the end of a padded cache, each batch row with a length of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import arrays, assert_close, qkv
+from oracle import attention
+
+import jax_mfa
+
+LENGTHS = np.array([700, 3, 513], np.int32)
+
+
+def problem(T=2, S=720, N=6, K=2, H=24, V=40, dtype="float32"):
+    query, key, value = qkv(B=3, T=T, S=S, N=N, K=K, H=H, V=V)
+    return tuple(np.asarray(x).astype(jnp.dtype(dtype)) for x in (query, key, value))
+
+
+def decode(implementation, *args, **keywords):
+    return jax_mfa.decode_attention(*args, implementation=implementation.name, return_residual=True, **keywords)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("T", [1, 2, 16])
+def test_equals_the_oracle_whatever_lies_beyond_a_length(implementation, T, dtype):
+    query, key, value = problem(T=T, dtype=dtype)
+    bad_key, bad_value = key.copy(), value.copy()
+    for row, length in enumerate(LENGTHS):
+        bad_key[row, length:], bad_value[row, length:] = np.nan, np.inf
+    wanted = attention(query, key, value, is_causal=True, query_offset=LENGTHS - T, key_value_seq_lengths=LENGTHS)
+    out, lse = jax.jit(lambda *x: decode(implementation, *x))(query, bad_key, bad_value, LENGTHS)
+    assert_close(out, wanted.out, dtype, terms=740, largest_score=wanted.largest_score)
+    assert_close(lse, wanted.lse, "float32", terms=740, largest_score=wanted.largest_score)
+
+
+def test_with_window_cap_slopes_and_sinks(implementation):
+    query, key, value = problem()
+    sinks, slopes = arrays((6,), (6,))
+    features = {"sinks": sinks, "alibi_slopes": abs(slopes), "logits_soft_cap": 3.0, "local_window_size": (100, 0)}
+    position = {"is_causal": True, "query_offset": LENGTHS - 2, "key_value_seq_lengths": LENGTHS}
+    wanted = attention(query, key, value, **position, **features)
+    out, _ = decode(implementation, query, key, value, LENGTHS, **features)
+    assert_close(out, wanted.out, "float32", terms=740, largest_score=wanted.largest_score)
+
+
+def test_one_length_serves_all_and_leading_axes_may_be_missing(implementation):
+    query, key, value = problem()
+    all_alike, _ = decode(implementation, query, key, value, 600)
+    for row in range(3):
+        one, _ = decode(implementation, query[row], key[row], value[row], np.int32(600))
+        np.testing.assert_allclose(all_alike[row], one, atol=1e-6)
+
+
+def test_bad_lengths_are_named():
+    query, key, value = problem()
+    with pytest.raises(TypeError, match=r"lengths must be integers \[B\], got float32"):
+        jax_mfa.decode_attention(query, key, value, np.ones(3, np.float32))
+    with pytest.raises(ValueError, match=r"lengths must have shape \[B\] = \[3\], got \[2\]"):
+        jax_mfa.decode_attention(query, key, value, np.ones(2, np.int32))
+    with pytest.raises(ValueError, match="is_causal must not be given"):
+        jax_mfa.decode_attention(query, key, value, LENGTHS, is_causal=False)
