@@ -216,6 +216,26 @@ def answer(problem: Problem) -> oracle.Answer:
     return oracle.attention(**arguments, d_out=d_out, d_lse=d_lse)
 
 
+@functools.lru_cache(maxsize=64)
+def largest_term(problem: Problem) -> float:
+    """Of the sums behind dq and dk, the largest term before it cancels.
+
+    dS = P ∘ (dO·v - D) is a difference of two sums over V, which cancel wholly where a row sees one column; each is
+    known to an ulp of the root of the sum of its terms' squares.
+    """
+    x = problem.arguments()
+    d_out, _ = problem.cotangents(x)
+    group = problem.n // problem.k
+    wide = lambda a, repeat=1: np.repeat(np.nan_to_num(a.astype(np.float64), posinf=0, neginf=0), repeat, axis=2)
+    q, k, v, d_out = wide(x["query"]), wide(x["key"], group), wide(x["value"], group), wide(d_out)
+    lse = answer(problem).lse.transpose(0, 2, 1)[..., None]
+    scores = np.einsum("btnh,bsnh->bnts", q, k) * problem.h**-0.5
+    see = problem.visible()[:, None] & np.isfinite(lse)
+    p = np.exp(np.where(see, scores - np.where(np.isfinite(lse), lse, 0), -np.inf))
+    root = np.sqrt(np.einsum("btnv,bsnv->bnts", d_out**2, v**2))
+    return float((p * root).max() * problem.h**-0.5 * max(np.abs(k).max(), np.abs(q).max()))
+
+
 def ulp(x: np.ndarray, dtype: str) -> np.ndarray:
     """A unit in the last place of numbers of a dtype."""
     about = ml_dtypes.finfo(DTYPES[dtype])
@@ -256,6 +276,7 @@ def assert_right(problem: Problem, ran: Ran) -> None:
             terms=harness.terms_of(arguments),
             largest_score=wanted.largest_score,
             gradient=True,
+            size=0.0 if name == "value" else largest_term(problem),
             what=f"d_{name}",
         )
 
