@@ -144,13 +144,17 @@ def register_targets() -> None:
 
 
 @functools.lru_cache(maxsize=4096)
+def _prepare(plan: Plan) -> None:
+    get().module.prepare(plan.json)
+
+
 def failure(plan: Plan) -> str:
     """Why the kernels of a plan cannot be had, in Metal's words; empty where they can. Compiles them."""
     runtime = get()
     if runtime.module is None:
         return runtime.reason
     try:
-        runtime.module.prepare(plan.json)
+        _prepare(plan)  # what failed is tried again, what worked is remembered
     except RuntimeError as error:
         return str(error)
     return ""

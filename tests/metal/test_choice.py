@@ -1,0 +1,136 @@
+"""Which implementation runs, and what a caller sees when the device fails: a user's program never breaks by a driver."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulator import device
+
+import jax_mfa
+from jax_mfa.metal import runtime
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("JAX_MFA_DEVICE") != "emulator", reason="needs the emulated device, which could not be built"
+)
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def problem(h: int, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.standard_normal((2, 9, 2, h)), jnp.float32) for _ in range(3))
+
+
+def named(*args):
+    return jax.jit(lambda *x: jax_mfa.dot_product_attention(*x, implementation="metal"))(*args)
+
+
+@pytest.fixture
+def fresh():
+    """No compiled program, library or warning of an earlier test."""
+    native = runtime.get().module
+    jax.clear_caches()
+    native.reset()
+    runtime._prepare.cache_clear()
+    runtime.warn_once.cache_clear()
+    yield device.load()
+    device.load().clear_faults()
+
+
+def test_none_takes_metal_and_explain_says_so():
+    x = problem(16)
+    explanation = jax_mfa.explain(*x)
+    assert explanation.implementation == "metal" and "emulated" in explanation.reasons["metal"]
+    assert "custom_call" in jax.jit(jax_mfa.dot_product_attention).lower(*x).as_text()
+
+
+def test_none_takes_blockwise_for_what_metal_lacks_and_says_why():
+    x = jax.ShapeDtypeStruct((1, 8, 2, 600), jnp.float32)
+    explanation = jax_mfa.explain(x, x, x)
+    assert explanation.implementation == "blockwise" and "H = 600" in explanation.reasons["metal"]
+    with pytest.raises(NotImplementedError, match="metal.*H = 600"):
+        jax_mfa.explain(x, x, x, implementation="metal")
+    assert "custom_call" not in jax.jit(jax_mfa.dot_product_attention).lower(x, x, x).as_text()
+
+
+def test_a_program_for_several_platforms_is_metal_on_cpu_and_jnp_elsewhere():
+    x = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.float32)
+    traced = jax.jit(jax_mfa.dot_product_attention).trace(x, x, x)
+    assert "jax_mfa_attention_forward" in traced.lower(lowering_platforms=("cpu",)).as_text()
+    for platform in ("cuda", "rocm", "tpu", "METAL", "mps"):
+        assert "custom_call" not in traced.lower(lowering_platforms=(platform,)).as_text(), platform
+
+
+@pytest.mark.parametrize("fault", [device.Fault.COMPILE, device.Fault.FUNCTION, device.Fault.PIPELINE], ids=str)
+def test_kernels_that_do_not_compile_warn_once_and_fall_back(fresh, fault):
+    x = problem(11)
+    wanted = jax_mfa.dot_product_attention(*x, implementation="blockwise")
+    with fresh.fault(fault):
+        with pytest.warns(UserWarning, match="Metal cannot be used"):
+            out = jax.jit(jax_mfa.dot_product_attention)(*x)
+        np.testing.assert_allclose(out, wanted, atol=1e-6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            jax.clear_caches()
+            jax.jit(jax_mfa.dot_product_attention)(*x)
+        with pytest.raises(RuntimeError, match="implementation='metal'"):
+            named(*x)
+    np.testing.assert_allclose(named(*x), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("fault", [device.Fault.GPU, device.Fault.TIMEOUT, device.Fault.OUT_OF_MEMORY], ids=str)
+def test_a_fault_while_running_is_an_error_and_the_next_call_works(fresh, fault):
+    x = problem(12)
+    wanted = np.asarray(named(*x))
+    with fresh.fault(fault, times=1):
+        with pytest.raises(Exception, match="attention_forward"):
+            jax.block_until_ready(named(*x))
+    np.testing.assert_array_equal(named(*x), wanted)
+    fresh.reports()  # an injected fault is nobody's misuse
+
+
+def run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SHOW = """
+import jax, jax_mfa
+x = jax.numpy.ones((1, 4, 1, 8))
+print(jax_mfa.explain(x, x, x))
+try:
+    jax_mfa.dot_product_attention(x, x, x, implementation="metal")
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def test_metal_can_be_forbidden():
+    said = run(SHOW, JAX_MFA_DEVICE="none")
+    assert "→ blockwise" in said and said.count("JAX_MFA_DEVICE=none forbids Metal") == 2
+
+
+def test_an_unknown_device_is_named():
+    code = "import jax, jax_mfa; x = jax.numpy.ones((1, 4, 1, 8)); jax_mfa.explain(x, x, x)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "JAX_MFA_DEVICE": "gpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode and "JAX_MFA_DEVICE must be unset, 'none' or 'emulator', got 'gpu'" in done.stderr
