@@ -17,6 +17,8 @@ import jax
 import numpy as np
 import pytest
 
+import jax_mfa
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
@@ -225,6 +227,7 @@ def test_embeddings_refuse_bad_input(tmp_path, monkeypatch, capsys):
     assert "no sentence" in refusal(main, "--file", tmp_path / "blank.txt")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in refusal(main, "--file", tmp_path / "binary.txt")
+    monkeypatch.setattr(jax_mfa.metal.runtime, "get", lambda: jax_mfa.metal.runtime.Runtime(reason="none here"))
     assert "metal" in refusal(main, "Hello", "--implementation", "metal")
     for arguments, message in (
         (("Hello", " "), "sentence 2 is empty"),
@@ -359,7 +362,7 @@ def test_there_is_a_default_text_on_any_python():
     assert len(train_char_lm.read_text(None)) > 300_000
 
 
-def test_training_refuses_bad_input(unbroken, book, tmp_path):
+def test_training_refuses_bad_input(unbroken, book, tmp_path, monkeypatch):
     main = train_char_lm.main
     out = ("--out", tmp_path / "new")
     (tmp_path / "short.txt").write_text("too short")
@@ -373,7 +376,9 @@ def test_training_refuses_bad_input(unbroken, book, tmp_path):
     assert "--steps" in refusal(main, "--steps", 0, *out)
     assert "--temperature" in refusal(main, "--temperature", 0, *out)
     assert "no meaning" in refusal(main, "--attention", "stock", "--implementation", "blockwise", *out)
-    assert "metal" in refusal(main, "--implementation", "metal", *out)
+    with monkeypatch.context() as patched:
+        patched.setattr(jax_mfa.metal.runtime, "get", lambda: jax_mfa.metal.runtime.Runtime(reason="none here"))
+        assert "metal" in refusal(main, "--implementation", "metal", *out)
     assert "to resume from" in refusal(main, "--resume", *out)
     assert not (tmp_path / "new").exists()
 

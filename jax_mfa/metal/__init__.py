@@ -43,7 +43,7 @@ def refusal(spec: Specification, operands: Operands) -> str:
     return unsupported(spec, operands) or runtime.get().reason
 
 
-def _carried(spec: Specification, o: Operands) -> dict:
+def launch_arrays(spec: Specification, o: Operands) -> dict:
     """What a launch carries beside query, key and value (`kernels.OPTIONAL`), small operands in its layout."""
     repeats = Operands(*spec.repeats)
     batch, t, n, _ = o.query.shape
@@ -88,9 +88,10 @@ def _carried(spec: Specification, o: Operands) -> dict:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def _plan_arguments(o: Operands) -> dict:
+def features(o: Operands) -> tuple[str, ...]:
+    """What a launch reads of its `numbers` beside the scale."""
     uses = {"slopes": o.alibi_slopes, "sinks": o.sinks}
-    return {"variant": runtime.get().variant, "uses": tuple(name for name, x in uses.items() if x is not None)}
+    return tuple(name for name, x in uses.items() if x is not None)
 
 
 def _checked(plan):
@@ -102,15 +103,19 @@ def _checked(plan):
 
 def forward(spec: Specification, operands: Operands):
     """Attention and its statistic, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
-    o, carried = operands, _carried(spec, operands)
-    plan = _checked(kernels.forward(spec, o.query, o.key, o.value, **_plan_arguments(o), **carried))
+    o, carried = operands, launch_arrays(spec, operands)
+    plan = _checked(
+        kernels.forward(spec, o.query, o.key, o.value, variant=runtime.get().variant, uses=features(o), **carried)
+    )
     return tuple(runtime.call(plan, runtime.TARGETS[0], o.query, o.key, o.value, *carried.values()).values())
 
 
 def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_statistic, wanted: tuple[str, ...]):
     """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
-    o, carried = operands, _carried(spec, operands)
-    plan = kernels.backward(spec, o.query, o.key, o.value, wanted=wanted, **_plan_arguments(o), **carried)
+    o, carried = operands, launch_arrays(spec, operands)
+    plan = kernels.backward(
+        spec, o.query, o.key, o.value, wanted=wanted, variant=runtime.get().variant, uses=features(o), **carried
+    )
     d_out, d_statistic = d_out.astype(out.dtype), d_statistic.astype(statistic.dtype)
     inputs = (o.query, o.key, o.value, *carried.values(), out, statistic, d_out, d_statistic)
     found = runtime.call(_checked(plan), runtime.TARGETS[1], *inputs)

@@ -150,9 +150,8 @@ def described(plan: Plan) -> dict[str, Any]:
 
 def plan_of(spec: Specification, operands: Operands, of_pass: str, variant: str | tiles.Tiles) -> Plan:
     """The plan of a pass as `metal` makes it, but for the variant. Operands may be abstract."""
-    carried = jax.eval_shape(lambda operands: metal._carried(spec, operands), operands)
-    uses = {"slopes": operands.alibi_slopes, "sinks": operands.sinks}
-    keywords = {"variant": variant, "uses": tuple(name for name, x in uses.items() if x is not None), **carried}
+    carried = jax.eval_shape(lambda operands: metal.launch_arrays(spec, operands), operands)
+    keywords = {"variant": variant, "uses": metal.features(operands), **carried}
     arrays = (operands.query, operands.key, operands.value)
     if of_pass == "forward":
         return kernels.forward(spec, *arrays, **keywords)

@@ -200,7 +200,7 @@ STAGED = {
 # the same for chips whose caches serve fragments straight from device memory (Apple family 9, M3, and newer)
 DIRECT = {
     (64, 2): Tiles(
-        ForwardTiles(1, 4, 64, 2, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 32, 0, True)
+        ForwardTiles(1, 4, 32, 2, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 32, 0, True)
     ),
     (128, 2): Tiles(
         ForwardTiles(1, 4, 32, 1, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 32, 0, True)

@@ -204,9 +204,13 @@ def without_barrier(kernel: str, number: int):
 
 
 def replacing(old: str, new: str):
+    """`old` in the text by `new`; a parameter may be read through a pointer or a reference."""
+    pattern = re.escape(old).replace(r"p\.", r"p(?:\.|->)")
+
     def mutate(text: str) -> str:
-        assert old in text, f"the kernels no longer say {old!r}: plant this mistake elsewhere"
-        return text.replace(old, new)
+        changed, count = re.subn(pattern, lambda found: new.replace("p.", "p->" if "p->" in found[0] else "p."), text)
+        assert count, f"the kernels no longer say {old!r}: plant this mistake elsewhere"
+        return changed
 
     return mutate
 
