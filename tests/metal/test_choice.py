@@ -1,4 +1,4 @@
-"""Which implementation runs, and what a caller sees when the device fails: a user's program never breaks by a driver."""
+"""Which implementation runs, and what a caller sees when the device fails: a driver never breaks a user's program."""
 
 import os
 import pathlib
@@ -53,7 +53,7 @@ def test_none_takes_blockwise_for_what_metal_lacks_and_says_why():
     x = jax.ShapeDtypeStruct((1, 8, 2, 600), jnp.float32)
     explanation = jax_mfa.explain(x, x, x)
     assert explanation.implementation == "blockwise" and "H = 600" in explanation.reasons["metal"]
-    with pytest.raises(NotImplementedError, match="metal.*H = 600"):
+    with pytest.raises(NotImplementedError, match=r"metal.*H = 600"):
         jax_mfa.explain(x, x, x, implementation="metal")
     assert "custom_call" not in jax.jit(jax_mfa.dot_product_attention).lower(x, x, x).as_text()
 
