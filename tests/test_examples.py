@@ -194,7 +194,7 @@ def test_the_program_prints_a_table_and_writes_its_files(tmp_path):
     expected = [[f"{cosine:z.2f}" for cosine in row[:i]] for i, row in enumerate(vectors @ vectors.T)]
     assert table == expected
     assert re.search(r"throughput +[\d,]+ sentences/s, [\d,]+ tokens/s", printed)
-    assert "jax_mfa blockwise" in printed
+    assert re.search("jax_mfa (blockwise|metal)", printed)
     pixels = picture(plot)
     assert min(pixels.shape[:2]) > 300 and len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 50
 
