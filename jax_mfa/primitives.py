@@ -25,12 +25,17 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_mfa import blockwise, metal, reference
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
+
+
+# what the backward pass needs of the forward pass, for policies of `jax.checkpoint`: saved, no kernel runs twice
+RESIDUAL_NAMES = ("jax_mfa_out", "jax_mfa_statistic")
 
 
 def pack(operands: Operands):
@@ -222,6 +227,7 @@ def _tangent_batching(arrays, dims, *, spec, names, wanted, implementation):
 def _attention_jvp(primals, tangents, *, spec, names, implementation):
     static = {"spec": spec, "names": names, "implementation": implementation}
     results = attention_p.bind(*primals, **static)
+    results = tuple(checkpoint_name(x, name) for x, name in zip(results, RESIDUAL_NAMES))
     moving = [(name, t) for name, t in zip(names, tangents) if type(t) is not ad.Zero]
     wanted = tuple(name for name, _ in moving)
     return results, tangent_p.bind(*primals, *results, *(t for _, t in moving), **static, wanted=wanted)

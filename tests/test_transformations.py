@@ -301,6 +301,17 @@ def test_remat_changes_no_gradient(implementation, policy):
     close(got, quick_jit(jax.value_and_grad(block))(at))
 
 
+@pytest.mark.parametrize("saved,times", [(("jax_mfa_out", "jax_mfa_statistic"), 1), ((), 2)], ids=["saved", "not"])
+def test_a_checkpoint_policy_spares_the_second_forward_pass(implementation, saved, times):
+    if not implementation.own_rules:
+        pytest.skip("has no primitive to count")
+    q, k, v = qkv()
+    block = lambda q: jnp.sin(implementation.attend(jnp.sin(q), k, v)).sum()
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(block, policy=policy)))(q))
+    assert text.count("jax_mfa_attention[") == times and text.count("jax_mfa_attention_transpose[") == 1
+
+
 # --- several devices
 
 
