@@ -33,7 +33,6 @@ from jax.interpreters import ad, batching, mlir
 from jax_mfa import blockwise, metal, reference
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
-
 # what the backward pass needs of the forward pass, for policies of `jax.checkpoint`: saved, no kernel runs twice
 RESIDUAL_NAMES = ("jax_mfa_out", "jax_mfa_statistic")
 

@@ -424,6 +424,8 @@ class Kernel:
         max_reports: int = 0,
         time_limit: float = 0.0,
         in_place: bool = False,
+        vary_private: bool = False,
+        _zeros: bool = False,
     ) -> Result:
         """Runs the kernel.
 
@@ -440,6 +442,8 @@ class Kernel:
           checked: False runs without the checker, and without byte counters.
           seed: nonzero permutes the order in which threads run.
           in_place: bind the arrays' own memory; otherwise a checked run works on copies with free space around each.
+          vary_private: run a second time, on one host thread, with private variables that start as zeros in place of a
+            pattern. Output that differs came from a variable without a value, be it an integer: reported as such.
 
         Raises:
           DispatchError: the dispatch was refused, for example for too many threads.
@@ -449,6 +453,12 @@ class Kernel:
         if (threadgroups is None) == (threads is None):
             raise TypeError("give either threadgroups= or threads=")
         items = dict(buffers) if isinstance(buffers, Mapping) else dict(enumerate(buffers))
+        varied: dict[int, Any] = {}
+        if vary_private:
+            if not checked or in_place:
+                raise TypeError("vary_private= needs a checked run on copies")
+            varied = {i: x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x for i, x in items.items()}
+            host_threads = 1
         offsets = offsets or {}
         keep: list[Any] = []
         copies: list[tuple[np.ndarray, np.ndarray]] = []
@@ -491,7 +501,7 @@ class Kernel:
             (c.c_uint32 * 3)(*_triple(threads if threads is not None else threadgroups)),  # type: ignore[arg-type]
             (c.c_uint32 * 3)(*_triple(threadgroup)),
             threads is not None,
-            not checked,
+            2 if _zeros else not checked,
             (_Buffer * len(bound))(*bound),
             len(bound),
             (_ThreadgroupMemory * len(memory))(*memory),
@@ -507,9 +517,46 @@ class Kernel:
         for original, copy in copies:
             original[:] = copy
         try:
-            return self._result(handle)
+            result = self._result(handle)
         finally:
             api.emu_result_free(handle)
+        if not vary_private or result.status != Status.OK:
+            return result
+        again = self(
+            varied,
+            threadgroups=threadgroups,
+            threads=threads,
+            threadgroup=threadgroup,
+            offsets=offsets,
+            uninitialised=uninitialised,
+            threadgroup_memory=threadgroup_memory,
+            seed=seed,
+            host_threads=1,
+            time_limit=time_limit,
+            _zeros=True,
+        )
+        found = [
+            self._varied(index, x, varied[index])
+            for index, x in items.items()
+            if isinstance(x, np.ndarray) and x.flags.writeable and x.tobytes() != varied[index].tobytes()
+        ]
+        known = {r.buffer for r in result.of(ReportClass.UNINITIALISED_PRIVATE)}
+        if again.status != Status.OK:
+            found = [self._varied(None, None, None)]
+        return dataclasses.replace(result, reports=(*result.reports, *(r for r in found if r.buffer not in known)))
+
+    @staticmethod
+    def _varied(index: int | None, x: np.ndarray | None, y: np.ndarray | None) -> Report:
+        """A result that depends on what private variables held at first; None: whether it ends well does."""
+        offset = 0
+        what = "whether the kernel ends well"
+        if x is not None and y is not None:
+            differ = np.frombuffer(x.tobytes(), np.uint8) != np.frombuffer(y.tobytes(), np.uint8)
+            offset = int(differ.argmax())
+            what = f"buffer({index}), first at byte {offset},"
+        message = f"uninitialised private memory: {what} depends on private variables that were never given a value"
+        kind = ReportClass.UNINITIALISED_PRIVATE
+        return Report(kind, True, message, "", 0, "", 0, (), 0, index, None, offset, 0, True, 1)
 
     def _result(self, handle: int) -> Result:
         api = _api()

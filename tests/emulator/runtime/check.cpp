@@ -280,7 +280,7 @@ void Machine::settle() {
 void Machine::access(uintptr_t address, size_t size, bool write, bool atomic, const void *pc) {
   if (EMU_UNLIKELY(pending.set)) settle();
   if (EMU_UNLIKELY(size == 0)) return;
-  if (address - (uintptr_t)stacks < kStackSize * kMaxThreads) return;  // a thread's own memory
+  if (address - (uintptr_t)stacks < kStackSize * kMaxThreads) return private_access(address, size, write, pc);  // a thread's own memory
   Thread *t = current;
   unsigned char *p = (unsigned char *)address;
   size_t offset = address - (uintptr_t)arena;
@@ -326,6 +326,20 @@ void Machine::access(uintptr_t address, size_t size, bool write, bool atomic, co
   abandon();
 }
 
+// Memory of one thread. Clang lays unreadable zones around the arrays whose accesses it could not prove good.
+void Machine::private_access(uintptr_t address, size_t size, bool write, const void *pc) {
+  uintptr_t first = address - (uintptr_t)stacks, last = first + size - 1;
+  for (uintptr_t at = first & ~7ull; at <= last; at += 8) {
+    unsigned shadow = at / 8 < kStackSize * kMaxThreads / 8 ? stack_shadow[at / 8] : 0;
+    if (EMU_LIKELY(!shadow) || (shadow < 8 && (last < at + 8 ? last - at + 1 : 8) <= shadow)) continue;
+    report(EMU_REPORT_OUT_OF_BOUNDS, pc, std::string(write ? "write" : "read") + " of " + plural(size, "byte") + " outside a private variable or array", true,
+           {current->index}, nullptr, nullptr, 0, size, write);
+    if (!write) return;
+    d->faulted = true;  // it would hit the thread's own variables or its way back
+    abandon();
+  }
+}
+
 }  // namespace emu
 
 // ---- what checked kernels call --------------------------------------------------------------------------------------
@@ -336,10 +350,14 @@ using emu::machine;
 // Most accesses are to a thread's own memory, and end here.
 static inline bool private_access(uintptr_t a) { return a - (uintptr_t)machine->stacks < emu::kStackSize * emu::kMaxThreads; }
 static inline void unaligned_access(uintptr_t a, size_t n, bool write, const void *pc) {
-  if (!private_access(a)) machine->access(a, n, write, false, pc);
+  machine->access(a, n, write, false, pc);
 }
 static inline void aligned_access(uintptr_t a, size_t n, bool write, const void *pc) {
-  if (private_access(a)) return;
+  if (EMU_LIKELY(private_access(a))) {
+    const unsigned char *shadow = machine->stack_shadow + (a - (uintptr_t)machine->stacks) / 8;
+    if (EMU_UNLIKELY(shadow[0] | (n > 8 ? shadow[1] : 0))) machine->private_access(a, n, write, pc);
+    return;
+  }
   size_t natural = n > 8 ? 8 : n;
   if (EMU_UNLIKELY(a & (natural - 1)) && machine && machine->current) {
     emu::Machine &m = *machine;
@@ -359,6 +377,14 @@ EMU_HOOK void __asan_storeN(uintptr_t a, size_t n) { unaligned_access(a, n, true
 EMU_HOOK void __asan_loadN_noabort(uintptr_t a, size_t n) { unaligned_access(a, n, false, __builtin_return_address(0)); }
 EMU_HOOK void __asan_storeN_noabort(uintptr_t a, size_t n) { unaligned_access(a, n, true, __builtin_return_address(0)); }
 EMU_HOOK void __asan_handle_no_return() {}
+// Clang marks the memory of its frames: the shadow's address and size come as it computes them.
+#define EMU_SHADOW(value)                                                                                                  \
+  EMU_HOOK void __asan_set_shadow_##value(uintptr_t shadow, size_t n) {                                                    \
+    size_t at = shadow - emu::kStackShadow - (uintptr_t)machine->stacks / 8;                                               \
+    if (at < emu::kStackSize * emu::kMaxThreads / 8) memset(machine->stack_shadow + at, 0x##value, n);                     \
+  }
+EMU_SHADOW(00) EMU_SHADOW(01) EMU_SHADOW(02) EMU_SHADOW(03) EMU_SHADOW(04) EMU_SHADOW(05) EMU_SHADOW(06) EMU_SHADOW(07)
+EMU_SHADOW(f1) EMU_SHADOW(f2) EMU_SHADOW(f3) EMU_SHADOW(f5) EMU_SHADOW(f8)
 EMU_HOOK void *__asan_memcpy(void *to, const void *from, size_t n) {
   const void *pc = __builtin_return_address(0);
   machine->access((uintptr_t)from, n, false, false, pc);

@@ -136,7 +136,7 @@ std::vector<std::string> clang_base(const Settings &s) {
   return a;
 }
 
-std::vector<std::string> language_flags(const Settings &s, bool checked, bool fast_math) {
+std::vector<std::string> language_flags(const Settings &s, int variant, bool fast_math) {
   std::vector<std::string> a = clang_base(s);
   for (const char *f : {"-O2", "-fPIC", "-gline-tables-only", "-fdeclspec", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing",
                         "-fno-threadsafe-statics", "-fno-math-errno", "-fno-optimize-sibling-calls", "-fno-finite-loops", "-fno-stack-protector", "-fno-asynchronous-unwind-tables",
@@ -146,12 +146,14 @@ std::vector<std::string> language_flags(const Settings &s, bool checked, bool fa
                         "-Wno-everything", "-Wuninitialized", "-Wsometimes-uninitialized"})
     a.push_back(f);
   a.push_back(fast_math ? "-ffp-contract=fast" : "-ffp-contract=on");
-  if (checked)
-    for (const char *f : {"-DEMU_CHECKED", "-ftrivial-auto-var-init=pattern", "-fsanitize=array-bounds", "-fsanitize-recover=array-bounds", "-Xclang", "-fsanitize=kernel-address",
-                          "-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-opt=0", "-mllvm", "-asan-stack=0",
-                          "-mllvm", "-asan-globals=0", "-mllvm", "-asan-kernel=1", "-mllvm", "-asan-kernel-mem-intrinsic-prefix=1",
+  if (variant != kFast)
+    for (const char *f : {"-DEMU_CHECKED", "-fsanitize=array-bounds", "-fsanitize-recover=array-bounds", "-Xclang", "-fsanitize=kernel-address",
+                          "-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-opt=0", "-mllvm", "-asan-stack=1", "-mllvm", "-asan-mapping-offset=17592186044416",
+                          "-mllvm", "-asan-max-inline-poisoning-size=0", "-mllvm", "-asan-use-after-return=never",
+                          "-mllvm", "-asan-instrument-dynamic-allocas=0", "-mllvm", "-asan-globals=0", "-mllvm", "-asan-kernel=1", "-mllvm", "-asan-kernel-mem-intrinsic-prefix=1",
                           "-mllvm", "-asan-use-stack-safety=1"})
       a.push_back(f);
+  if (variant != kFast) a.push_back(variant == kCheckedZeros ? "-ftrivial-auto-var-init=zero" : "-ftrivial-auto-var-init=pattern");
   return a;
 }
 
@@ -199,13 +201,13 @@ struct FileLock {
 };
 
 // The shim's headers are compiled once per variant; without that each kernel would pay for them again.
-std::string precompiled_shim(const Settings &s, bool checked, bool fast_math) {
+std::string precompiled_shim(const Settings &s, int variant, bool fast_math) {
   static std::mutex &mutex = *new std::mutex;
   std::lock_guard<std::mutex> lock(mutex);
   Hash h;
   h.add(shim_identity(s));
   h.add(s.include_dir);  // the precompiled form names the files it came from
-  std::vector<std::string> a = language_flags(s, checked, fast_math);
+  std::vector<std::string> a = language_flags(s, variant, fast_math);
   for (const std::string &f : a) h.add(f);
   std::string folder = s.cache_dir + "/shim", path = folder + "/" + h.text() + ".pch";
   if (access(path.c_str(), R_OK) == 0) return path;
@@ -337,8 +339,8 @@ Checked check_source(const Source &source, std::string *warnings) {
   if (read_whole(path, warnings)) return c;
   Removed in(unique_path(".cpp"));
   write_whole(in.path, c.rewritten.text);
-  std::vector<std::string> a = language_flags(s, false, source.fast_math);
-  std::string pch = precompiled_shim(s, false, source.fast_math);
+  std::vector<std::string> a = language_flags(s, kFast, source.fast_math);
+  std::string pch = precompiled_shim(s, kFast, source.fast_math);
   a.insert(a.end(), {"-include-pch", pch, "-fsyntax-only", in.path});
   std::string messages;
   int status = run(a, &messages);
@@ -376,6 +378,89 @@ void track_place(const std::string &text, std::string *file, int *line) {
   }
 }
 
+// Who calls whom, read from clang's printed tree. Metal has no recursion.
+class Calls {
+ public:
+  // Notes a node; `path` holds the nodes around it.
+  void see(const std::string &node, const std::vector<Node> &path, const std::string &file, int line) {
+    if (is_function(node)) {
+      uint64_t id = number(node, node.find("0x")), previous = number(node, node.find(" prev 0x"));
+      Function &f = functions_[id];
+      size_t type = node.find(" '");
+      size_t name = type == std::string::npos ? type : node.rfind(' ', type - 1);
+      if (name != std::string::npos) f.name = node.substr(name + 1, type - name - 1);
+      if (previous) f.first = previous;
+      f.is_constant = node.find(" constexpr") != std::string::npos;
+      f.place = file + ":" + std::to_string(line);
+      order_.push_back(id);
+      return;
+    }
+    uint64_t callee = 0;
+    if (starts(node, "DeclRefExpr")) {
+      size_t at = node.find(" Function 0x");
+      callee = number(node, at != std::string::npos ? at : node.find(" CXXMethod 0x"));
+    } else if (starts(node, "MemberExpr")) {
+      callee = number(node, node.rfind(" 0x"));
+    }
+    if (!callee) return;
+    for (size_t i = path.size(); i-- > 0;)
+      if (is_function(path[i].text)) {
+        calls_.push_back({number(path[i].text, path[i].text.find("0x")), callee});
+        return;
+      }
+  }
+  // One message for each ring of functions. Functions that the compiler may evaluate are left alone.
+  std::string rings() const {
+    std::map<uint64_t, std::vector<uint64_t>> edges;
+    for (const auto &c : calls_)
+      if (functions_.count(c.second) && !constant(first(c.second))) edges[first(c.first)].push_back(first(c.second));
+    std::map<uint64_t, bool> said;
+    std::string out;
+    for (uint64_t id : order_) {
+      uint64_t start = first(id);
+      if (said[start] || constant(start)) continue;
+      std::map<uint64_t, uint64_t> from;  // whence each function was reached
+      std::vector<uint64_t> next = {start};
+      for (size_t i = 0; i < next.size() && !from.count(start); i++)
+        for (uint64_t to : edges[next[i]])
+          if (from.emplace(to, next[i]).second) next.push_back(to);
+      if (!from.count(start)) continue;
+      std::string through;
+      said[start] = true;
+      for (uint64_t at = from[start]; at != start; at = from[at]) said[at] = true, through = (through.empty() ? "'" : through + ", '") + functions_.at(at).name + "'";
+      const Function &f = functions_.at(start);
+      out += f.place + ": error: '" + f.name + "' calls itself" + (through.empty() ? "" : " through " + through) + "; Metal has no recursion\n";
+    }
+    return out;
+  }
+
+ private:
+  struct Function {
+    std::string name, place;
+    uint64_t first = 0;  // the declaration before this one
+    bool is_constant = false;
+  };
+  std::map<uint64_t, Function> functions_;
+  std::vector<uint64_t> order_;
+  std::vector<std::pair<uint64_t, uint64_t>> calls_;
+
+  static bool starts(const std::string &s, const char *with) { return s.compare(0, strlen(with), with) == 0; }
+  static bool is_function(const std::string &node) { return starts(node, "FunctionDecl 0x") || starts(node, "CXXMethodDecl 0x") || starts(node, "CXXConversionDecl 0x"); }
+  static uint64_t number(const std::string &s, size_t at) {
+    if (at == std::string::npos) return 0;
+    at = s.find("0x", at);
+    return at == std::string::npos ? 0 : strtoull(s.c_str() + at, nullptr, 16);
+  }
+  uint64_t first(uint64_t id) const {
+    for (auto f = functions_.find(id); f != functions_.end() && f->second.first; f = functions_.find(id)) id = f->second.first;
+    return id;
+  }
+  bool constant(uint64_t id) const {
+    auto f = functions_.find(id);
+    return f != functions_.end() && f->second.is_constant;
+  }
+};
+
 }  // namespace
 
 std::string strict_check(const Source &source) {
@@ -388,8 +473,8 @@ std::string strict_check(const Source &source) {
   Rewritten r = rewrite(c.preprocessed, options);
   Removed in(unique_path(".cpp")), out(unique_path(".ast"));
   write_whole(in.path, r.text);
-  std::vector<std::string> a = language_flags(s, false, source.fast_math);
-  a.insert(a.end(), {"-include-pch", precompiled_shim(s, false, source.fast_math), "-fsyntax-only", "-Xclang", "-ast-dump", "-Xclang", "-ast-dump-filter", "-Xclang", "emu_user", in.path});
+  std::vector<std::string> a = language_flags(s, kFast, source.fast_math);
+  a.insert(a.end(), {"-include-pch", precompiled_shim(s, kFast, source.fast_math), "-fsyntax-only", "-Xclang", "-ast-dump", "-Xclang", "-ast-dump-filter", "-Xclang", "emu_user", in.path});
   std::string messages, dump;
   if (run(a, &messages, out.path) != 0) throw std::runtime_error(user_messages(messages, in.path, source.file_name, s.include_dir));
   read_whole(out.path, &dump);
@@ -397,6 +482,7 @@ std::string strict_check(const Source &source) {
   std::string file = source.file_name, found;
   int line = 0;
   std::map<std::string, bool> said;
+  Calls calls;
   for (size_t b = 0; b < dump.size();) {
     size_t e = dump.find('\n', b);
     if (e == std::string::npos) e = dump.size();
@@ -421,9 +507,10 @@ std::string strict_check(const Source &source) {
         said[m] = true;
       }
     }
+    calls.see(node, path, file, line);
     path.push_back({depth, node});
   }
-  return found;
+  return found + user_messages(calls.rings(), in.path, source.file_name, s.include_dir);
 }
 
 static std::string entry_text(const Kernel &k) {
@@ -452,7 +539,7 @@ static std::string entry_text(const Kernel &k) {
 }
 
 std::string compile_kernel(const Source &source, const std::string &preprocessed, int kernel,
-                           const std::map<std::string, ConstantValue> &values, bool checked, std::string *warnings) {
+                           const std::map<std::string, ConstantValue> &values, int variant, std::string *warnings) {
   Settings s = current_settings();
   RewriteOptions options;
   options.language_version = source.language_version;
@@ -461,7 +548,7 @@ std::string compile_kernel(const Source &source, const std::string &preprocessed
   Rewritten r = rewrite(preprocessed, options);
   if (!r.errors.empty()) throw std::runtime_error(messages_of(r.errors));
   r.text += entry_text(r.kernels[kernel]);
-  std::vector<std::string> a = language_flags(s, checked, source.fast_math);
+  std::vector<std::string> a = language_flags(s, variant, source.fast_math);
   Hash h;
   h.add(shim_identity(s)), h.add(r.text);
   for (const std::string &f : a) h.add(f);
@@ -470,7 +557,7 @@ std::string compile_kernel(const Source &source, const std::string &preprocessed
   make_folders(folder);
   Removed in(unique_path(".cpp")), out(unique_path(".o"));
   write_whole(in.path, r.text);
-  std::string pch = precompiled_shim(s, checked, source.fast_math);
+  std::string pch = precompiled_shim(s, variant, source.fast_math);
   a.insert(a.end(), {"-include-pch", pch, "-c", in.path, "-o", out.path});
   std::string messages;
   int status = run(a, &messages);

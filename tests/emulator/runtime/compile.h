@@ -32,8 +32,10 @@ struct Checked {
 
 // Both throw std::runtime_error with a message for the user; the C interface turns it into a string.
 Checked check_source(const Source &source, std::string *warnings);
+// How a kernel is compiled: without checks; with them, variables starting as a pattern; with them, starting as zeros.
+enum { kFast, kChecked, kCheckedZeros, kVariants };
 std::string compile_kernel(const Source &source, const std::string &preprocessed, int kernel,
-                           const std::map<std::string, ConstantValue> &values, bool checked, std::string *warnings);
+                           const std::map<std::string, ConstantValue> &values, int variant, std::string *warnings);
 
 // Conversions between address spaces, which the executing dialect lets pass and Metal does not: one message per line.
 std::string strict_check(const Source &source);

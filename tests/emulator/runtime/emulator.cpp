@@ -49,7 +49,7 @@ struct emu_pipeline {
   int kernel;
   std::map<std::string, ConstantValue> values;
   uint32_t simd_width, max_threads;
-  Variant variants[2];  // fast, checked
+  Variant variants[kVariants];
   std::vector<Argument> arguments;
   uint32_t static_size = 0;
 };
@@ -71,11 +71,13 @@ void set_error(char **error, const std::string &text) {
 const Kernel &kernel_of(const emu_pipeline *p) { return p->library->checked.rewritten.kernels[p->kernel]; }
 
 // Compiles a variant on first use and explains what is missing from it.
-void prepare(emu_pipeline *p, bool checked) {
-  Variant &v = p->variants[checked];
+int variant_of(int32_t fast) { return fast == 2 ? kCheckedZeros : fast ? kFast : kChecked; }
+
+void prepare(emu_pipeline *p, int variant) {
+  Variant &v = p->variants[variant];
   std::lock_guard<std::mutex> lock(v.mutex);
   if (v.ready) return;
-  v.object = compile_kernel(p->library->source, p->library->checked.preprocessed, p->kernel, p->values, checked, &v.warnings);
+  v.object = compile_kernel(p->library->source, p->library->checked.preprocessed, p->kernel, p->values, variant, &v.warnings);
   std::vector<std::string> undefined;
   v.info = ObjectInfo();
   std::unique_ptr<Image> image(new Image(v.object, &v.info, &undefined));
@@ -318,9 +320,10 @@ void refuse(emu_result *r, const std::string &message) {
 }
 
 void dispatch(emu_pipeline *p, const emu_dispatch_options &o, emu_result *result) {
-  bool checked = !o.fast;
-  prepare(p, checked);
-  Variant &v = p->variants[checked];
+  int variant = variant_of(o.fast);
+  bool checked = variant != kFast;
+  prepare(p, variant);
+  Variant &v = p->variants[variant];
   Dispatch d;
   d.options = &o;
   d.info = &v.info;
@@ -583,7 +586,7 @@ emu_pipeline *emu_pipeline_create(emu_library *l, const emu_pipeline_options *o,
       if (v.type && v.type != c->type) throw std::runtime_error("function constant '" + c->name + "' is of another type (" + c->type_text + ") than the value given");
       p->values[c->name] = {c->type, std::string((const char *)v.data, c->size)};
     }
-    prepare(p.get(), !o->fast);
+    prepare(p.get(), variant_of(o->fast));
     emu_library_retain(l);
     return p.release();
   } catch (const std::exception &e) {

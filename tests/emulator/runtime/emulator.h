@@ -175,7 +175,7 @@ typedef struct emu_dispatch_options {
   uint32_t grid[3];                   // in threads if grid_in_threads, else in threadgroups
   uint32_t threads_per_threadgroup[3];
   int32_t grid_in_threads;            // dispatchThreads: the last threadgroups may be smaller
-  int32_t fast;                       // 1: no checks, and no byte counters
+  int32_t fast;                       // 1: no checks, and no byte counters; 2: checked, private variables start as zeros
   const emu_buffer *buffers;          // setBuffer and setBytes alike
   size_t buffer_count;
   const emu_threadgroup_memory *threadgroup_memory;

@@ -95,46 +95,19 @@ Machine::Machine() {
   if (stacks == MAP_FAILED) stacks = nullptr;
   else
     for (unsigned i = 0; i < kMaxThreads; i++) mprotect(stacks + i * kStackSize, 4096, PROT_NONE);
+  stack_shadow = (unsigned char *)mmap(nullptr, total / 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (stack_shadow == MAP_FAILED) stack_shadow = nullptr;
 }
 
 Machine::~Machine() {
   if (stacks) munmap(stacks, kStackSize * kMaxThreads);
+  if (stack_shadow) munmap(stack_shadow, kStackSize * kMaxThreads / 8);
   free(shared_write);
   free(shared_read);
   free(shared_write_pc);
 }
 
-unsigned Machine::pick(uint64_t ready) {
-  if (!random) return (unsigned)__builtin_ctzl(ready);
-  random ^= random << 13, random ^= random >> 7, random ^= random << 17;
-  unsigned k = random & 63;
-  uint64_t rotated = k ? ready >> k | ready << (64 - k) : ready;
-  return ((unsigned)__builtin_ctzl(rotated) + k) & 63;
-}
-
 // ---- waiting --------------------------------------------------------------------------------------------------------
-
-void Machine::arrive(Thread *t, Wait wait, const void *pc, const void *frame) {
-  if (EMU_UNLIKELY(pending.set)) settle();
-  Simdgroup &g = *t->group;
-  t->op.wait = wait;
-  t->pc = pc;
-  // Call site and stack depth: the same code reached through two calls that were not inlined is two places.
-  uint64_t depth = (uint64_t)(stack_top(t->index) - (const unsigned char *)frame);
-  t->site = (uint64_t)pc ^ depth << 44;
-  uint64_t bit = 1ull << t->lane;
-  if (!g.waiting) g.site = t->site, g.mixed = false;
-  else if (g.site != t->site) g.mixed = true;
-  g.ready &= ~bit;
-  g.waiting |= bit;
-  if (EMU_LIKELY(g.ready != 0)) {
-    Thread *next = &threads[g.first + pick(g.ready)];
-    current = next;
-    emu_switch(&t->sp, next->sp);
-    return;
-  }
-  resolve(g, t);
-}
 
 // Called when no thread of the group can run. `self` is the thread on whose stack this runs; it may have ended.
 void Machine::resolve(Simdgroup &g, Thread *self) {
@@ -365,6 +338,10 @@ void Machine::run_threadgroup(uint64_t index) {
   epoch_shared = epoch_device = 1;
   abandoned_ = false;
   pending.set = false;
+  if (EMU_UNLIKELY(stack_shadow_dirty_)) {  // threads that never returned left their frames' zones behind
+    madvise(stack_shadow, kStackSize * kMaxThreads / 8, MADV_DONTNEED);
+    stack_shadow_dirty_ = false;
+  }
   if (checked) {
     // What a GPU would hold here is whatever the last threadgroup left: nothing to rely on.
     memset(arena, 0xe5, d->shared_used);
@@ -385,7 +362,10 @@ void Machine::run_threadgroup(uint64_t index) {
       ran = true;
       current = &threads[g.first + pick(g.ready)];
       emu_switch(&main_sp, current->sp);
-      if (abandoned_ || EMU_UNLIKELY(interrupt)) return;
+      if (abandoned_ || EMU_UNLIKELY(interrupt)) {
+        stack_shadow_dirty_ = true;
+        return;
+      }
     }
     if (ran) continue;
     if (!resolve_threadgroup_barrier()) break;

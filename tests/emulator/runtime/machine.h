@@ -20,7 +20,9 @@ namespace emu {
 
 constexpr unsigned kMaxThreads = EMU_MAX_THREADS_PER_THREADGROUP;
 constexpr size_t kStackSize = 256 << 10;
+constexpr uintptr_t kStackShadow = 1ull << 44;  // what clang adds to address / 8 for a shadow byte's; see compile.cpp
 
+#define EMU_ALWAYS_INLINE inline __attribute__((always_inline))
 #define EMU_LIKELY(x) __builtin_expect(!!(x), 1)
 #define EMU_UNLIKELY(x) __builtin_expect(!!(x), 0)
 
@@ -35,15 +37,15 @@ struct Operation {  // what a waiting thread asked for
 };
 
 struct Simdgroup;
-struct Thread {
+struct alignas(64) Thread {  // what each wait touches comes first: two lines of the cache
   void *sp;
   Simdgroup *group;
   uint32_t index, lane;
   uint64_t site;       // where it waits: call site and stack depth
   const void *pc;      // the call's return address
+  Operation op;
   bool started, done;
   uint32_t position[3];
-  Operation op;
   emu_frame frame;
 };
 
@@ -131,6 +133,7 @@ class Machine {
   // Entry points from kernels; the pc is the call's return address.
   void arrive(Thread *t, Wait wait, const void *pc, const void *frame);
   void access(uintptr_t address, size_t size, bool write, bool atomic, const void *pc);
+  void private_access(uintptr_t address, size_t size, bool write, const void *pc);
   void settle();
   [[noreturn]] void abandon();
   void report(uint32_t report_class, const void *pc, const std::string &detail, bool error = true, std::vector<uint32_t> threads = {},
@@ -143,6 +146,8 @@ class Machine {
   unsigned char *arena = nullptr;
   size_t arena_size = 0;
   unsigned char *stacks = nullptr;
+  // A byte for each 8 of the stacks: 0 all may be touched, 1 … 7 that many, else a zone between private arrays.
+  unsigned char *stack_shadow = nullptr;
   emu_counters counters{};
   bool checked = false;
 
@@ -181,13 +186,13 @@ class Machine {
   void resolve(Simdgroup &g, Thread *self);
   bool resolve_threadgroup_barrier();
   void execute(Simdgroup &g, uint64_t mask, bool divergent);
-  unsigned pick(uint64_t ready);
+  inline unsigned pick(uint64_t ready);
   void purge_shared();
   void purge_shared(uint32_t group);
   void bump_simdgroup_epoch(Simdgroup &g, uint32_t flags);
   std::unordered_map<uint64_t, uint64_t> seen_;  // (class, pc) → occurrences not yet added up
   void flush_seen();
-  bool abandoned_ = false;
+  bool abandoned_ = false, stack_shadow_dirty_ = false;
   int faults_ = 0;
   size_t shadow_size_ = 0;
   uint32_t order_[kMaxThreads / 32 + 1];
@@ -197,6 +202,37 @@ class Machine {
 extern __thread Machine *machine __attribute__((tls_model("initial-exec")));
 
 extern "C" void emu_switch(void **save, void *to);
+
+inline unsigned Machine::pick(uint64_t ready) {
+  if (EMU_LIKELY(!random)) return (unsigned)__builtin_ctzl(ready);
+  random ^= random << 13, random ^= random >> 7, random ^= random << 17;
+  unsigned k = random & 63;
+  uint64_t rotated = k ? ready >> k | ready << (64 - k) : ready;
+  return ((unsigned)__builtin_ctzl(rotated) + k) & 63;
+}
+
+// Runs for every thread at every function of a simdgroup, so it is inlined into each.
+EMU_ALWAYS_INLINE void Machine::arrive(Thread *t, Wait wait, const void *pc, const void *frame) {
+  if (EMU_UNLIKELY(pending.set)) settle();
+  Simdgroup &g = *t->group;
+  t->op.wait = wait;
+  t->pc = pc;
+  // Call site and stack depth: the same code reached through two calls that were not inlined is two places.
+  uint64_t depth = (uint64_t)(stack_top(t->index) - (const unsigned char *)frame);
+  uint64_t site = (uint64_t)pc ^ depth << 44, bit = 1ull << t->lane, waiting = g.waiting, ready = g.ready & ~bit;
+  t->site = site;
+  if (!waiting) g.site = site, g.mixed = false;
+  else if (EMU_UNLIKELY(g.site != site)) g.mixed = true;
+  g.ready = ready;
+  g.waiting = waiting | bit;
+  if (EMU_LIKELY(ready != 0)) {
+    Thread *next = &threads[g.first + pick(ready)];
+    current = next;
+    emu_switch(&t->sp, next->sp);
+    return;
+  }
+  resolve(g, t);
+}
 
 std::string thread_text(const Dispatch &d, uint32_t index);
 

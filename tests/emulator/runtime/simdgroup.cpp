@@ -397,6 +397,18 @@ void Machine::simd(Simdgroup &g, uint64_t mask, bool divergent) {
     uint64_t span = (width == 64 ? ~0ull : (1ull << width) - 1) << begin, here = mask & span;
     if (!here) continue;
     if (op <= EMU_PREFIX_EXCLUSIVE_PRODUCT) {
+      if (checked && type == EMU_F32) {
+        // the NaN of a variable or a matrix without a value, which a maximum would hide
+        for (uint64_t m = here; m; m &= m - 1) {
+          unsigned l = (unsigned)__builtin_ctzl(m);
+          uint32_t v;
+          bool unset = false;
+          for (uint32_t c = 0; c < count; c++) memcpy(&v, (const char *)lanes[l].op.in[0] + c * 4, 4), unset |= v == ~0u || (v | EMU_QUIET_F32) == (EMU_POISON_F32 | EMU_QUIET_F32);
+          if (EMU_LIKELY(!unset)) continue;
+          report(EMU_REPORT_UNINITIALISED_PRIVATE, first.pc, "lane " + std::to_string(l) + " takes part with a variable that was never given a value", true, {g.first + l});
+          break;
+        }
+      }
       for (uint32_t c = 0; c < count; c++) {
         size_t at = c * bytes;
         switch (type) {
@@ -518,11 +530,27 @@ extern "C" EMU_API void emu_simd(unsigned code, unsigned type, unsigned count, c
   m.arrive(t, Wait::kSimd, __builtin_return_address(0), __builtin_frame_address(0));
 }
 
+// Without checks a thread loads its two elements of a matrix itself: what that needs of others, barriers have to order anyway.
+static void own_elements(const Thread &t) {
+  if (t.lane >= 32) return;
+  size_t e = element_size(t.op.code), row = lane_row(t.lane), column = lane_column(t.lane);
+  Block b = locate(t, t.op.in[0]);
+  unsigned char *out = (unsigned char *)t.op.out;
+  if (!b.transposed) {
+    const unsigned char *p = b.base + (int64_t)row * b.pitch + column * e;
+    if (e == 4) memcpy(out, p, 8);
+    else memcpy(out, p, 4);
+  } else {
+    for (unsigned i = 0; i < 2; i++) memcpy(out + i * e, b.base + (int64_t)(column + i) * b.pitch + row * e, e);
+  }
+}
+
 extern "C" EMU_API void emu_matrix_load(void *fragment, const void *p, uint64_t stride, uint64_t x, uint64_t y, unsigned form) {
   Machine &m = *machine;
   Thread *t = m.current;
   Operation &op = t->op;
   op.code = form, op.out = fragment, op.in[0] = p, op.stride = stride, op.x = x, op.y = y;
+  if (!m.checked) return own_elements(*t);
   m.arrive(t, Wait::kMatrixLoad, __builtin_return_address(0), __builtin_frame_address(0));
 }
 

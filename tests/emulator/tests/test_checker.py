@@ -37,6 +37,19 @@ CASES = {
         "float a[4] = {0, 1, 2, 3};\n out[i] = a[(n + 3) / 16]; // BUG",
         "float a[4] = {0, 1, 2, 3}; out[i] = a[n % 4];",
     ),
+    "read past a private array": (
+        R.OUT_OF_BOUNDS,
+        "float a[4] = {0, 1, 2, 3}; thread float *p = a; p += n / 16;\n out[i] = *p; // BUG",
+        "float a[4] = {0, 1, 2, 3}; thread float *p = a; p += n / 32; out[i] = *p;",
+    ),
+    "write past a private array": (
+        R.OUT_OF_BOUNDS,
+        (
+            "float a[4]; thread float *p = a; for (uint k = 0; k <= n / 16; k++)\n p[k] = k; // BUG\n"
+            " out[i] = a[n / 32];"
+        ),
+        "float a[4]; thread float *p = a; for (uint k = 0; k < n / 16; k++) p[k] = k; out[i] = a[n / 32];",
+    ),
     "matrix load": (
         R.OUT_OF_BOUNDS,
         "simdgroup_float8x8 m;\n simdgroup_load(m, in + 1, 8); // BUG\n simdgroup_store(m, out, 8);",
@@ -112,6 +125,11 @@ CASES = {
         R.UNINITIALISED_PRIVATE,
         "float a[4]; a[0] = 1; a[2] = in[0];\n out[i] = a[n / 64] + a[n / 32]; // BUG",
         "float a[4] = {0}; out[i] = a[n / 64] + a[n / 32];",
+    ),
+    "reduction over a variable without a value": (
+        R.UNINITIALISED_PRIVATE,
+        "float x; for (uint k = l; k < n / 2; k++) x = in[k];\n out[i] = simd_max(x); // BUG",
+        "float x = 0; for (uint k = l; k < n / 2; k++) x = in[k]; out[i] = simd_max(x);",
     ),
     "uninitialised matrix": (
         R.UNINITIALISED_PRIVATE,
@@ -218,6 +236,36 @@ def test_correct_twin_is_silent(name, seed):
     result = launch(CASES[name][2], seed=seed, outputs=())[1]
     assert not result.reports, result
     assert result.ok
+
+
+# What only shows where the same kernel runs with other contents of its private memory: body, correct body
+VARIED = {
+    "integer": (
+        "int k; for (uint j = 0; j < n / 128; j++) k = j; out[i] = k & 2;",
+        "int k = 0; for (uint j = 0; j < n / 128; j++) k = j; out[i] = k & 2;",
+    ),
+    "integer array": (
+        "uchar a[8]; for (uint j = 0; j < n / 16; j++) a[j] = j; out[i] = a[n / 16 + (l & 3)] > 9;",
+        "uchar a[8]; for (uint j = 0; j < n / 8; j++) a[j] = j; out[i] = a[n / 16 + (l & 3)] > 9;",
+    ),
+    "float, as bytes": (
+        "float a[2]; a[0] = 1; *((device uint *)out + i) = as_type<uint>(a[n / 64]) & 1;",
+        "float a[2]; a[0] = a[1] = 1; *((device uint *)out + i) = as_type<uint>(a[n / 64]) & 1;",
+    ),
+    "loop bound": (
+        "int last; if (n < 64) last = 3; float x = 0; for (int k = 0; k < last; k++) x += k; out[i] = x - last;",
+        "int last = 3; float x = 0; for (int k = 0; k < last; k++) x += k; out[i] = x - last;",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_result_that_depends_on_unset_private_memory(name):
+    buggy, correct = VARIED[name]
+    result = launch(buggy, outputs=(), vary_private=True)[1]
+    assert result.of(R.UNINITIALISED_PRIVATE) and not result.ok, result
+    result = launch(correct, outputs=(), vary_private=True)[1]
+    assert not result.reports and result.ok, result
 
 
 def test_unwritten_output():

@@ -561,3 +561,24 @@ def test_strict_check_finds_mixed_address_spaces(line, finding):
     )
     found = emulator.strict_check(source, file_name="strict.metal")
     assert ("strict.metal:5: error" in found) if finding else found == ""
+
+
+@pytest.mark.parametrize(
+    "functions, call, finding",
+    [
+        ("int f(int n) { return n < 2 ? 1 : n * f(n - 1); }", "f(i)", "2: error: 'f' calls itself; Metal"),
+        ("int g(int n);\nint f(int n) { return g(n); }\nint g(int n) { return n ? f(n - 1) : 0; }", "f(i)", "through 'f'"),
+        ("template <typename T> T f(T n) { return n ? f(n - 1) : T(0); }", "f(int(i))", "2: error: 'f' calls itself;"),
+        ("struct S { int f(int n) thread { return n ? f(n - 1) : 0; } };", "S().f(i)", "2: error: 'f' calls itself;"),
+        ("int f(int n) { return n; }\nint f(float x) { return f(int(x)); }", "f(float(i))", ""),
+        ("template <int N> int f() { if constexpr (N > 0) return 1 + f<N - 1>(); else return 0; }", "f<3>()", ""),
+        ("constexpr int f(int n) { return n < 2 ? 0 : 1 + f(n / 2); }", "f(8)", ""),
+    ],
+)
+def test_strict_check_finds_recursion(functions, call, finding):
+    source = (
+        f"#include <metal_stdlib>\n{functions}\n"
+        f"kernel void k(device int *o [[buffer(0)]], uint i [[thread_position_in_grid]]) {{ o[i] = {call}; }}"
+    )
+    found = emulator.strict_check(source, file_name="strict.metal")
+    assert (finding in found and "no recursion" in found) if finding else found == ""

@@ -234,6 +234,38 @@ def test_checker_finds_an_overrun_and_names_the_line(probe: c.CDLL, metal: devic
     assert found["kernel"] == "beyond" and found["line"] > 0 and found["buffer_index"] == 0
 
 
+@pytest.mark.parametrize("step", [1, -1, 128, -4096, 4096, 12288, 1 << 40])
+@pytest.mark.parametrize("writes", [0, 1])
+def test_overrun_of_a_buffer_is_found_and_hits_no_other(
+    step: int, writes: int, probe: c.CDLL, metal: device.Control
+) -> None:
+    with metal.option(Option.QUIET, 1):
+        assert probe.kernel_far(writes, c.c_int64(step)) == 0
+    found = [report for report in metal.checker()["reports"] if report["class"] == "out of bounds"]
+    assert found and all(report["line"] > 0 for report in found)
+    if abs(step) < 1 << 32:
+        assert found[0]["buffer_index"] == 0
+    assert metal.live_objects() == {}
+
+
+@pytest.mark.parametrize("step", [4096, -4096])
+@pytest.mark.parametrize("writes", [0, 1])
+def test_unchecked_overrun_meets_unreadable_pages(step: int, writes: int, probe: c.CDLL, metal: device.Control) -> None:
+    with metal.option(Option.QUIET, 1), metal.option(Option.CHECKED, 0):
+        assert probe.kernel_far(writes, c.c_int64(step)) == 0  # and the process lives
+    assert metal.live_objects() == {}
+
+
+def test_debug_marker_bounds_memory_bound_without_a_copy(probe: c.CDLL, metal: device.Control) -> None:
+    with metal.option(Option.QUIET, 1):
+        for marked, excess in ((1, 0), (0, 64)):
+            assert probe.no_copy_excess(marked, excess) == 0
+            assert metal.checker()["reports"] == []
+        assert probe.no_copy_excess(1, 1) == 0
+    (found,) = metal.checker()["reports"]
+    assert found["class"] == "out of bounds" and found["buffer_index"] == 0
+
+
 def test_debug_marker_bounds_a_binding_within_a_larger_buffer(probe: c.CDLL, metal: device.Control) -> None:
     with metal.option(Option.QUIET, 1):
         probe.kernel_beyond_marker(0)

@@ -54,6 +54,12 @@ kernel void reverse(device float* x [[buffer(0)]], threadgroup float* t [[thread
   x[i] = t[n - 1 - i];
 }
 kernel void beyond(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) { x[i + 1] = 1.0f; }
+kernel void write_far(device float* x [[buffer(0)]], constant long& step [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+  x[long(i) + step] = -1.0f;
+}
+kernel void read_far(device float* x [[buffer(0)]], constant long& step [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+  x[i] = x[long(i) + step];
+}
 kernel void endless(device volatile int* x [[buffer(0)]]) { while (x[0] == 0) {} }
 )";
 
@@ -769,6 +775,48 @@ PROBE int kernel_beyond_marker(int marked) {
   encoder->endEncoding();
   commands->commit();
   commands->waitUntilCompleted();
+  return 0;
+}
+// Writes (or reads) `step` floats further than each thread's own in the first of three buffers; how many values of the
+// others it changed.
+PROBE int kernel_far(int writes, int64_t step) {
+  Session s;
+  auto far = s.pipeline(writes ? "write_far" : "read_far");
+  auto before = s.floats(4096), x = s.floats(4096), after = s.floats(4096);
+  auto* commands = s.queue->commandBuffer();
+  auto* encoder = commands->computeCommandEncoder();
+  encoder->setComputePipelineState(far.get());
+  encoder->setBuffer(x.get(), 0, 0);
+  encoder->setBytes(&step, sizeof step, 1);
+  encoder->dispatchThreads(MTL::Size(4096, 1, 1), MTL::Size(32, 1, 1));
+  encoder->endEncoding();
+  commands->commit();
+  commands->waitUntilCompleted();
+  int changed = 0;
+  for (int i = 0; i < 4096; ++i) changed += (data(before)[i] != float(i)) + (data(after)[i] != float(i));
+  return changed;
+}
+// A no-copy binding over the middle of two pages, `excess` floats longer than what the marker grants it.
+PROBE int no_copy_excess(int marked, int excess) {
+  Session s;
+  const size_t page = 16384;
+  auto* raw = static_cast<char*>(mmap(nullptr, 3 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  auto* pages = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw) + page - 1) / page * page);
+  auto fill = s.pipeline("fill_float");
+  {
+    auto buffer = NS::TransferPtr(s.device->newBuffer(pages, 2 * page, MTL::ResourceStorageModeShared, nullptr));
+    CHECK(buffer);
+    if (marked) buffer->addDebugMarker(MTLSTR("input x"), NS::Range(4096, 256));
+    auto* commands = s.queue->commandBuffer();
+    auto* encoder = commands->computeCommandEncoder();
+    encoder->setComputePipelineState(fill.get());
+    encoder->setBuffer(buffer.get(), 4096, 0);
+    encoder->dispatchThreads(MTL::Size(64 + excess, 1, 1), MTL::Size(32, 1, 1));
+    encoder->endEncoding();
+    commands->commit();
+    commands->waitUntilCompleted();
+  }
+  munmap(raw, 3 * page);
   return 0;
 }
 // Writes the first half of what is marked as output.
