@@ -12,10 +12,6 @@
 #include "score.h"
 #include "visibility.h"
 
-// Which gradients beside dQ its kernel sums up.
-constant bool wants_scale [[function_constant(10)]];
-constant bool wants_slopes [[function_constant(11)]];
-
 // One simdgroup for each row.
 template <typename T, int V, int SIMDGROUPS>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_row_sums(
@@ -460,16 +456,6 @@ template <
           sums[block][i], factor, destination + ulong(block * 8) * out_stride + ulong(column), out_stride,
           p.keys - first - block * 8, size - column, lane);
     }
-  }
-}
-
-inline void store_bias(device uchar* d_bias, ulong at, float x) {
-  if (bias_type == 1) {
-    reinterpret_cast<device float*>(d_bias)[at] = x;
-  } else if (bias_type == 2) {
-    reinterpret_cast<device half*>(d_bias)[at] = half(x);
-  } else {
-    reinterpret_cast<device bfloat*>(d_bias)[at] = bfloat(x);
   }
 }
 

@@ -19,6 +19,8 @@ constant bool has_slopes [[function_constant(6)]];
 constant bool has_sinks [[function_constant(7)]];
 constant bool has_cap [[function_constant(8)]];
 constant bool has_dropout [[function_constant(9)]];
+constant bool wants_scale [[function_constant(10)]];   // gradients that the kernel of dQ sums up too
+constant bool wants_slopes [[function_constant(11)]];
 
 // Batch row b reads row (b / repeat) % rows of an operand.
 struct RowMap {

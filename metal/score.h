@@ -84,6 +84,16 @@ struct Score {
   }
 };
 
+inline void store_bias(device uchar* d_bias, ulong at, float x) {
+  if (bias_type == 1) {
+    reinterpret_cast<device float*>(d_bias)[at] = x;
+  } else if (bias_type == 2) {
+    reinterpret_cast<device half*>(d_bias)[at] = half(x);
+  } else {
+    reinterpret_cast<device bfloat*>(d_bias)[at] = bfloat(x);
+  }
+}
+
 // Philox-4×32-10 (Salmon et al., SC 2011); jax_mfa/philox.py says which counter belongs to which score.
 struct Dropout {
   constant Parameters& p;

@@ -189,20 +189,95 @@ def _shared(spec: Specification, x: Shapes) -> tuple[str | bytes, ...]:
     return ("query", "key", "value", _parameters(spec, x), *optional)
 
 
+Launch = tuple[Kernel, tuple[int, int, int]]  # a kernel and its grid
+
+
+class _Matrices:
+    """Kernels on simdgroup matrices, with the tiles of a table: each as the kernel and its grid."""
+
+    def __init__(self, spec: Specification, x: Shapes, chosen: tiles.Tiles):
+        self.spec, self.x, self.chosen = spec, x, chosen
+
+    def forward(self) -> Launch:
+        x, tile = self.x, self.chosen.forward
+        kernel = _kernel("attention_forward", self.spec, x, tile.simdgroups * 32, tile)
+        return kernel, (-(-x.t // tile.rows) * tile.slices, x.n, x.batch)
+
+    def row_sums(self) -> Launch:
+        x = self.x
+        kernel = Kernel(
+            f"attention_row_sums_{_SHORT[x.dtype]}_v{x.v}",
+            ("attention_row_sums", SCALARS[x.dtype], x.v, ROW_SUM_SIMDGROUPS),
+            (),
+            ROW_SUM_SIMDGROUPS * 32,
+        )
+        return kernel, (-(-x.t * x.n // ROW_SUM_SIMDGROUPS), 1, x.batch)
+
+    def d_query(self, more) -> Launch:
+        x, tile = self.x, self.chosen.d_query
+        kernel = _kernel("attention_d_query", self.spec, x, tile.simdgroups * 32, tile, more)
+        return kernel, (-(-x.t // tile.rows) * tile.slices, x.n, x.batch)
+
+    def d_key_value(self) -> Launch:
+        x, tile = self.x, self.chosen.d_key_value
+        kernel = _kernel("attention_d_key_value", self.spec, x, tile.pairs * 64, tile)
+        return kernel, (-(-x.s // tile.rows) * tile.slices, x.k, x.batch)
+
+    def d_bias(self) -> Launch:
+        x = self.x
+        kernel = Kernel(
+            f"attention_d_bias_{_SHORT[x.dtype]}_h{x.h}_v{x.v}_{BIAS_COLUMNS}",
+            ("attention_d_bias", SCALARS[x.dtype], x.h, x.v, BIAS_COLUMNS),
+            _constants(self.spec, x),
+            32,
+        )
+        rows, heads, t, s = x.optional["bias"].shape
+        return kernel, (-(-s // (8 * BIAS_COLUMNS)), -(-t // 8), rows * heads)
+
+
+class _Portable:
+    """The same without simdgroup matrices."""
+
+    def __init__(self, spec: Specification, x: Shapes, chosen: tiles.Portable):
+        self.spec, self.x, self.threads = spec, x, chosen.threads
+
+    def _kernel(self, name: str, sizes: tuple[int, ...], constants=()) -> Kernel:
+        short = "_".join(map(str, (*sizes, self.threads)))
+        template = (name, SCALARS[self.x.dtype], *sizes, self.threads)
+        return Kernel(f"{name}_{_SHORT[self.x.dtype]}_{short}", template, constants, self.threads)
+
+    def _pairs(self, name: str, more=()) -> Kernel:
+        return self._kernel(name, (self.x.h, self.x.v), (*_constants(self.spec, self.x), *more))
+
+    def forward(self) -> Launch:
+        return self._pairs("portable_forward"), (self.x.t, self.x.n, self.x.batch)
+
+    def row_sums(self) -> Launch:
+        return self._kernel("portable_row_sums", (self.x.v,)), (self.x.t * self.x.n, 1, self.x.batch)
+
+    def d_query(self, more) -> Launch:
+        return self._pairs("portable_d_query", more), (self.x.t, self.x.n, self.x.batch)
+
+    def d_key_value(self) -> Launch:
+        return self._pairs("portable_d_key_value"), (self.x.s, self.x.k, self.x.batch)
+
+    def d_bias(self) -> Launch:
+        rows, heads, t, s = self.x.optional["bias"].shape
+        return self._pairs("portable_d_bias"), (s, t, rows * heads)
+
+
+def _family(spec: Specification, x: Shapes, chosen: tiles.Tiles | tiles.Portable) -> _Matrices | _Portable:
+    return _Portable(spec, x, chosen) if isinstance(chosen, tiles.Portable) else _Matrices(spec, x, chosen)
+
+
 @functools.lru_cache(maxsize=1024)
-def _forward(spec: Specification, key, tile: tiles.ForwardTiles) -> Plan:
+def _forward(spec: Specification, key, chosen: tiles.Tiles | tiles.Portable) -> Plan:
     x = Shapes(*key)
     return Plan(
         "attention_forward",
         source.base_hash(),
         (*x.inputs(), x.like_out("out", "output"), x.rows("statistic", "output")),
-        (
-            Dispatch(
-                _kernel("attention_forward", spec, x, tile.simdgroups * 32, tile),
-                (-(-x.t // tile.rows) * tile.slices, x.n, x.batch),
-                _arguments(*_shared(spec, x), "out", "statistic"),
-            ),
-        ),
+        (Dispatch(*_family(spec, x, chosen).forward(), _arguments(*_shared(spec, x), "out", "statistic")),),
     )
 
 
@@ -246,63 +321,31 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
+def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.Tiles | tiles.Portable) -> Plan:
     x = Shapes(*key)
+    family = _family(spec, x, chosen)
     shared = (*_shared(spec, x), "d_out", "statistic", "row_sums")
-    sums = Kernel(
-        f"attention_row_sums_{_SHORT[x.dtype]}_v{x.v}",
-        ("attention_row_sums", SCALARS[x.dtype], x.v, ROW_SUM_SIMDGROUPS),
-        (),
-        ROW_SUM_SIMDGROUPS * 32,
-    )
     results = [x.rows("row_sums", "output" if "sinks" in wanted else "scratch")]
-    dispatches = [
-        Dispatch(
-            sums,
-            (-(-x.t * x.n // ROW_SUM_SIMDGROUPS), 1, x.batch),
-            _arguments("out", "d_out", "statistic", "d_statistic", "row_sums", _parameters(spec, x)),
-        )
-    ]
+    sums = _arguments("out", "d_out", "statistic", "d_statistic", "row_sums", _parameters(spec, x))
+    dispatches = [Dispatch(*family.row_sums(), sums)]
     scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
     if "query" in wanted or scale or slopes:
-        rows = chosen.d_query
         results.append(x.like_query("d_query", "output"))
         results += [x.rows("d_scale", "output")] if scale else []
         results += [x.rows("d_slopes", "output")] if slopes else []
         more = ((10, "wants_scale", "bool", scale), (11, "wants_slopes", "bool", slopes))
         extra = ("d_scale" if scale else None, "d_slopes" if slopes else None)
-        dispatches.append(
-            Dispatch(
-                _kernel("attention_d_query", spec, x, rows.simdgroups * 32, rows, more),
-                (-(-x.t // rows.rows) * rows.slices, x.n, x.batch),
-                _arguments(*shared, "d_query", *extra),
-            )
-        )
+        dispatches.append(Dispatch(*family.d_query(more), _arguments(*shared, "d_query", *extra)))
     if "key" in wanted or "value" in wanted:
-        columns = chosen.d_key_value
         results += [
             Buffer("d_key", "output", x.dtype, (x.batch, x.s, x.k, x.h)),
             Buffer("d_value", "output", x.dtype, (x.batch, x.s, x.k, x.v)),
         ]
-        dispatches.append(
-            Dispatch(
-                _kernel("attention_d_key_value", spec, x, columns.pairs * 64, columns),
-                (-(-x.s // columns.rows) * columns.slices, x.k, x.batch),
-                _arguments(*shared, "d_key", "d_value"),
-            )
-        )
+        dispatches.append(Dispatch(*family.d_key_value(), _arguments(*shared, "d_key", "d_value")))
     if "bias" in wanted:
         bias = x.optional["bias"]
-        planes, heads, t, s = bias.shape
         results.append(Buffer("d_bias", "output", bias.dtype.name, bias.shape))
-        kernel = Kernel(
-            f"attention_d_bias_{_SHORT[x.dtype]}_h{x.h}_v{x.v}_{BIAS_COLUMNS}",
-            ("attention_d_bias", SCALARS[x.dtype], x.h, x.v, BIAS_COLUMNS),
-            _constants(spec, x),
-            32,
-        )
-        grid = (-(-s // (8 * BIAS_COLUMNS)), -(-t // 8), planes * heads)
-        dispatches.append(Dispatch(kernel, grid, _arguments(*shared, "d_bias")))
+        dispatches.append(Dispatch(*family.d_bias(), _arguments(*shared, "d_bias")))
     return Plan(
         "attention_backward",
         source.base_hash(),
@@ -330,8 +373,8 @@ def _key(query, key, value, uses, optional):
     return Shape.of(query), Shape.of(key), Shape.of(value), found, tuple(uses)
 
 
-def _select(variant: str | tiles.Tiles, query, value) -> tiles.Tiles:
-    if isinstance(variant, tiles.Tiles):
+def _select(variant: str | tiles.Tiles | tiles.Portable, query, value) -> tiles.Tiles | tiles.Portable:
+    if not isinstance(variant, str):
         return variant
     return tiles.select(variant, query.shape[-1], value.shape[-1], ITEM_SIZES[np.dtype(query.dtype).name])
 
@@ -342,7 +385,7 @@ def forward(
     key,
     value,
     *,
-    variant: str | tiles.Tiles = "staged",
+    variant: str | tiles.Tiles | tiles.Portable = "staged",
     uses: tuple[str, ...] = (),
     **optional,
 ) -> Plan:
@@ -350,7 +393,7 @@ def forward(
 
     Args:
       query, key, value: arrays or shapes, [B, T, N, H], [rows, S, K, H], [rows, S, K, V].
-      variant: a key of `tiles.VARIANTS`, or tiles of one's own.
+      variant: a key of `tiles.VARIANTS`, "portable", or tiles of one's own.
       uses: what of `numbers` counts beside the scale: "slopes", "sinks".
       **optional: arrays or shapes named in `OPTIONAL`:
         limits: int32 [B, 3], position of row 0, visible rows and visible columns of each batch row.
@@ -361,12 +404,18 @@ def forward(
     """
     found = _key(query, key, value, uses, optional)
     t, s = query.shape[1], key.shape[1]
-    if isinstance(variant, str) and t <= tiles.DECODE_QUERIES and s >= tiles.DECODE_KEYS and not spec.dropout_rate:
+    if (
+        isinstance(variant, str)
+        and variant in tiles.VARIANTS
+        and t <= tiles.DECODE_QUERIES
+        and s >= tiles.DECODE_KEYS
+        and not spec.dropout_rate
+    ):
         item = ITEM_SIZES[np.dtype(query.dtype).name]
         tile = tiles.decode(query.shape[2] // key.shape[2] * t, query.shape[3], value.shape[3], item)
         if tile is not None:
             return _decode(spec, found, tile)
-    return _forward(spec, found, _select(variant, query, value).forward)
+    return _forward(spec, found, _select(variant, query, value))
 
 
 def backward(
@@ -376,7 +425,7 @@ def backward(
     value,
     *,
     wanted: tuple[str, ...] = ("query", "key", "value"),
-    variant: str | tiles.Tiles = "staged",
+    variant: str | tiles.Tiles | tiles.Portable = "staged",
     uses: tuple[str, ...] = (),
     **optional,
 ) -> Plan:

@@ -59,6 +59,8 @@ class Runtime:
         if _chosen:
             return _chosen[-1]
         families = self.device.get("families", ())
+        if "apple7" not in families:
+            return "portable"  # no simdgroup matrices
         return "direct" if "apple9" in families else "staged"
 
 

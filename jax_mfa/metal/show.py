@@ -248,7 +248,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pass", dest="of_pass", choices=PASSES, default="forward", help="default: %(default)s")
     parser.add_argument(
         "--variant",
-        choices=tuple(tiles.VARIANTS),
+        choices=(*tiles.VARIANTS, "portable"),
         default="staged",
         help="tiles in threadgroup memory, or read from device memory directly; default: %(default)s",
     )

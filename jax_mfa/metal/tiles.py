@@ -224,10 +224,19 @@ DIRECT = {
 VARIANTS = {"staged": STAGED, "direct": DIRECT}
 
 
-def select(variant: str, h: int, v: int, item: int) -> Tiles:
+@dataclasses.dataclass(frozen=True)
+class Portable:
+    """In place of tiles: kernels without simdgroup matrices, with this many threads for each row, a power of two."""
+
+    threads: int = 64
+
+
+def select(variant: str, h: int, v: int, item: int) -> Tiles | Portable:
     """The tiles for head sizes H and V of `item` bytes an element."""
     most = max(h, v)
-    for (limit, size), tiles in VARIANTS[variant].items():
+    if variant == "portable" and most <= MAX_HEAD:
+        return Portable()
+    for (limit, size), tiles in VARIANTS.get(variant, {}).items():
         if size == item and most <= limit:
             return tiles
     raise ValueError(f"no tiles for head sizes H = {h}, V = {v}: the largest is {MAX_HEAD}")

@@ -49,6 +49,14 @@ def test_none_takes_metal_and_explain_says_so():
     assert "custom_call" in jax.jit(jax_mfa.dot_product_attention).lower(*x).as_text()
 
 
+@pytest.mark.parametrize(
+    "families,expected",
+    [(("apple4", "metal3"), "portable"), (("apple7",), "staged"), (("apple7", "apple8", "apple9"), "direct")],
+)
+def test_the_chip_decides_the_kernels(families, expected):
+    assert runtime.Runtime(module=object(), device={"families": families}).variant == expected
+
+
 def test_none_takes_blockwise_for_what_metal_lacks_and_says_why():
     x = jax.ShapeDtypeStruct((1, 8, 2, 600), jnp.float32)
     explanation = jax_mfa.explain(x, x, x)

@@ -1,0 +1,413 @@
+// The same attention for GPUs without simdgroup matrices: many threads for each row, reductions by trees in threadgroup memory, and
+// no function that depends on the SIMD width. Slower, and simple.
+//
+//   forward, dQ: a threadgroup for each query row; a thread for each column of a tile, then for each element of the result
+//   dK and dV:   a threadgroup for each key row; a thread for each query row of a tile, then for each element of the results
+#include "fragments.h"
+#include "score.h"
+#include "visibility.h"
+
+// Sum (or maximum) of what the threads hold, the same bits in each.
+template <int THREADS, bool MAXIMUM>
+inline float reduce(threadgroup float* scratch, float x, ushort i) {
+  scratch[i] = x;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int n = THREADS / 2; n > 0; n /= 2) {
+    if (i < n) {
+      scratch[i] = MAXIMUM ? max(scratch[i], scratch[i + n]) : scratch[i] + scratch[i + n];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  const float result = scratch[0];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return result;
+}
+
+// Product of a row in threadgroup memory with one in device memory, four elements at a time where rows are aligned.
+template <typename T, int SIZE>
+inline float dot_rows(threadgroup const float* own, device const T* other) {
+  constexpr int vector = SIZE % 4 == 0 ? 4 : 1;
+  float sum = 0;
+  for (int i = 0; i < SIZE; i += vector) {
+    if (vector == 4) {
+      const vec<T, 4> x = *reinterpret_cast<device const vec<T, 4>*>(other + i);
+      for (int e = 0; e < 4; ++e) {
+        sum += own[i + e] * float(x[e]);
+      }
+    } else {
+      sum += own[i] * float(other[i]);
+    }
+  }
+  return sum;
+}
+
+template <typename T, int SIZE, int THREADS>
+inline void keep_row(threadgroup float* own, device const T* row, ushort thread_index) {
+  for (int i = thread_index; i < SIZE; i += THREADS) {
+    own[i] = float(row[i]);
+  }
+}
+
+template <typename T, int H, int V, int THREADS>
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_forward(
+    ATTENTION_OPERANDS,
+    device T* out [[buffer(12)]],
+    device float* statistic [[buffer(13)]],
+    uint3 group [[threadgroup_position_in_grid]],  // (row, head, batch row)
+    ushort thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float q_row[H];
+  threadgroup float weights[THREADS];
+  threadgroup float scratch[THREADS];
+  const int row = group.x;
+  const int head = group.y;
+  const int batch = group.z;
+  const int key_head = head / (p.heads / p.key_heads);
+  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, thread_index);
+  const Score score(p, numbers, bias, batch, head, visibility.offset);
+  const Dropout drop(p, dropout, batch, head);
+  const ulong k_stride = ulong(p.key_heads) * H;
+  const ulong v_stride = ulong(p.key_heads) * V;
+  device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
+  device const T* v_rows = value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
+  const ulong q_stride = ulong(p.heads) * H;
+  keep_row<T, H, THREADS>(
+      q_row, query + head_offset(batch, p.queries, p.heads, head, H) + row * q_stride, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  constexpr int own = (V + THREADS - 1) / THREADS;
+  float sums[own];
+  for (int i = 0; i < own; ++i) {
+    sums[i] = 0;
+  }
+  float high = -INFINITY;
+  float total = 0;
+  const int end = visibility.column_end(row, row);
+  for (int column = visibility.column_begin(row); column < end; column += THREADS) {
+    const int at = column + thread_index;
+    float x = -INFINITY;
+    if (visibility.visible(row, at)) {
+      x = score.logit(dot_rows<T, H>(q_row, k_rows + at * k_stride), row, at);
+    }
+    // a maximum passes over NaN; the sum does not
+    const float largest = max(high, reduce<THREADS, true>(scratch, x, thread_index));
+    const float zero = largest == -INFINITY ? 0.0f : largest;
+    const float shrink = fast::exp2(high - zero);
+    float weight = fast::exp2(x - zero);
+    total = total * shrink + reduce<THREADS, false>(scratch, weight, thread_index);
+    high = largest;
+    if (has_dropout) {
+      weight = drop.keeps(row, at) ? weight * p.keep_factor : 0.0f;
+    }
+    weights[thread_index] = x == -INFINITY ? invisible_weight() : weight;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = 0; i < own; ++i) {
+      const int element = thread_index + i * THREADS;
+      if (element < V) {
+        float sum = sums[i] * shrink;
+        for (int j = 0; j < min(THREADS, end - column); ++j) {
+          if (!is_invisible(weights[j])) {
+            sum += weights[j] * float(v_rows[(column + j) * v_stride + element]);
+          }
+        }
+        sums[i] = sum;
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
+  const bool empty = high == -INFINITY;
+  const float zero = empty ? 0.0f : (has_sinks ? max(high, score.sink(head)) : high);
+  const float shrink = fast::exp2(high - zero);
+  const float sum = total * shrink + (has_sinks && !empty ? fast::exp2(score.sink(head) - zero) : 0.0f);
+  const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
+  for (int i = 0; i < own; ++i) {
+    const int element = thread_index + i * THREADS;
+    if (element < V) {
+      out[at_row * V + element] = T(empty ? 0.0f : sums[i] * shrink / sum);
+    }
+  }
+  if (thread_index == 0) {
+    statistic[at_row] = empty ? empty_statistic : (zero + precise::log2(sum)) * ln_2;
+  }
+}
+
+template <typename T, int V, int THREADS>
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_row_sums(
+    device const T* out [[buffer(0)]],
+    device const T* d_out [[buffer(1)]],
+    device const float* statistic [[buffer(2)]],
+    device const float* d_statistic [[buffer(3)]],
+    device float* row_sums [[buffer(4)]],
+    constant Parameters& p [[buffer(5)]],
+    uint3 group [[threadgroup_position_in_grid]],  // (row and head, 1, batch row)
+    ushort thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float scratch[THREADS];
+  const ulong at = group.z * (ulong(p.queries) * p.heads) + group.x;
+  float sum = 0;
+  for (int i = thread_index; i < V; i += THREADS) {
+    sum += float(d_out[at * V + i]) * float(out[at * V + i]);
+  }
+  sum = reduce<THREADS, false>(scratch, sum, thread_index);
+  if (thread_index == 0) {
+    row_sums[at] = statistic[at] == empty_statistic ? 0.0f : sum - d_statistic[at];
+  }
+}
+
+// dS of one pair and what it is made of.
+struct Pair {
+  float weight;   // of dV; -0 where invisible
+  float d_score;  // -0 where invisible
+};
+
+inline Pair pair_of(
+    const thread Visibility& visibility, const thread Score& score, const thread Dropout& drop, int row, int column,
+    float product, float d_weight, float row_statistic, float row_shift) {
+  Pair result = {invisible_weight(), invisible_weight()};
+  const float x = score.logit(product, row, column);
+  if (x != -INFINITY) {
+    result.weight = fast::exp2(x - row_statistic * log2_e);
+    float factor = 1;
+    if (has_dropout) {
+      factor = drop.keeps(row, column) ? drop.p.keep_factor : 0.0f;
+    }
+    result.d_score =
+        score.derivative(result.weight * ((factor == 0 ? 0.0f : d_weight * factor) - row_shift), x);
+    result.weight *= factor;
+  }
+  return result;
+}
+
+template <typename T, int H, int V, int THREADS>
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_query(
+    ATTENTION_OPERANDS,
+    device const T* d_out [[buffer(12)]],
+    device const float* statistic [[buffer(13)]],
+    device const float* row_sums [[buffer(14)]],
+    device T* d_query [[buffer(15)]],
+    device float* d_scale [[buffer(16), function_constant(wants_scale)]],
+    device float* d_slope [[buffer(17), function_constant(wants_slopes)]],
+    uint3 group [[threadgroup_position_in_grid]],  // (row, head, batch row)
+    ushort thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float q_row[H];
+  threadgroup float do_row[V];
+  threadgroup float weights[THREADS];
+  threadgroup float scratch[THREADS];
+  const int row = group.x;
+  const int head = group.y;
+  const int batch = group.z;
+  const int key_head = head / (p.heads / p.key_heads);
+  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, thread_index);
+  const Score score(p, numbers, bias, batch, head, visibility.offset);
+  const Dropout drop(p, dropout, batch, head);
+  const ulong k_stride = ulong(p.key_heads) * H;
+  const ulong v_stride = ulong(p.key_heads) * V;
+  device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
+  device const T* v_rows = value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
+  const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
+  keep_row<T, H, THREADS>(q_row, query + at_row * H, thread_index);
+  keep_row<T, V, THREADS>(do_row, d_out + at_row * V, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  constexpr int own = (H + THREADS - 1) / THREADS;
+  float sums[own];
+  for (int i = 0; i < own; ++i) {
+    sums[i] = 0;
+  }
+  float scale_sum = 0;
+  float slope_sum = 0;
+  const int end = visibility.column_end(row, row);
+  for (int column = visibility.column_begin(row); column < end; column += THREADS) {
+    const int at = column + thread_index;
+    float d = invisible_weight();
+    if (visibility.visible(row, at)) {
+      const float product = dot_rows<T, H>(q_row, k_rows + at * k_stride);
+      const float d_weight = dot_rows<T, V>(do_row, v_rows + at * v_stride);
+      d = pair_of(visibility, score, drop, row, at, product, d_weight, statistic[at_row], row_sums[at_row]).d_score;
+      if (!is_invisible(d)) {
+        scale_sum += d * product;
+        slope_sum += d * score.distance(row, at);
+      }
+    }
+    weights[thread_index] = d;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = 0; i < own; ++i) {
+      const int element = thread_index + i * THREADS;
+      if (element < H) {
+        for (int j = 0; j < min(THREADS, end - column); ++j) {
+          if (!is_invisible(weights[j])) {
+            sums[i] += weights[j] * float(k_rows[(column + j) * k_stride + element]);
+          }
+        }
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
+  for (int i = 0; i < own; ++i) {
+    const int element = thread_index + i * THREADS;
+    if (element < H) {
+      d_query[at_row * H + element] = T(sums[i] * score.scale);
+    }
+  }
+  if (wants_scale) {
+    scale_sum = reduce<THREADS, false>(scratch, scale_sum, thread_index);
+    if (thread_index == 0) {
+      d_scale[at_row] = scale_sum;
+    }
+  }
+  if (wants_slopes) {
+    slope_sum = reduce<THREADS, false>(scratch, slope_sum, thread_index);
+    if (thread_index == 0) {
+      d_slope[at_row] = slope_sum;
+    }
+  }
+}
+
+template <typename T, int H, int V, int THREADS>
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_key_value(
+    ATTENTION_OPERANDS,
+    device const T* d_out [[buffer(12)]],
+    device const float* statistic [[buffer(13)]],
+    device const float* row_sums [[buffer(14)]],
+    device T* d_key [[buffer(15)]],
+    device T* d_value [[buffer(16)]],
+    uint3 group [[threadgroup_position_in_grid]],  // (key row, key head, batch row)
+    ushort thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float k_row[H];
+  threadgroup float v_row[V];
+  threadgroup float weights[THREADS];
+  threadgroup float d_scores[THREADS];
+  const int column = group.x;
+  const int key_head = group.y;
+  const int batch = group.z;
+  const int heads_of_group = p.heads / p.key_heads;
+  keep_row<T, H, THREADS>(
+      k_row, key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H) +
+                 ulong(column) * p.key_heads * H,
+      thread_index);
+  keep_row<T, V, THREADS>(
+      v_row, value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V) +
+                 ulong(column) * p.key_heads * V,
+      thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  constexpr int own_keys = (H + THREADS - 1) / THREADS;
+  constexpr int own_values = (V + THREADS - 1) / THREADS;
+  float key_sums[own_keys];
+  float value_sums[own_values];
+  for (int i = 0; i < own_keys; ++i) {
+    key_sums[i] = 0;
+  }
+  for (int i = 0; i < own_values; ++i) {
+    value_sums[i] = 0;
+  }
+  float scale = 0;
+  for (int head = key_head * heads_of_group; head < (key_head + 1) * heads_of_group; ++head) {
+    const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, thread_index);
+    const Score score(p, numbers, bias, batch, head, visibility.offset);
+    const Dropout drop(p, dropout, batch, head);
+    scale = score.scale;
+    const int end = visibility.row_end(column, column);
+    for (int row = visibility.row_begin(column); row < end; row += THREADS) {
+      const int own_row = row + thread_index;
+      const ulong at_row = (ulong(batch) * p.queries + own_row) * p.heads + head;
+      Pair pair = {invisible_weight(), invisible_weight()};
+      if (visibility.visible(own_row, column)) {
+        const float product = dot_rows<T, H>(k_row, query + at_row * H);
+        const float d_weight = dot_rows<T, V>(v_row, d_out + at_row * V);
+        pair = pair_of(
+            visibility, score, drop, own_row, column, product, d_weight, statistic[at_row], row_sums[at_row]);
+      }
+      weights[thread_index] = pair.weight;
+      d_scores[thread_index] = pair.d_score;
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (int j = 0; j < min(THREADS, end - row); ++j) {
+        const ulong at = (ulong(batch) * p.queries + row + j) * p.heads + head;
+        if (!is_invisible(d_scores[j])) {
+          for (int i = 0; i < own_keys; ++i) {
+            const int element = thread_index + i * THREADS;
+            key_sums[i] += element < H ? d_scores[j] * float(query[at * H + element]) : 0.0f;
+          }
+        }
+        if (!is_invisible(weights[j])) {
+          for (int i = 0; i < own_values; ++i) {
+            const int element = thread_index + i * THREADS;
+            value_sums[i] += element < V ? weights[j] * float(d_out[at * V + element]) : 0.0f;
+          }
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+
+  const ulong at = (ulong(batch) * p.keys + column) * p.key_heads + key_head;
+  for (int i = 0; i < own_keys; ++i) {
+    const int element = thread_index + i * THREADS;
+    if (element < H) {
+      d_key[at * H + element] = T(key_sums[i] * scale);
+    }
+  }
+  for (int i = 0; i < own_values; ++i) {
+    const int element = thread_index + i * THREADS;
+    if (element < V) {
+      d_value[at * V + element] = T(value_sums[i]);
+    }
+  }
+}
+
+// A threadgroup for each element of the bias: its threads share the scores that the element was added to.
+template <typename T, int H, int V, int THREADS>
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_bias(
+    ATTENTION_OPERANDS,
+    device const T* d_out [[buffer(12)]],
+    device const float* statistic [[buffer(13)]],
+    device const float* row_sums [[buffer(14)]],
+    device uchar* d_bias [[buffer(15)]],
+    uint3 group [[threadgroup_position_in_grid]],  // (column, row, row and head of the bias), 0 along an axis it lacks
+    ushort thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float q_row[H];
+  threadgroup float do_row[V];
+  threadgroup float scratch[THREADS];
+  const int bias_row = int(group.z) / p.bias.heads;
+  const int bias_head = int(group.z) % p.bias.heads;
+  const int first_row = group.y;
+  const int last_row = p.bias.queries > 1 ? first_row : p.queries - 1;
+  const int first_column = group.x;
+  const int last_column = p.bias.keys > 1 ? first_column : p.keys - 1;
+  float sum = 0;
+  for (int batch = 0; batch < p.batch; ++batch) {
+    if (mapped_row(p.bias.map, batch) != bias_row) {
+      continue;
+    }
+    for (int head = p.bias.heads > 1 ? bias_head : 0; head <= (p.bias.heads > 1 ? bias_head : p.heads - 1); ++head) {
+      const int key_head = head / (p.heads / p.key_heads);
+      const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, thread_index);
+      const Score score(p, numbers, bias, batch, head, visibility.offset);
+      const Dropout drop(p, dropout, batch, head);
+      device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
+      device const T* v_rows = value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
+      for (int row = first_row; row <= last_row; ++row) {
+        const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
+        keep_row<T, H, THREADS>(q_row, query + at_row * H, thread_index);
+        keep_row<T, V, THREADS>(do_row, d_out + at_row * V, thread_index);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        for (int column = first_column + thread_index; column <= last_column; column += THREADS) {
+          if (visibility.visible(row, column)) {
+            const float product = dot_rows<T, H>(q_row, k_rows + ulong(column) * p.key_heads * H);
+            const float d_weight = dot_rows<T, V>(do_row, v_rows + ulong(column) * p.key_heads * V);
+            const float d =
+                pair_of(visibility, score, drop, row, column, product, d_weight, statistic[at_row], row_sums[at_row])
+                    .d_score;
+            sum += d;
+          }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+    }
+  }
+  sum = reduce<THREADS, false>(scratch, sum, thread_index);
+  if (thread_index == 0) {
+    const ulong plane = ulong(group.z) * ulong(p.bias.queries) * ulong(p.bias.keys);
+    store_bias(d_bias, plane + broadcast_index(p.bias, first_row, first_column), sum);
+  }
+}

@@ -1,0 +1,39 @@
+"""Every feature on the kernels that other chips take: fragments straight from device memory, and no simdgroup matrices.
+
+The rest of the tests run what the emulated chip takes by itself, tiles staged in threadgroup memory.
+"""
+
+import os
+
+import pytest
+from attention_cases import BY_NAME
+from emulator import device
+from harness import IMPLEMENTATIONS, check_case
+
+from jax_mfa.metal import runtime
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("JAX_MFA_DEVICE") != "emulator", reason="needs the emulated device, which could not be built"
+)
+METAL = next(x for x in IMPLEMENTATIONS if x.name == "metal")
+
+
+@pytest.fixture(scope="module", params=["direct", "portable", "portable on 64 lanes"])
+def variant(request):
+    name, *lanes = request.param.split(" on ")
+    control = device.load()
+    with runtime.variant(name), control.option(device.Option.SIMD_WIDTH, 64 if lanes else 32):
+        runtime.get().module.reset()
+        runtime._prepare.cache_clear()
+        yield name
+    runtime.get().module.reset()
+    runtime._prepare.cache_clear()
+
+
+RICHEST = ("everything", "gpt_oss", "llama", "block_sparse")
+CASES = [(name, "float32") for name in BY_NAME] + [(name, "bfloat16") for name in RICHEST]
+
+
+@pytest.mark.parametrize("name,dtype", CASES)
+def test_values_and_gradients_are_right(variant, name, dtype):
+    check_case(METAL, BY_NAME[name], dtype)
