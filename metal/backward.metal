@@ -149,14 +149,13 @@ template <
         k_tiles + current * k_size, k_rows + column * k_stride, k_stride, visibility.columns - column, lane};
     const Tile<T, V, staged> v_tile = {
         v_tiles + current * v_size, v_rows + column * v_stride, v_stride, visibility.columns - column, lane};
-    const int contents = visibility.contents(group_row, rows_of_group, column, KEYS);
     for (int part = 0; part < KEYS / 8; part += COLUMNS) {
       const int part_column = column + part * 8;
-      const int band = visibility.band(first, BLOCKS * 8, part_column, COLUMNS * 8);
-      if (band == none_visible) {
+      const int seen = visibility.of_tile(first, BLOCKS * 8, part_column, COLUMNS * 8);
+      if (seen == none_visible) {
         continue;
       }
-      const bool whole = min(band, contents) == all_visible;
+      const bool whole = seen == all_visible;
       Fragment<float> s[BLOCKS][COLUMNS];
       Fragment<float> d_p[BLOCKS][COLUMNS];
       multiply_rows(s, q, k_tile, part);
@@ -367,10 +366,9 @@ template <
 
     const Tile<T, H, staged> q_tile = {q_tiles + current * q_size, q_rows, q_stride, left, lane};
     const Tile<T, V, staged> do_tile = {do_tiles + current * do_size, do_rows, do_stride, left, lane};
-    const int band = visibility.band(row, QUERIES, first, BLOCKS * 8);
-    const bool none = band == none_visible;
-    const bool whole =
-        min(band, visibility.contents(row, QUERIES, group_column, keys_of_group)) == all_visible;
+    const int seen = visibility.of_tile(row, QUERIES, first, BLOCKS * 8);
+    const bool none = seen == none_visible;
+    const bool whole = seen == all_visible;
     const bool careful = !whole || score.may_hide();
     Fragment<float> s[BLOCKS][columns];
     if (!none && for_value) {
@@ -512,8 +510,7 @@ template <typename T, int H, int V, int COLUMNS>
         const float row_statistic = inside ? statistic[at_row] * log2_e : 0.0f;
         const float row_shift = inside ? row_sums[at_row] : 0.0f;
         for (int column = first_column; column <= last_column; column += width) {
-          if (visibility.band(row, 8, column, width) == none_visible ||
-              visibility.contents(row, 8, column, width) == none_visible) {
+          if (visibility.of_tile(row, 8, column, width) == none_visible) {
             continue;
           }
           const Tile<T, H, false> k_tile = {

@@ -103,10 +103,9 @@ template <
           v_tiles + (1 - current) * v_size, v_rows + next * v_stride, v_stride, left, thread_index);
     }
 
-    const int band = visibility.band(first, BLOCKS * 8, column, KEYS);
-    if (band != none_visible) {
-      const bool whole =
-          min(band, visibility.contents(group_row, rows_of_group, column, KEYS)) == all_visible;
+    const int seen = visibility.of_tile(first, BLOCKS * 8, column, KEYS);
+    if (seen != none_visible) {
+      const bool whole = seen == all_visible;
       const bool careful = !whole || score.may_hide();
       const Tile<T, H, staged> k_tile = {
           k_tiles + current * k_size, k_rows + column * k_stride, k_stride, visibility.columns - column, lane};

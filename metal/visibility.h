@@ -78,7 +78,7 @@ struct Visibility {
     return whole ? all_visible : some_visible;
   }
 
-  // The same by everything else; to be called by whole simdgroups.
+  // The same by everything else; to be called by whole simdgroups for rows and columns that exist.
   int contents(int row, int n, int column, int m) const {
     int result = has_mask ? some_visible : all_visible;
     const int row_end = min(row + n, p->queries);
@@ -124,6 +124,15 @@ struct Visibility {
       }
     }
     return result;
+  }
+
+  // Both together: what a simdgroup has to compute, and how carefully.
+  int of_tile(int row, int n, int column, int m) const {
+    const int result = band(row, n, column, m);
+    if (result == none_visible || !(has_mask || has_segments || has_blocks)) {
+      return result;
+    }
+    return min(result, contents(row, n, column, m));
   }
 
   bool block(int row, int column) const {

@@ -58,7 +58,7 @@ def run(plan: Plan, arrays: dict[str, np.ndarray], *, text: str | None = None, s
     results = {b.name: np.zeros(b.shape, DTYPES[b.dtype]) for b in plan.results}
     known = {b.name: np.ascontiguousarray(arrays[b.name]) for b in plan.buffers if b.role == "input"} | results
     for b in plan.buffers:
-        assert known[b.name].shape == b.shape and known[b.name].dtype == DTYPES[b.dtype], b
+        assert known[b.name].shape == b.shape and known[b.name].dtype == np.dtype(DTYPES.get(b.dtype, b.dtype)), b
     written: set[str] = set()
     done = []
     for dispatch in plan.dispatches:

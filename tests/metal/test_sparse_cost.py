@@ -1,0 +1,63 @@
+"""What is hidden costs nothing: multiply-accumulates of each kernel under windows and block masks, and the bytes of decoding."""
+
+import numpy as np
+import pytest
+from plans import run
+
+from jax_mfa.block_mask import BlockMask
+from jax_mfa.metal import kernels
+from jax_mfa.specification import Specification
+
+KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value")
+H = 16
+
+
+def products(t: int, spec: Specification, variant: str, **optional) -> dict[str, int]:
+    """Multiply-accumulates by kernel, one head, T = S."""
+    rng = np.random.default_rng(0)
+    x = lambda: rng.standard_normal((1, t, 1, H)).astype(np.float16)
+    arrays = {"query": x(), "key": x(), "value": x(), "d_out": x(), **optional}
+    inputs = (arrays["query"], arrays["key"], arrays["value"])
+    forward = run(kernels.forward(spec, *inputs, variant=variant, **optional), arrays)
+    arrays |= {name: forward.arrays[name] for name in ("out", "statistic")}
+    arrays["d_statistic"] = rng.standard_normal((1, t, 1)).astype(np.float32)
+    backward = run(kernels.backward(spec, *inputs, variant=variant, **optional), arrays)
+    assert not forward.reports + backward.reports
+    counters = forward.counters | backward.counters
+    return {name: counters[name].matrix_multiply_accumulates for name in KERNELS}
+
+
+def dense(t: int) -> dict[str, int]:
+    one = t * t * H // 512
+    return dict(zip(KERNELS, (2 * one, 3 * one, 4 * one)))
+
+
+@pytest.mark.parametrize("variant", ["staged", "direct"])
+def test_a_window_of_256_at_4096_costs_at_most_0_12_of_dense(variant):
+    got = products(4096, Specification(is_causal=True, window=(255, 0)), variant)
+    for name, full in dense(4096).items():
+        assert got[name] <= 0.12 * full, f"{name}: {got[name] / full:.3f} of dense"
+
+
+@pytest.mark.parametrize("variant", ["staged", "direct"])
+def test_a_block_mask_costs_what_its_blocks_do(variant):
+    t, size = 1024, 64
+    chosen = np.random.default_rng(3).permutation(256) < 26  # 10 % of 16 × 16 blocks
+    mask = BlockMask(chosen.reshape(16, 16), (size, size))
+    got = products(t, Specification(mask_block=mask.block_size), variant, blocks=mask.blocks[None, None])
+    for name, full in dense(t).items():
+        assert got[name] == full * 26 // 256, f"{name}: {got[name] / full:.3f} of dense"
+
+
+def test_decoding_loads_each_key_and_value_once_for_the_whole_group():
+    rng = np.random.default_rng(0)
+    s, n, k, h, filled = 4096, 8, 2, 64, 3000
+    x = lambda *shape: rng.standard_normal(shape).astype(np.float16)
+    query, key, value = x(1, 1, n, h), x(1, s, k, h), x(1, s, k, h)
+    limits = np.array([[filled - 1, 1, filled]], np.int32)
+    plan = kernels.forward(Specification(is_causal=True), query, key, value, limits=limits)
+    ran = run(plan, {"query": query, "key": key, "value": value, "limits": limits})
+    assert not ran.reports
+    once = 2 * filled * k * h * 2
+    # beside keys and values: the queries and the parameters, for each split
+    assert once <= ran.counters["attention_decode"].device_bytes_loaded <= 1.15 * once
