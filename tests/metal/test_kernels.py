@@ -140,10 +140,10 @@ def on_device(metal, monkeypatch):
     started = runtime._start()
     assert not started.reason, started.reason
     monkeypatch.setattr(runtime, "get", lambda: started)
-    runtime.failure.cache_clear()
+    runtime._prepare.cache_clear()
     jax.clear_caches()
     yield metal
-    runtime.failure.cache_clear()
+    runtime._prepare.cache_clear()
     jax.clear_caches()
 
 

@@ -1,4 +1,4 @@
-"""What is hidden costs nothing: multiply-accumulates of each kernel under windows and block masks, and the bytes of decoding."""
+"""What is hidden costs nothing: multiply-accumulates under windows and block masks, and the bytes of decoding."""
 
 import numpy as np
 import pytest

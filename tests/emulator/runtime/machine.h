@@ -134,6 +134,9 @@ class Machine {
   void arrive(Thread *t, Wait wait, const void *pc, const void *frame);
   void access(uintptr_t address, size_t size, bool write, bool atomic, const void *pc);
   void private_access(uintptr_t address, size_t size, bool write, const void *pc);
+  void private_operand(const void *p, size_t size, bool write, const void *pc) {  // of a function that threads perform together
+    if (checked && (uintptr_t)p - (uintptr_t)stacks < kStackSize * kMaxThreads) private_access((uintptr_t)p, size, write, pc);
+  }
   void settle();
   [[noreturn]] void abandon();
   void report(uint32_t report_class, const void *pc, const std::string &detail, bool error = true, std::vector<uint32_t> threads = {},

@@ -128,6 +128,8 @@ void Machine::matrix_multiply(Simdgroup &g, uint64_t mask) {
     else a[l] = b[l] = c[l] = zeros, out[l] = sink;
   }
   uint32_t types = first.op.code;
+  for (unsigned i = 0; i < 3; i++) private_operand(first.op.in[i], 2 * element_size(types >> (2 * i + 2)), false, first.pc);
+  private_operand(first.op.out, 2 * element_size(types), true, first.pc);
   Row ra[8], rb[8], rc[8];
   bool poisoned_a = false, poisoned_b = false, poisoned_c = false;
   gather(a, types >> 2 & 3, ra, &poisoned_a);
@@ -231,6 +233,7 @@ void Machine::matrix_load(Simdgroup &g, uint64_t mask) {
   Block b = locate(first, first.op.in[0]);
   if (checked) {
     Thread *self = current;
+    private_operand(first.op.out, 2 * e, true, first.pc);
     uniform_arguments(*this, g, mask, false);
     check_block(*this, g, mask, b, e, false, first.pc);
     current = self;
@@ -262,6 +265,7 @@ void Machine::matrix_store(Simdgroup &g, uint64_t mask) {
   Block b = locate(first, first.op.out);
   if (checked) {
     Thread *self = current;
+    private_operand(first.op.in[0], 2 * e, false, first.pc);
     uniform_arguments(*this, g, mask, true);
     check_block(*this, g, mask, b, e, true, first.pc);
     current = self;

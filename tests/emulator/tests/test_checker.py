@@ -50,6 +50,19 @@ CASES = {
         ),
         "float a[4]; thread float *p = a; for (uint k = 0; k < n / 16; k++) p[k] = k; out[i] = a[n / 32];",
     ),
+    "matrix past an array of them": (
+        R.OUT_OF_BOUNDS,
+        (
+            "simdgroup_float8x8 a, c[2]; simdgroup_load(a, in); for (auto &x : c) simdgroup_load(x, in);"
+            " for (uint k = 0; k < n / 21; k++)\n simdgroup_multiply_accumulate(c[k], a, a, c[k]); // BUG\n"
+            " if (i < 32) simdgroup_store(c[1], out);"
+        ),
+        (
+            "simdgroup_float8x8 a, c[2]; simdgroup_load(a, in); for (auto &x : c) simdgroup_load(x, in);"
+            " for (uint k = 0; k < n / 32; k++) simdgroup_multiply_accumulate(c[k], a, a, c[k]);"
+            " if (i < 32) simdgroup_store(c[1], out);"
+        ),
+    ),
     "matrix load": (
         R.OUT_OF_BOUNDS,
         "simdgroup_float8x8 m;\n simdgroup_load(m, in + 1, 8); // BUG\n simdgroup_store(m, out, 8);",

@@ -415,10 +415,11 @@ def bits(a):
     return a.view(np.uint16) if a.dtype == ml_dtypes.bfloat16 else a
 
 
+@pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("space", ["device", "threadgroup"])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("t", MATRIX)
-def test_matrix_load_and_store(t, transpose, space):
+def test_matrix_load_and_store(t, transpose, space, checked):
     source = (
         HEADER
         + f"""kernel void f(device {t} *o [[buffer(0)]], device {t}
@@ -430,7 +431,8 @@ def test_matrix_load_and_store(t, transpose, space):
     )
     x = np.arange(576).reshape(24, 24).astype(MATRIX[t])
     out = np.zeros(128, MATRIX[t])
-    result = emulator.compile(source).kernel()([bits(out), bits(x)], threads=32, threadgroup=32)
+    kernel = emulator.compile(source).kernel(checked=checked)
+    result = kernel([bits(out), bits(x)], threads=32, threadgroup=32, checked=checked)
     assert not result.reports, result
     block = x[8:16, 16:24].T if transpose else x[16:24, 8:16]
     np.testing.assert_array_equal(out[:64].reshape(8, 8), block)
@@ -567,7 +569,11 @@ def test_strict_check_finds_mixed_address_spaces(line, finding):
     "functions, call, finding",
     [
         ("int f(int n) { return n < 2 ? 1 : n * f(n - 1); }", "f(i)", "2: error: 'f' calls itself; Metal"),
-        ("int g(int n);\nint f(int n) { return g(n); }\nint g(int n) { return n ? f(n - 1) : 0; }", "f(i)", "through 'f'"),
+        (
+            "int g(int);\nint f(int n) { return g(n); }\nint g(int n) { return n ? f(n - 1) : 0; }",
+            "f(i)",
+            "through 'f'",
+        ),
         ("template <typename T> T f(T n) { return n ? f(n - 1) : T(0); }", "f(int(i))", "2: error: 'f' calls itself;"),
         ("struct S { int f(int n) thread { return n ? f(n - 1) : 0; } };", "S().f(i)", "2: error: 'f' calls itself;"),
         ("int f(int n) { return n; }\nint f(float x) { return f(int(x)); }", "f(float(i))", ""),

@@ -203,7 +203,7 @@ PROBE int dependent_dispatches() {
 
 PROBE int specialised_functions() {
   Session s;
-  CHECK(s.library->functionNames()->count() == 9);
+  CHECK(s.library->functionNames()->count() == 11);
   for (const char* way : {"index", "name", "range", "descriptor"}) {
     auto values = NS::TransferPtr(MTL::FunctionConstantValues::alloc()->init());
     const float factor = 3;
