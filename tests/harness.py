@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,7 @@ IMPLEMENTATIONS = (
         dtypes=("float16", "bfloat16", "float32"),
         forward_mode=False,
         in_jnp=False,
-        available=os.environ.get("JAX_MFA_DEVICE") == "emulator",
+        available=not jax_mfa.metal.runtime.get().reason,
     ),
 )
 AVAILABLE = tuple(x for x in IMPLEMENTATIONS if x.available)
