@@ -11,7 +11,7 @@ _flags = os.environ.get("XLA_FLAGS")
 if "xla_force_host_platform_device_count" not in (_flags or ""):
     os.environ["XLA_FLAGS"] = f"{_flags or ''} --xla_force_host_platform_device_count=4".strip()
 
-# every test of the implementation `metal` runs the real C++ and kernels: on the device of a Mac, else on the emulated one
+# every test of `metal` runs the real C++ and kernels: on the device of a Mac, elsewhere on the emulated one
 if "JAX_MFA_DEVICE" not in os.environ and sys.platform != "darwin":
     try:
         from emulator import host_module
