@@ -91,6 +91,7 @@ def dot_product_attention(
     sinks=None,
     query_segment_ids=None,
     key_value_segment_ids=None,
+    key_value_ranges=None,
     block_mask: BlockMask | None = None,
     dropout_rate: float = 0.0,
     dropout_seed=None,
@@ -129,6 +130,7 @@ def dot_product_attention(
       sinks: `[N]`: the logit of one more column that has no value (arXiv:2309.17453; one learnt logit per head).
       query_segment_ids: integers `[B, T]`, with
       key_value_segment_ids: integers `[B, S]`: a row sees columns of its own segment (packed sequences).
+      key_value_ranges: integers `[B, T, 2]`: row t sees columns `ranges[t, 0]` … `ranges[t, 1] − 1`, a mask in O(T).
       block_mask: a `BlockMask`.
       dropout_rate: probability in [0, 1) of dropping a probability; the others grow by 1 / (1 − rate).
       dropout_seed: an integer, integers `[2]`, or a `jax.random` key; needed with a rate. The same seed drops the

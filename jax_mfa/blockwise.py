@@ -144,6 +144,7 @@ class _Step:
         self.slopes = None if o.alibi_slopes is None else self.per_head(self.rows("alibi_slopes"))
         self.query_segments = None if o.query_segment_ids is None else self.rows("query_segment_ids")
         self.key_segments = None if o.key_segment_ids is None else self.rows("key_segment_ids")
+        self.key_ranges = None if o.key_ranges is None else self.rows("key_ranges")
         self.bias = self.scores_like("bias")
         self.mask = self.scores_like("mask")
         self.blocks = self.scores_like("block_mask")
@@ -257,6 +258,9 @@ class _Step:
             if self.query_segments is not None:
                 a, b = self.segments(i, j)
                 rules.append(a[:, None, None, :, None] == b[:, None, None, None, :])
+            if self.key_ranges is not None:
+                start, end = (x[:, None, None, :, None] for x in self.ranges(i))
+                rules.append((column >= start) & (column < end))
             if self.blocks is not None:
                 block_rows, block_columns = spec.mask_block
                 blocks = jnp.take(self.blocks, row.reshape(-1) // block_rows, axis=3)
@@ -278,12 +282,20 @@ class _Step:
             _slice(self.key_segments, self.column_start(j), self.p.tiles.columns, 1),
         )
 
+    def ranges(self, i):
+        """First visible column of tile `i`'s rows and the one after the last: [R|1, rows] each."""
+        x = _slice(self.key_ranges, self.row_start(i), self.p.tiles.rows, 1)
+        return x[..., 0], x[..., 1]
+
     def unless_empty(self, i, j, body, carry):
-        """`body(carry)`, or `carry` where segments or mask blocks show that no score of the tile is visible."""
+        """`body(carry)`, or `carry` where segments, ranges or mask blocks show that no score of the tile is visible."""
         some = []
         if self.query_segments is not None:
             a, b = self.segments(i, j)
             some.append(((a.min(1) <= b.max(1)) & (b.min(1) <= a.max(1))).any())
+        if self.key_ranges is not None:
+            (start, end), column = self.ranges(i), self.column_start(j)
+            some.append(((start < column + self.p.tiles.columns) & (end > column) & (start < end)).any())
         if self.blocks is not None:
             rows, columns = self.p.spec.mask_block
             row = self.row_start(i) + jnp.arange(self.p.tiles.rows)

@@ -37,6 +37,9 @@ def visible(spec: Specification, operands: Operands):
         see &= t < per_row(o.query_lengths)
     if o.query_segment_ids is not None:
         see &= o.query_segment_ids[:, None, :, None] == o.key_segment_ids[:, None, None, :]
+    if o.key_ranges is not None:
+        start, end = (o.key_ranges[:, None, :, i, None] for i in range(2))
+        see &= (s >= start) & (s < end)
     if spec.mask_block is not None:
         rows, columns = spec.mask_block
         see &= jnp.repeat(jnp.repeat(o.block_mask, rows, 2), columns, 3)[:, :, : t.size, : s.size]

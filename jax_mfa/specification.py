@@ -44,6 +44,7 @@ class Operands(NamedTuple):
     key_lengths: Any = None  # [rows], int32
     query_segment_ids: Any = None  # [rows, T], int32
     key_segment_ids: Any = None  # [rows, S], int32
+    key_ranges: Any = None  # [rows, T, 2], int32: first visible column, and the one after the last
     alibi_slopes: Any = None  # [rows, N], float
     sinks: Any = None  # [rows, N], float
     dropout: Any = None  # [rows, 3], uint32: two words of seed, and the batch index that the random counter uses
@@ -78,6 +79,7 @@ class Specification:
                     operands.query_lengths,
                     operands.key_lengths,
                     operands.query_segment_ids,
+                    operands.key_ranges,
                 )
             )
         )
@@ -253,6 +255,7 @@ def specify(
     sinks=None,
     query_segment_ids=None,
     key_value_segment_ids=None,
+    key_value_ranges=None,
     block_mask=None,
     dropout_rate=0.0,
     dropout_seed=None,
@@ -346,6 +349,11 @@ def specify(
             jnp.int32
         )
 
+    if key_value_ranges is not None:
+        key_value_ranges = _array("key_value_ranges", key_value_ranges, "i", "integers [..., T, 2]")
+        key_value_ranges = _per_row("key_value_ranges", key_value_ranges, lead, (t, 2), "[..., T, 2]")
+        key_value_ranges = jnp.clip(key_value_ranges, 0, s).astype(jnp.int32)
+
     mask_block = None
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
@@ -392,6 +400,7 @@ def specify(
         key_lengths=key_value_seq_lengths,
         query_segment_ids=query_segment_ids,
         key_segment_ids=key_value_segment_ids,
+        key_ranges=key_value_ranges,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout=dropout,

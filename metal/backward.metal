@@ -83,7 +83,7 @@ template <
   const int slice = int(group.x) % SLICES;
   const int group_row = int((groups.x - 1 - group.x) / SLICES) * rows_of_group;
   const int first = group_row + simdgroup * BLOCKS * 8;
-  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, lane_index);
+  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
   const Dropout drop(p, dropout, batch, head);
 
@@ -239,7 +239,7 @@ struct Turns {
 
   // The first turn from `turn` on in which one of m columns may be seen.
   int next(thread Visibility& visibility, int turn, int size, int column, int m) const {
-    if (has_segments || has_blocks) {
+    if (has_segments || has_ranges || has_blocks) {
       while (turn < count) {
         visibility.turn_to(head(turn));
         if (visibility.contents(tile(turn) * size, size, column, m) != none_visible) {
@@ -300,7 +300,7 @@ template <
   const int group_column = int(group.x) / SLICES * keys_of_group;
   const int first = group_column + pair * BLOCKS * 8;
   const int first_head = key_head * heads_of_group;
-  Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, first_head, lane_index);
+  Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, first_head, lane_index);
   Score score(p, numbers, bias, batch, first_head, visibility.offset);
   Dropout drop(p, dropout, batch, first_head);
 
@@ -493,7 +493,7 @@ template <typename T, int H, int V, int COLUMNS>
     }
     for (int head = low_head; head <= high_head; ++head) {
       const int key_head = head / (p.heads / p.key_heads);
-      const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, lane_index);
+      const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
       const Score score(p, numbers, bias, batch, head, visibility.offset);
       const Dropout drop(p, dropout, batch, head);
       device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);

@@ -73,14 +73,14 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
     const GroupRow own(p, key_head, first + block * 8 + lane.row);
     own_row[block] = own.inside ? own.row : -1;
     visibility[block] =
-        Visibility(p, limits, mask, blocks, query_segments, key_segments, batch, own.head, lane_index);
+        Visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, own.head, lane_index);
     score[block] = Score(p, numbers, bias, batch, own.head, visibility[block].offset);
   }
-  const Visibility all(p, limits, mask, blocks, query_segments, key_segments, batch, key_head, lane_index);
+  const Visibility all(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, key_head, lane_index);
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
   for (int column = begin; column < end; column += KEYS) {
-    const bool whole = !has_mask && !has_blocks && !has_segments &&
+    const bool whole = !has_mask && !has_blocks && !has_segments && !has_ranges &&
                        all.band(0, p.queries, column, KEYS) == all_visible;
     Fragment<float> s[BLOCKS][columns];
     for (int block = 0; block < BLOCKS; ++block) {

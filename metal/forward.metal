@@ -49,7 +49,7 @@ template <
   const int slice = int(group.x) % SLICES;
   const int group_row = int((groups.x - 1 - group.x) / SLICES) * rows_of_group;  // under a causal mask the longest go first
   const int first = group_row + simdgroup * BLOCKS * 8;
-  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, lane_index);
+  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
   const Dropout drop(p, dropout, batch, head);
 

@@ -19,6 +19,7 @@ constant bool has_slopes [[function_constant(6)]];
 constant bool has_sinks [[function_constant(7)]];
 constant bool has_cap [[function_constant(8)]];
 constant bool has_dropout [[function_constant(9)]];
+constant bool has_ranges [[function_constant(12)]];
 constant bool wants_scale [[function_constant(10)]];   // gradients that the kernel of dQ sums up too
 constant bool wants_slopes [[function_constant(11)]];
 
@@ -71,7 +72,8 @@ struct Parameters {
   device const uchar* blocks [[buffer(8)]],       /* Broadcast, nonzero where some score is visible */ \
   device const int* query_segments [[buffer(9)]], /* [B, T] */                                    \
   device const int* key_segments [[buffer(10)]],  /* [B, S] */                                    \
-  device const uint* dropout [[buffer(11)]]       /* [B, 3]: two words of seed, batch index */
+  device const uint* dropout [[buffer(11)]],      /* [B, 3]: two words of seed, batch index */      \
+  device const int* key_ranges [[buffer(18), function_constant(has_ranges)]] /* [B, T, 2]: first column, end */
 
 // The largest finite float stands for a log-sum-exp of minus infinity: a row that sees nothing.
 constant constexpr float empty_statistic = 3.40282347e+38f;

@@ -62,7 +62,7 @@ template <typename T, int H, int V, int THREADS>
   const int head = group.y;
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
-  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, thread_index);
+  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
   const Dropout drop(p, dropout, batch, head);
   const ulong k_stride = ulong(p.key_heads) * H;
@@ -196,7 +196,7 @@ template <typename T, int H, int V, int THREADS>
   const int head = group.y;
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
-  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, thread_index);
+  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
   const Dropout drop(p, dropout, batch, head);
   const ulong k_stride = ulong(p.key_heads) * H;
@@ -303,7 +303,7 @@ template <typename T, int H, int V, int THREADS>
   }
   float scale = 0;
   for (int head = key_head * heads_of_group; head < (key_head + 1) * heads_of_group; ++head) {
-    const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, thread_index);
+    const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
     const Score score(p, numbers, bias, batch, head, visibility.offset);
     const Dropout drop(p, dropout, batch, head);
     scale = score.scale;
@@ -381,7 +381,7 @@ template <typename T, int H, int V, int THREADS>
     }
     for (int head = p.bias.heads > 1 ? bias_head : 0; head <= (p.bias.heads > 1 ? bias_head : p.heads - 1); ++head) {
       const int key_head = head / (p.heads / p.key_heads);
-      const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, batch, head, thread_index);
+      const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
       const Score score(p, numbers, bias, batch, head, visibility.offset);
       const Dropout drop(p, dropout, batch, head);
       device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);

@@ -16,6 +16,7 @@ struct Visibility {
   int columns;  // columns from here on are seen by nobody
   device const int* query_segments;
   device const int* key_segments;
+  device const int* key_ranges;
   device const uchar* mask;
   device const uchar* blocks;
   device const uchar* mask_of_head;
@@ -27,7 +28,8 @@ struct Visibility {
 
   Visibility(
       constant Parameters& p, device const int* limits, device const uchar* mask, device const uchar* blocks,
-      device const int* query_segments, device const int* key_segments, int batch, int head, ushort lane)
+      device const int* query_segments, device const int* key_segments, device const int* key_ranges, int batch, int head,
+      ushort lane)
       : p(&p), mask(mask), blocks(blocks), batch(batch), lane(lane) {
     device const int* of_row = limits + ulong(batch) * ulong(p.limits_stride);
     offset = of_row[0];
@@ -35,6 +37,7 @@ struct Visibility {
     columns = min(of_row[2], p.keys);
     this->query_segments = has_segments ? query_segments + ulong(batch) * ulong(p.queries) : query_segments;
     this->key_segments = has_segments ? key_segments + ulong(batch) * ulong(p.keys) : key_segments;
+    this->key_ranges = has_ranges ? key_ranges + ulong(batch) * ulong(p.queries) * 2 : key_segments;
     turn_to(head);
   }
 
@@ -104,6 +107,22 @@ struct Visibility {
         result = some_visible;
       }
     }
+    if (has_ranges) {
+      bool any = false;
+      bool all = true;
+      for (int i = row + lane; i < row_end; i += 32) {
+        const int start = key_ranges[2 * i];
+        const int end = key_ranges[2 * i + 1];
+        any = any || max(start, column) < min(end, column_end);
+        all = all && start <= column && end >= column_end;
+      }
+      if (!simd_any(any)) {
+        return none_visible;
+      }
+      if (!simd_all(all)) {
+        result = some_visible;
+      }
+    }
     if (has_blocks) {
       const int first_row = row / p->block_rows;
       const int first_column = column / p->block_columns;
@@ -129,7 +148,7 @@ struct Visibility {
   // Both together: what a simdgroup has to compute, and how carefully.
   int of_tile(int row, int n, int column, int m) const {
     const int result = band(row, n, column, m);
-    if (result == none_visible || !(has_mask || has_segments || has_blocks)) {
+    if (result == none_visible || !(has_mask || has_segments || has_ranges || has_blocks)) {
       return result;
     }
     return min(result, contents(row, n, column, m));
@@ -150,6 +169,9 @@ struct Visibility {
     if (has_segments) {
       result = result && query_segments[row] == key_segments[column];
     }
+    if (has_ranges) {
+      result = result && column >= key_ranges[2 * row] && column < key_ranges[2 * row + 1];
+    }
     if (has_blocks) {
       result = result && block(row / p->block_rows, column / p->block_columns);
     }
@@ -162,7 +184,7 @@ struct Visibility {
 
 // The first tile from `tile` on in which one of n rows may see something; whole simdgroups decide alike.
 inline int next_tile(const thread Visibility& visibility, int tile, int end, int row, int n, int size) {
-  if (has_segments || has_blocks) {
+  if (has_segments || has_ranges || has_blocks) {
     while (tile < end && visibility.contents(row, n, tile * size, size) == none_visible) {
       ++tile;
     }

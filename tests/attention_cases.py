@@ -43,6 +43,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     documents: int = 0
+    ranges: bool = False
     block: tuple[int, int] | None = None
     dropout: float = 0.0
 
@@ -84,6 +85,8 @@ class Case:
         if self.documents:
             x["query_segment_ids"] = np.sort(rng.integers(0, self.documents, (B, T)).astype(np.int32), axis=1)
             x["key_value_segment_ids"] = np.sort(rng.integers(0, self.documents, (B, S)).astype(np.int32), axis=1)
+        if self.ranges:
+            x["key_value_ranges"] = rng.integers(-1, S + 2, (B, T, 2)).astype(np.int32)
         if self.block is not None:
             blocks = rng.random((B, N, -(-T // self.block[0]), -(-S // self.block[1]))) < 0.6
             x["block_mask"] = BlockMask(blocks, self.block)
@@ -118,6 +121,8 @@ MODELS = (
 
 CORNERS = (
     Case("block_sparse", T=19, S=22, N=4, K=2, block=(4, 8)),
+    Case("ranges", B=3, T=41, S=37, N=4, K=2, ranges=True),
+    Case("ranges_decode", B=2, T=2, S=600, N=4, K=2, H=16, ranges=True, is_causal=True, offset=598),
     Case("more_queries_than_keys", T=27, S=9, is_causal=True),
     Case("negative_offset", T=13, S=13, is_causal=True, offset=(-3, 2)),
     Case("window_right_only", T=14, S=11, window=(None, 2)),

@@ -71,6 +71,7 @@ def attention(
     sinks=None,
     query_segment_ids=None,
     key_value_segment_ids=None,
+    key_value_ranges=None,
     block_mask=None,
     dropout_rate=0.0,
     dropout_seed=None,
@@ -98,6 +99,7 @@ def attention(
     segments = None
     if query_segment_ids is not None:
         segments = flat(np.asarray(query_segment_ids), (T,)), flat(np.asarray(key_value_segment_ids), (S,))
+    ranges = None if key_value_ranges is None else flat(np.asarray(key_value_ranges), (T, 2))
     blocks = None
     if block_mask is not None:
         rows, cols = block_mask.block_size
@@ -124,6 +126,8 @@ def attention(
             see &= full_mask[b, n, t]
         if segments is not None:
             see &= segments[0][b, t] == segments[1][b]
+        if ranges is not None:
+            see &= (column >= ranges[b, t, 0]) & (column < ranges[b, t, 1])
         if blocks is not None:
             see &= blocks[b, n, t // rows, column // cols]
         if full_bias is not None and logits_soft_cap is None:

@@ -89,6 +89,8 @@ BAD = {
         ValueError,
         ["query_segment_ids", "[2, 9]", "[2, 7]"],
     ),
+    "ranges_shape": ({"key_value_ranges": np.ones((2, 9, 2), np.int32)}, ValueError, ["key_value_ranges", "[2, 9, 2]"]),
+    "ranges_float": ({"key_value_ranges": f32(2, 7, 2)}, TypeError, ["key_value_ranges", "float32", "integers"]),
     "segments_float": (
         {"query_segment_ids": f32(2, 7), "key_value_segment_ids": np.ones((2, 9), np.int32)},
         TypeError,

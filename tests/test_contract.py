@@ -63,6 +63,7 @@ FEATURES = {
     "alibi": {"alibi": True},
     "sinks": {"sinks": True},
     "documents": {"documents": 2},
+    "ranges": {"ranges": True},
     "block": {"block": (4, 3)},
     "dropout": {"dropout": 0.3},
     "group": {"K": 1},
@@ -147,6 +148,7 @@ BLIND = {
         "query_segment_ids": np.array([[0, 0, 1, 1, 2, 2, 3]] * 2),
         "key_value_segment_ids": np.array([[1] * 9, [2] * 9]),
     },
+    "ranges": {"key_value_ranges": np.stack([np.full((2, 7), 4), np.arange(14).reshape(2, 7)], -1)},
     "blocks": {"block_mask": BlockMask(np.array([[True, False, True], [False, False, False]]), (4, 4))},
     "bias": {"bias": np.full((7, 9), -np.inf, np.float32)},
 }
@@ -188,6 +190,7 @@ HIDDEN = {  # arguments that hide some columns of batch row 0 from every row, an
         },
         slice(6, 9),
     ),
+    "ranges": ({"key_value_ranges": np.broadcast_to(np.array([2, 9]), (2, 7, 2))}, slice(0, 2)),
     "blocks": ({"block_mask": BlockMask(np.array([[True, True, False]] * 2), (4, 3))}, slice(6, 9)),
 }
 SPOILS = {"nan": np.nan, "inf": np.inf, "minus_inf": -np.inf, "largest": np.finfo(np.float32).max}

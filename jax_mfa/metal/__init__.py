@@ -84,6 +84,7 @@ def launch_arrays(spec: Specification, o: Operands) -> dict:
         "query_segments": None if o.query_segment_ids is None else row("query_segment_ids"),
         "key_segments": None if o.key_segment_ids is None else row("key_segment_ids"),
         "dropout": None if o.dropout is None else row("dropout"),
+        "key_ranges": None if o.key_ranges is None else row("key_ranges"),
     }
     return {name: x for name, x in found.items() if x is not None}
 

@@ -45,7 +45,7 @@ def _band(spec: Specification) -> tuple[int | None, int | None]:
 
 # the arrays that a launch may carry beside query, key and value, in the order of the plan's inputs: MSL name → dtype
 # (bias has its own), and the operand whose row map it has
-OPTIONAL = ("limits", "numbers", "bias", "mask", "blocks", "query_segments", "key_segments", "dropout")
+OPTIONAL = ("limits", "numbers", "bias", "mask", "blocks", "query_segments", "key_segments", "dropout", "key_ranges")
 _DTYPES = {
     "limits": "int32",
     "numbers": "float32",
@@ -54,7 +54,9 @@ _DTYPES = {
     "query_segments": "int32",
     "key_segments": "int32",
     "dropout": "uint32",
+    "key_ranges": "int32",
 }
+KEY_RANGES_INDEX = 18  # in ATTENTION_OPERANDS; bound only where it is used
 BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 UNUSED = b"\0" * 4  # bound where a launch lacks an operand
 
@@ -153,6 +155,7 @@ def _constants(spec: Specification, x: Shapes):
         (7, "has_sinks", "bool", "sinks" in x.uses),
         (8, "has_cap", "bool", spec.logits_soft_cap is not None),
         (9, "has_dropout", "bool", "dropout" in x.optional),
+        (12, "has_ranges", "bool", "key_ranges" in x.optional),
     )
 
 
@@ -179,13 +182,19 @@ def _arguments(*buffers: str | bytes | None) -> tuple[Argument, ...]:
     )
 
 
+def _attend(x: Shapes, shared: tuple[str | bytes, ...], *buffers: str | bytes | None) -> tuple[Argument, ...]:
+    """Arguments of a kernel that takes ATTENTION_OPERANDS, and then its own."""
+    ranges = (Argument(KEY_RANGES_INDEX, buffer="key_ranges"),) if "key_ranges" in x.optional else ()
+    return (*_arguments(*shared, *buffers), *ranges)
+
+
 def _shared(spec: Specification, x: Shapes) -> tuple[str | bytes, ...]:
     """What stands at the buffer indices of ATTENTION_OPERANDS."""
     fixed = {
         "limits": struct.pack("<3i", spec.query_offset, x.t, x.s),
         "numbers": struct.pack("<3f", spec.scale, 0, 0),
     }
-    optional = (name if name in x.optional else fixed.get(name, UNUSED) for name in OPTIONAL)
+    optional = (name if name in x.optional else fixed.get(name, UNUSED) for name in OPTIONAL[:-1])
     return ("query", "key", "value", _parameters(spec, x), *optional)
 
 
@@ -277,7 +286,7 @@ def _forward(spec: Specification, key, chosen: tiles.Tiles | tiles.Portable) -> 
         "attention_forward",
         source.base_hash(),
         (*x.inputs(), x.like_out("out", "output"), x.rows("statistic", "output")),
-        (Dispatch(*_family(spec, x, chosen).forward(), _arguments(*_shared(spec, x), "out", "statistic")),),
+        (Dispatch(*_family(spec, x, chosen).forward(), _attend(x, _shared(spec, x), "out", "statistic")),),
     )
 
 
@@ -309,7 +318,7 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
             Dispatch(
                 _kernel("attention_decode", spec, x, tile.simdgroups * 32, tile),
                 (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.batch),
-                _arguments(*shared, "split_out", "split_state", count, struct.pack("<i", length)),
+                _attend(x, shared, "split_out", "split_state", count, struct.pack("<i", length)),
             ),
             Dispatch(
                 merge,
@@ -335,17 +344,17 @@ def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.T
         results += [x.rows("d_slopes", "output")] if slopes else []
         more = ((10, "wants_scale", "bool", scale), (11, "wants_slopes", "bool", slopes))
         extra = ("d_scale" if scale else None, "d_slopes" if slopes else None)
-        dispatches.append(Dispatch(*family.d_query(more), _arguments(*shared, "d_query", *extra)))
+        dispatches.append(Dispatch(*family.d_query(more), _attend(x, shared, "d_query", *extra)))
     if "key" in wanted or "value" in wanted:
         results += [
             Buffer("d_key", "output", x.dtype, (x.batch, x.s, x.k, x.h)),
             Buffer("d_value", "output", x.dtype, (x.batch, x.s, x.k, x.v)),
         ]
-        dispatches.append(Dispatch(*family.d_key_value(), _arguments(*shared, "d_key", "d_value")))
+        dispatches.append(Dispatch(*family.d_key_value(), _attend(x, shared, "d_key", "d_value")))
     if "bias" in wanted:
         bias = x.optional["bias"]
         results.append(Buffer("d_bias", "output", bias.dtype.name, bias.shape))
-        dispatches.append(Dispatch(*family.d_bias(), _arguments(*shared, "d_bias")))
+        dispatches.append(Dispatch(*family.d_bias(), _attend(x, shared, "d_bias")))
     return Plan(
         "attention_backward",
         source.base_hash(),
@@ -400,6 +409,7 @@ def forward(
         numbers: float32 [B·N, 3], scale, slope and sink of each batch row and head.
         bias, mask, blocks: [rows, 1|N, 1|T, 1|S] (blocks: in units of the specification's mask_block).
         query_segments, key_segments: int32 [B, T] and [B, S].
+        key_ranges: int32 [B, T, 2].
         dropout: uint32 [B, 3], two words of seed and the batch index that the random counter uses.
     """
     found = _key(query, key, value, uses, optional)
