@@ -49,7 +49,7 @@ def launch_arrays(spec: Specification, o: Operands) -> dict:
     batch, t, n, _ = o.query.shape
     s = o.key.shape[1]
 
-    def row(name, tail=()):
+    def row(name):
         """An operand with one row for each batch row."""
         x = expand_rows(getattr(o, name), getattr(repeats, name), batch)
         return jnp.broadcast_to(x, (batch, *x.shape[1:]))
