@@ -46,11 +46,13 @@ def implementation(request):
 
 
 @pytest.fixture(autouse=True)
-def silent_device():
+def silent_device(request):
     """Whatever a test ran on the emulated device: kernels raced nowhere, and the Metal API was used rightly."""
     yield
     native = sys.modules.get("emulator.host_module")
     if native is None or not native.load.cache_info().currsize:
+        return
+    if "emulator" in request.path.parts:  # those make mistakes on purpose, and look for themselves
         return
     from emulator import device
 
