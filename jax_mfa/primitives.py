@@ -372,9 +372,10 @@ def _vary_alike(arrays):
 def _register_with_old_shard_map():
     """JAX before 0.6 asks each primitive how it maps replication; here as for any elementwise one."""
     try:
+        from jax._src.ad_checkpoint import name_p
         from jax.experimental import shard_map
 
-        for primitive in (attention_p, transpose_p, tangent_p):
+        for primitive in (attention_p, transpose_p, tangent_p, name_p):
             shard_map.register_standard_check(primitive)
             shard_map.register_standard_rewrite(primitive)
     except (ImportError, AttributeError):  # newer JAX reads the types of the results
