@@ -70,11 +70,9 @@ template <
   constexpr int h_fragments = Padded<T, H>::width / 8;
   constexpr int v_fragments = Padded<T, V>::width / 8;
   constexpr int sum_fragments = Slice<T, H, SLICES>::count;
-  constexpr bool staged = BUFFERS > 0;
-  constexpr int k_size = staged ? KEYS * Padded<T, H>::stride : 1;
-  constexpr int v_size = staged ? KEYS * Padded<T, V>::stride : 1;
-  threadgroup T k_tiles[k_size * (BUFFERS == 2 ? 2 : 1)];
-  threadgroup T v_tiles[v_size * (BUFFERS == 2 ? 2 : 1)];
+  using Tiles = TilePair<T, H, V, KEYS, BUFFERS, threads>;
+  threadgroup T k_room[Tiles::first_room];
+  threadgroup T v_room[Tiles::second_room];
 
   const Lane lane(lane_index);
   const int head = group.y;
@@ -89,15 +87,12 @@ template <
 
   const ulong q_stride = ulong(p.heads) * H;
   const ulong do_stride = ulong(p.heads) * V;
-  const ulong k_stride = ulong(p.key_heads) * H;
-  const ulong v_stride = ulong(p.key_heads) * V;
   const ulong q_offset = head_offset(batch, p.queries, p.heads, head, H) + ulong(first) * q_stride;
   device const T* do_rows = d_out + head_offset(batch, p.queries, p.heads, head, V) + ulong(first) * do_stride;
-  device const T* k_rows =
-      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
-  device const T* v_rows =
-      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
-
+  const RowPair<T, H, V> keys = {
+      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H),
+      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V), p.key_heads, visibility.columns};
+  const Tiles tiles = {k_room, v_room, thread_index, lane};
   const OwnRows<T, h_fragments, BLOCKS, CACHE_Q> q(query + q_offset, q_stride, p.queries - first, H, lane);
   const OwnRows<T, v_fragments, BLOCKS, CACHE_DO> d_o(do_rows, do_stride, p.queries - first, V, lane);
   float row_statistic[BLOCKS];
@@ -116,50 +111,36 @@ template <
   }
   clear(sums);
 
-  const int begin = visibility.column_begin(group_row) / KEYS;
-  const int end = (visibility.column_end(group_row, group_row + rows_of_group - 1) + KEYS - 1) / KEYS;
-  int tile = next_tile(visibility, begin, end, group_row, rows_of_group, KEYS);
-  if (BUFFERS == 2 && tile < end) {
-    const int column = tile * KEYS;
-    stage<T, H, KEYS, threads>(k_tiles, k_rows + column * k_stride, k_stride, visibility.columns - column, thread_index);
-    stage<T, V, KEYS, threads>(v_tiles, v_rows + column * v_stride, v_stride, visibility.columns - column, thread_index);
+  const Walk walk = columns_for<KEYS>(p, visibility, lists, head, group_row, rows_of_group);
+  if (BUFFERS == 2 && walk.count > 0) {
+    tiles.load(keys.from(walk.tile(0) * KEYS), 0);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  int current = 0;
-  while (tile < end) {
-    const int column = tile * KEYS;
-    const int following = next_tile(visibility, tile + 1, end, group_row, rows_of_group, KEYS);
+  for (int turn = 0; turn < walk.count; ++turn) {
+    const int column = walk.tile(turn) * KEYS;
+    const int buffer = BUFFERS == 2 ? turn % 2 : 0;
+    const RowPair<T, H, V> here = keys.from(column);
     if (BUFFERS == 1) {
-      const int left = visibility.columns - column;
-      stage<T, H, KEYS, threads>(k_tiles, k_rows + column * k_stride, k_stride, left, thread_index);
-      stage<T, V, KEYS, threads>(v_tiles, v_rows + column * v_stride, v_stride, left, thread_index);
+      tiles.load(here, 0);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    if (BUFFERS == 2 && following < end) {
-      const int next = following * KEYS;
-      const int left = visibility.columns - next;
-      stage<T, H, KEYS, threads>(
-          k_tiles + (1 - current) * k_size, k_rows + next * k_stride, k_stride, left, thread_index);
-      stage<T, V, KEYS, threads>(
-          v_tiles + (1 - current) * v_size, v_rows + next * v_stride, v_stride, left, thread_index);
+    if (BUFFERS == 2 && turn + 1 < walk.count) {
+      tiles.load(keys.from(walk.tile(turn + 1) * KEYS), 1 - buffer);
     }
 
-    const Tile<T, H, staged> k_tile = {
-        k_tiles + current * k_size, k_rows + column * k_stride, k_stride, visibility.columns - column, lane};
-    const Tile<T, V, staged> v_tile = {
-        v_tiles + current * v_size, v_rows + column * v_stride, v_stride, visibility.columns - column, lane};
     for (int part = 0; part < KEYS / 8; part += COLUMNS) {
       const int part_column = column + part * 8;
-      const int seen = visibility.of_tile(first, BLOCKS * 8, part_column, COLUMNS * 8);
+      const int seen =
+          walk.whole(turn) ? all_visible : visibility.of_tile(first, BLOCKS * 8, part_column, COLUMNS * 8);
       if (seen == none_visible) {
         continue;
       }
       const bool whole = seen == all_visible;
       Fragment<float> s[BLOCKS][COLUMNS];
       Fragment<float> d_p[BLOCKS][COLUMNS];
-      multiply_rows(s, q, k_tile, part);
-      multiply_rows(d_p, d_o, v_tile, part);
+      multiply_rows(s, q, tiles.first(here, buffer), part);
+      multiply_rows(d_p, d_o, tiles.second(here, buffer), part);
       for (int block = 0; block < BLOCKS; ++block) {
         const int row = first + block * 8 + lane.row;
         for (int c = 0; c < COLUMNS; ++c) {
@@ -188,13 +169,11 @@ template <
           }
         }
       }
-      accumulate(sums, s, k_tile, part, slice * sum_fragments, !whole || score.may_hide());
+      accumulate(sums, s, tiles.first(here, buffer), part, slice * sum_fragments, !whole || score.may_hide());
     }
-    if (staged && following < end) {
+    if (BUFFERS > 0 && turn + 1 < walk.count) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    current = BUFFERS == 2 ? 1 - current : 0;
-    tile = following;
   }
 
   for (int block = 0; block < BLOCKS; ++block) {
@@ -222,33 +201,28 @@ template <
   }
 }
 
-// The tiles of queries that a tile of keys meets, one head of the group after another.
-struct Turns {
-  int begin;  // first tile of each head
-  int tiles;  // of each head
-  int count;  // of all heads
-  int first_head;
+// Where a tile of keys stands among the tiles of queries that it meets, one head of the group after another.
+struct Turn {
+  int head;
+  int end_head;
+  int i;
+  Walk walk;
 
-  int head(int turn) const {
-    return first_head + turn / tiles;
+  int tile() const {
+    return walk.tile(i);
   }
 
-  int tile(int turn) const {
-    return begin + turn % tiles;
-  }
-
-  // The first turn from `turn` on in which one of m columns may be seen.
-  int next(thread Visibility& visibility, int turn, int size, int column, int m) const {
-    if (has_segments || has_ranges || has_blocks) {
-      while (turn < count) {
-        visibility.turn_to(head(turn));
-        if (visibility.contents(tile(turn) * size, size, column, m) != none_visible) {
-          break;
-        }
-        ++turn;
-      }
+  // The turn after this one; its head is end_head where there is none.
+  template <int QUERIES>
+  Turn next(
+      constant Parameters& p, const thread Visibility& visibility, device const int* lists, int column, int columns) const {
+    Turn result = *this;
+    ++result.i;
+    while (result.i >= result.walk.count && ++result.head < result.end_head) {
+      result.i = 0;
+      result.walk = rows_for<QUERIES>(p, visibility, lists, result.head, column, columns);
     }
-    return turn;
+    return result;
   }
 };
 
@@ -283,11 +257,9 @@ template <
   constexpr int v_fragments = Padded<T, V>::width / 8;
   constexpr int most_fragments = h_fragments > v_fragments ? h_fragments : v_fragments;
   constexpr int columns = QUERIES / 8;
-  constexpr bool staged = BUFFERS > 0;
-  constexpr int q_size = staged ? QUERIES * Padded<T, H>::stride : 1;
-  constexpr int do_size = staged ? QUERIES * Padded<T, V>::stride : 1;
-  threadgroup T q_tiles[q_size * (BUFFERS == 2 ? 2 : 1)];
-  threadgroup T do_tiles[do_size * (BUFFERS == 2 ? 2 : 1)];
+  using Tiles = TilePair<T, H, V, QUERIES, BUFFERS, threads>;
+  threadgroup T q_room[Tiles::first_room];
+  threadgroup T do_room[Tiles::second_room];
   threadgroup float weights[PAIRS * BLOCKS * columns * 64];
 
   const Lane lane(lane_index);
@@ -300,12 +272,11 @@ template <
   const int group_column = int(group.x) / SLICES * keys_of_group;
   const int first = group_column + pair * BLOCKS * 8;
   const int first_head = key_head * heads_of_group;
+  const int end_head = first_head + heads_of_group;
   Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, first_head, lane_index);
   Score score(p, numbers, bias, batch, first_head, visibility.offset);
   Dropout drop(p, dropout, batch, first_head);
 
-  const ulong q_stride = ulong(p.heads) * H;
-  const ulong do_stride = ulong(p.heads) * V;
   const ulong k_stride = ulong(p.key_heads) * H;
   const ulong v_stride = ulong(p.key_heads) * V;
   const ulong k_offset = head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
@@ -319,54 +290,39 @@ template <
   Fragment<float> sums[BLOCKS][sum_fragments];
   clear(sums);
 
-  const int begin = visibility.row_begin(group_column) / QUERIES;
-  const int end = (visibility.row_end(group_column, group_column + keys_of_group - 1) + QUERIES - 1) / QUERIES;
-  const Turns all = {begin, max(end - begin, 0), max(end - begin, 0) * heads_of_group, first_head};
-  int turn = all.next(visibility, 0, QUERIES, group_column, keys_of_group);
-  if (BUFFERS == 2 && turn < all.count) {
-    const int head = all.head(turn);
-    const int row = all.tile(turn) * QUERIES;
-    stage<T, H, QUERIES, threads>(
-        q_tiles, query + head_offset(batch, p.queries, p.heads, head, H) + row * q_stride, q_stride,
-        visibility.rows - row, thread_index);
-    stage<T, V, QUERIES, threads>(
-        do_tiles, d_out + head_offset(batch, p.queries, p.heads, head, V) + row * do_stride, do_stride,
-        visibility.rows - row, thread_index);
+  const Tiles tiles = {q_room, do_room, thread_index, lane};
+  const RowPair<T, H, V> queries = {
+      query + head_offset(batch, p.queries, p.heads, 0, H), d_out + head_offset(batch, p.queries, p.heads, 0, V), p.heads,
+      visibility.rows};
+  const Turn before = {first_head - 1, end_head, 0, {0, 0, nullptr}};
+  Turn turn = before.next<QUERIES>(p, visibility, lists, group_column, keys_of_group);
+  if (BUFFERS == 2 && turn.head < end_head) {
+    tiles.load(queries.of_head(turn.head).from(turn.tile() * QUERIES), 0);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  int current = 0;
-  while (turn < all.count) {
-    const int head = all.head(turn);
-    const int row = all.tile(turn) * QUERIES;
-    const int following = all.next(visibility, turn + 1, QUERIES, group_column, keys_of_group);
+  int buffer = 0;
+  while (turn.head < end_head) {
+    const int head = turn.head;
+    const int row = turn.tile() * QUERIES;
+    const RowPair<T, H, V> here = queries.of_head(head).from(row);
+    const Turn following = turn.next<QUERIES>(p, visibility, lists, group_column, keys_of_group);
+    const bool last = following.head >= end_head;
+    if (BUFFERS == 1) {
+      tiles.load(here, 0);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    if (BUFFERS == 2 && !last) {
+      tiles.load(queries.of_head(following.head).from(following.tile() * QUERIES), 1 - buffer);
+    }
+    const Tile<T, H, (BUFFERS > 0)> q_tile = tiles.first(here, buffer);
+    const Tile<T, V, (BUFFERS > 0)> do_tile = tiles.second(here, buffer);
+
     visibility.turn_to(head);
     score.turn_to(head);
     drop.head = head;
-    device const T* q_rows = query + head_offset(batch, p.queries, p.heads, head, H) + row * q_stride;
-    device const T* do_rows = d_out + head_offset(batch, p.queries, p.heads, head, V) + row * do_stride;
-    const int left = visibility.rows - row;
-    if (BUFFERS == 1) {
-      stage<T, H, QUERIES, threads>(q_tiles, q_rows, q_stride, left, thread_index);
-      stage<T, V, QUERIES, threads>(do_tiles, do_rows, do_stride, left, thread_index);
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-    if (BUFFERS == 2 && following < all.count) {
-      const int next_head = all.head(following);
-      const int next = all.tile(following) * QUERIES;
-      stage<T, H, QUERIES, threads>(
-          q_tiles + (1 - current) * q_size,
-          query + head_offset(batch, p.queries, p.heads, next_head, H) + next * q_stride, q_stride,
-          visibility.rows - next, thread_index);
-      stage<T, V, QUERIES, threads>(
-          do_tiles + (1 - current) * do_size,
-          d_out + head_offset(batch, p.queries, p.heads, next_head, V) + next * do_stride, do_stride,
-          visibility.rows - next, thread_index);
-    }
-
-    const Tile<T, H, staged> q_tile = {q_tiles + current * q_size, q_rows, q_stride, left, lane};
-    const Tile<T, V, staged> do_tile = {do_tiles + current * do_size, do_rows, do_stride, left, lane};
-    const int seen = visibility.of_tile(row, QUERIES, first, BLOCKS * 8);
+    const int seen =
+        turn.walk.whole(turn.i) ? all_visible : visibility.of_tile(row, QUERIES, first, BLOCKS * 8);
     const bool none = seen == none_visible;
     const bool whole = seen == all_visible;
     const bool careful = !whole || score.may_hide();
@@ -435,10 +391,10 @@ template <
       }
       accumulate(sums, s, q_tile, 0, slice * sum_fragments, careful);
     }
-    if (following < all.count) {
+    if (!last) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    current = BUFFERS == 2 ? 1 - current : 0;
+    buffer = BUFFERS == 2 ? 1 - buffer : 0;
     turn = following;
   }
 

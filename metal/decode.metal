@@ -3,8 +3,8 @@
 //
 // The rows of a simdgroup are all T rows of all G heads that share a key head, so each key and value is loaded once for the
 // whole group, straight from device memory: nobody else wants it. Nothing beyond a batch row's length is read.
-#include "products.h"
 #include "score.h"
+#include "softmax.h"
 #include "visibility.h"
 
 // Row r of a group is query row r % T of head r / T.
@@ -18,6 +18,16 @@ struct GroupRow {
     inside = r < heads * p.queries;
     head = key_head * heads + (inside ? r / p.queries : 0);
     row = inside ? r % p.queries : 0;
+  }
+};
+
+// The query rows of a simdgroup in registers; rows and columns outside are zero.
+template <typename T, int COUNT, int BLOCKS>
+struct GroupRows {
+  Fragment<T> kept[BLOCKS][COUNT];
+
+  Fragment<T> fragment(int block, int i) const {
+    return kept[block][i];
   }
 };
 
@@ -45,27 +55,11 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
     return;
   }
 
-  const ulong k_stride = ulong(p.key_heads) * H;
-  const ulong v_stride = ulong(p.key_heads) * V;
-  device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
-  device const T* v_rows = value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
-  Fragment<T> q[BLOCKS][h_fragments];
-  Fragment<float> sums[BLOCKS][v_fragments];
-  float high[BLOCKS];
-  float total[BLOCKS];
-  clear(sums);
-  for (int block = 0; block < BLOCKS; ++block) {
-    high[block] = -INFINITY;
-    total[block] = 0;
-    const GroupRow own(p, key_head, first + block * 8 + lane.row);
-    device const T* at = query + head_offset(batch, p.queries, p.heads, own.head, H) + ulong(own.row) * p.heads * H;
-    for (int i = 0; i < h_fragments; ++i) {
-      const int column = i * 8 + lane.column;
-      q[block][i].thread_elements()[0] = own.inside && column < H ? at[column] : T(0);
-      q[block][i].thread_elements()[1] = own.inside && column + 1 < H ? at[column + 1] : T(0);
-    }
-  }
-
+  const Visibility all(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, key_head, lane_index);
+  const RowPair<T, H, V> keys = {
+      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H),
+      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V), p.key_heads, all.columns};
+  GroupRows<T, h_fragments, BLOCKS> q;
   Visibility visibility[BLOCKS];
   Score score[BLOCKS];
   int own_row[BLOCKS];  // -1 outside
@@ -74,36 +68,27 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
     own_row[block] = own.inside ? own.row : -1;
     visibility[block] =
         Visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, own.head, lane_index);
-    score[block] = Score(p, numbers, bias, batch, own.head, visibility[block].offset);
+    score[block] = Score(p, numbers, bias, batch, own.head, all.offset);
+    device const T* at = query + head_offset(batch, p.queries, p.heads, own.head, H) + ulong(own.row) * p.heads * H;
+    for (int i = 0; i < h_fragments; ++i) {
+      const int column = i * 8 + lane.column;
+      q.kept[block][i].thread_elements()[0] = own.inside && column < H ? at[column] : T(0);
+      q.kept[block][i].thread_elements()[1] = own.inside && column + 1 < H ? at[column + 1] : T(0);
+    }
   }
-  const Visibility all(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, key_head, lane_index);
+
+  Running<BLOCKS, v_fragments> running;
+  const bool careless = !has_mask && !has_blocks && !has_segments && !has_ranges;
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
   for (int column = begin; column < end; column += KEYS) {
-    const bool whole = !has_mask && !has_blocks && !has_segments && !has_ranges &&
-                       all.band(0, p.queries, column, KEYS) == all_visible;
+    const bool whole = careless && all.band(0, p.queries, column, KEYS) == all_visible;
+    const RowPair<T, H, V> here = keys.from(column);
+    const Tile<T, H, false> k_tile = {nullptr, here.first, here.first_stride(), here.count, lane};
+    const Tile<T, V, false> v_tile = {nullptr, here.second, here.second_stride(), here.count, lane};
     Fragment<float> s[BLOCKS][columns];
+    multiply_rows(s, q, k_tile, 0);
     for (int block = 0; block < BLOCKS; ++block) {
-      for (int c = 0; c < columns; ++c) {
-        s[block][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-      }
-    }
-    const Tile<T, H, false> k_tile = {nullptr, k_rows + column * k_stride, k_stride, all.columns - column, lane};
-    const Tile<T, V, false> v_tile = {nullptr, v_rows + column * v_stride, v_stride, all.columns - column, lane};
-#pragma clang loop unroll(full)
-    for (int i = 0; i < h_fragments; ++i) {
-      for (int c = 0; c < columns; ++c) {
-        const Fragment<T> k = k_tile.transposed(c, i);
-        for (int block = 0; block < BLOCKS; ++block) {
-          simdgroup_multiply_accumulate(s[block][c], q[block][i], k, s[block][c]);
-        }
-      }
-    }
-
-    bool careful = !whole;
-    for (int block = 0; block < BLOCKS; ++block) {
-      careful = careful || score[block].may_hide();
-      float largest = high[block];
       for (int c = 0; c < columns; ++c) {
         for (int e = 0; e < 2; ++e) {
           const int at = column + c * 8 + lane.column + e;
@@ -112,43 +97,26 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
             x = score[block].logit(s[block][c].thread_elements()[e], own_row[block], at);
           }
           s[block][c].thread_elements()[e] = x;
-          largest = max(largest, x);
         }
-      }
-      largest = row_max(largest);
-      const float zero = largest == -INFINITY ? 0.0f : largest;
-      const float shrink = fast::exp2(high[block] - zero);
-      float sum = total[block] * shrink;
-      for (int c = 0; c < columns; ++c) {
-        for (int e = 0; e < 2; ++e) {
-          const float x = s[block][c].thread_elements()[e];
-          const float weight = fast::exp2(x - zero);
-          sum += weight;
-          s[block][c].thread_elements()[e] = x == -INFINITY ? invisible_weight() : weight;
-        }
-      }
-      high[block] = largest;
-      total[block] = sum;
-      for (int i = 0; i < v_fragments; ++i) {
-        sums[block][i].thread_elements()[0] *= shrink;
-        sums[block][i].thread_elements()[1] *= shrink;
       }
     }
-    accumulate(sums, s, v_tile, 0, slice * v_fragments, careful);
+    const bool careful = !whole || score[0].may_hide();
+    running.weigh(s, careful);
+    accumulate(running.sums, s, v_tile, 0, slice * v_fragments, careful);
   }
 
   const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = first + block * 8;
-    const float sum = row_sum(total[block]);
+    const float sum = row_sum(running.total[block]);
     device float* at = split_out + (plane * rows + row) * V;
     for (int i = 0; i < v_fragments; ++i) {
       const int column = (slice * v_fragments + i) * 8;
-      store_rows(sums[block][i], 1.0f, at + column, ulong(V), rows - row, V - column, lane);
+      store_rows(running.sums[block][i], 1.0f, at + column, ulong(V), rows - row, V - column, lane);
     }
     if (slice == 0 && lane.column == 0 && row + lane.row < rows) {
       device float* state = split_state + (plane * rows + row + lane.row) * 2;
-      state[0] = high[block];
+      state[0] = running.high[block];
       state[1] = sum;
     }
   }

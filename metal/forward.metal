@@ -1,15 +1,15 @@
 // Attention, forward: softmax(scale · Q Kᵀ) V in one pass over keys, with the log-sum-exp of each row.
 //
 // A threadgroup has SIMDGROUPS simdgroups, each with BLOCKS × 8 query rows of one head, and walks over tiles of KEYS
-// columns. Scores, probabilities and sums never leave the registers of the simdgroup that made them (online softmax,
-// Milakov & Gimelshein, arXiv:1805.02867). With STREAMS > 1 the columns of a tile are dealt to independent running
-// (maximum, sum, output) triples, which shortens chains of dependent instructions, and are merged at the end.
+// columns. Scores, probabilities and sums never leave the registers of the simdgroup that made them. With STREAMS > 1 the
+// columns of a tile are dealt to independent running (maximum, sum, output) triples, which shortens chains of dependent
+// instructions, and are merged at the end.
 //
 // Q, K and V are matrix operands in their own dtype. Scores and output are accumulated in float32, and so is the
 // probability when it becomes an operand: it already lies in the registers of the score, and rounding it to 16 bits would
 // cost about a unit in the last place of the output.
-#include "products.h"
 #include "score.h"
+#include "softmax.h"
 #include "visibility.h"
 
 template <
@@ -36,11 +36,9 @@ template <
   constexpr int threads = SIMDGROUPS * 32;
   constexpr int v_fragments = Slice<T, V, SLICES>::count;
   constexpr int columns = KEYS / 8 / STREAMS;  // fragments of a stream in a tile
-  constexpr bool staged = BUFFERS > 0;
-  constexpr int k_size = staged ? KEYS * Padded<T, H>::stride : 1;
-  constexpr int v_size = staged ? KEYS * Padded<T, V>::stride : 1;
-  threadgroup T k_tiles[k_size * (BUFFERS == 2 ? 2 : 1)];
-  threadgroup T v_tiles[v_size * (BUFFERS == 2 ? 2 : 1)];
+  using Tiles = TilePair<T, H, V, KEYS, BUFFERS, threads>;
+  threadgroup T k_room[Tiles::first_room];
+  threadgroup T v_room[Tiles::second_room];
 
   const Lane lane(lane_index);
   const int head = group.y;
@@ -54,71 +52,41 @@ template <
   const Dropout drop(p, dropout, batch, head);
 
   const ulong q_stride = ulong(p.heads) * H;
-  const ulong k_stride = ulong(p.key_heads) * H;
-  const ulong v_stride = ulong(p.key_heads) * V;
-  device const T* q_rows = query + head_offset(batch, p.queries, p.heads, head, H) + ulong(first) * q_stride;
-  device const T* k_rows =
-      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
-  device const T* v_rows =
-      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
+  const OwnRows<T, Padded<T, H>::width / 8, BLOCKS, CACHE_Q> q(
+      query + head_offset(batch, p.queries, p.heads, head, H) + ulong(first) * q_stride, q_stride, p.queries - first, H, lane);
+  const RowPair<T, H, V> keys = {
+      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H),
+      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V), p.key_heads, visibility.columns};
+  const Tiles tiles = {k_room, v_room, thread_index, lane};
+  Running<BLOCKS, v_fragments> running[STREAMS];
 
-  const OwnRows<T, Padded<T, H>::width / 8, BLOCKS, CACHE_Q> q(q_rows, q_stride, p.queries - first, H, lane);
-  Fragment<float> sums[STREAMS][BLOCKS][v_fragments];
-  float high[STREAMS][BLOCKS];
-  float total[STREAMS][BLOCKS];  // of the lane's own columns
-  for (int stream = 0; stream < STREAMS; ++stream) {
-    clear(sums[stream]);
-    for (int block = 0; block < BLOCKS; ++block) {
-      high[stream][block] = -INFINITY;
-      total[stream][block] = 0;
-    }
-  }
-
-  const int begin = visibility.column_begin(group_row) / KEYS;
-  const int end = (visibility.column_end(group_row, group_row + rows_of_group - 1) + KEYS - 1) / KEYS;
-  int tile = next_tile(visibility, begin, end, group_row, rows_of_group, KEYS);
-  if (BUFFERS == 2 && tile < end) {
-    const int column = tile * KEYS;
-    stage<T, H, KEYS, threads>(k_tiles, k_rows + column * k_stride, k_stride, visibility.columns - column, thread_index);
-    stage<T, V, KEYS, threads>(v_tiles, v_rows + column * v_stride, v_stride, visibility.columns - column, thread_index);
+  const Walk walk = columns_for<KEYS>(p, visibility, lists, head, group_row, rows_of_group);
+  if (BUFFERS == 2 && walk.count > 0) {
+    tiles.load(keys.from(walk.tile(0) * KEYS), 0);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  int current = 0;
-  while (tile < end) {
-    const int column = tile * KEYS;
-    const int following = next_tile(visibility, tile + 1, end, group_row, rows_of_group, KEYS);
+  for (int turn = 0; turn < walk.count; ++turn) {
+    const int column = walk.tile(turn) * KEYS;
+    const int buffer = BUFFERS == 2 ? turn % 2 : 0;
+    const RowPair<T, H, V> here = keys.from(column);
     if (BUFFERS == 1) {
-      const int left = visibility.columns - column;
-      stage<T, H, KEYS, threads>(k_tiles, k_rows + column * k_stride, k_stride, left, thread_index);
-      stage<T, V, KEYS, threads>(v_tiles, v_rows + column * v_stride, v_stride, left, thread_index);
+      tiles.load(here, 0);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    if (BUFFERS == 2 && following < end) {
-      const int next = following * KEYS;
-      const int left = visibility.columns - next;
-      stage<T, H, KEYS, threads>(
-          k_tiles + (1 - current) * k_size, k_rows + next * k_stride, k_stride, left, thread_index);
-      stage<T, V, KEYS, threads>(
-          v_tiles + (1 - current) * v_size, v_rows + next * v_stride, v_stride, left, thread_index);
+    if (BUFFERS == 2 && turn + 1 < walk.count) {
+      tiles.load(keys.from(walk.tile(turn + 1) * KEYS), 1 - buffer);
     }
 
-    const int seen = visibility.of_tile(first, BLOCKS * 8, column, KEYS);
+    const int seen = walk.whole(turn) ? all_visible : visibility.of_tile(first, BLOCKS * 8, column, KEYS);
     if (seen != none_visible) {
       const bool whole = seen == all_visible;
       const bool careful = !whole || score.may_hide();
-      const Tile<T, H, staged> k_tile = {
-          k_tiles + current * k_size, k_rows + column * k_stride, k_stride, visibility.columns - column, lane};
-      const Tile<T, V, staged> v_tile = {
-          v_tiles + current * v_size, v_rows + column * v_stride, v_stride, visibility.columns - column, lane};
-
       for (int stream = 0; stream < STREAMS; ++stream) {
         Fragment<float> s[BLOCKS][columns];
-        multiply_rows(s, q, k_tile, stream * columns);
-
+        multiply_rows(s, q, tiles.first(here, buffer), stream * columns);
         for (int block = 0; block < BLOCKS; ++block) {
           const int row = first + block * 8 + lane.row;
-          float largest = high[stream][block];
           for (int c = 0; c < columns; ++c) {
             for (int e = 0; e < 2; ++e) {
               const int at = column + (stream * columns + c) * 8 + lane.column + e;
@@ -127,53 +95,33 @@ template <
                 x = score.logit(s[block][c].thread_elements()[e], row, at);
               }
               s[block][c].thread_elements()[e] = x;
-              largest = max(largest, x);
             }
-          }
-          largest = row_max(largest);
-          const float zero = largest == -INFINITY ? 0.0f : largest;
-          const float shrink = fast::exp2(high[stream][block] - zero);
-          float sum = total[stream][block] * shrink;
-          for (int c = 0; c < columns; ++c) {
-            const int at = column + (stream * columns + c) * 8 + lane.column;
-            const uint4 words = has_dropout ? drop.words(row, at) : uint4(0);
-            for (int e = 0; e < 2; ++e) {
-              const float x = s[block][c].thread_elements()[e];
-              float weight = fast::exp2(x - zero);
-              sum += weight;
-              if (has_dropout) {
-                weight = drop.keeps(words, at + e) ? weight * p.keep_factor : 0.0f;
-              }
-              if (careful) {
-                weight = x == -INFINITY ? invisible_weight() : weight;
-              }
-              s[block][c].thread_elements()[e] = weight;
-            }
-          }
-          high[stream][block] = largest;
-          total[stream][block] = sum;
-          for (int i = 0; i < v_fragments; ++i) {
-            sums[stream][block][i].thread_elements()[0] *= shrink;
-            sums[stream][block][i].thread_elements()[1] *= shrink;
           }
         }
-
-        accumulate(sums[stream], s, v_tile, stream * columns, slice * v_fragments, careful);
+        running[stream].weigh(s, careful);
+        if (has_dropout) {
+          for (int block = 0; block < BLOCKS; ++block) {
+            for (int c = 0; c < columns; ++c) {
+              const int at = column + (stream * columns + c) * 8 + lane.column;
+              drop.thin(s[block][c], first + block * 8 + lane.row, at);
+            }
+          }
+        }
+        accumulate(
+            running[stream].sums, s, tiles.second(here, buffer), stream * columns, slice * v_fragments, careful);
       }
     }
-    if (staged && following < end) {
+    if (BUFFERS > 0 && turn + 1 < walk.count) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    current = BUFFERS == 2 ? 1 - current : 0;
-    tile = following;
   }
 
   const ulong out_stride = ulong(p.heads) * V;
   device T* out_rows = out + head_offset(batch, p.queries, p.heads, head, V) + ulong(first) * out_stride;
   for (int block = 0; block < BLOCKS; ++block) {
-    float largest = high[0][block];
+    float largest = running[0].high[block];
     for (int stream = 1; stream < STREAMS; ++stream) {
-      largest = max(largest, high[stream][block]);
+      largest = max(largest, running[stream].high[block]);
     }
     const bool empty = largest == -INFINITY;
     if (has_sinks && !empty) {
@@ -182,12 +130,13 @@ template <
     const float zero = empty ? 0.0f : largest;
     float sum = 0;
     for (int stream = 0; stream < STREAMS; ++stream) {
-      const float shrink = fast::exp2(high[stream][block] - zero);
-      sum += total[stream][block] * shrink;
+      const float shrink = fast::exp2(running[stream].high[block] - zero);
+      sum += running[stream].total[block] * shrink;
       for (int i = 0; i < v_fragments; ++i) {
         for (int e = 0; e < 2; ++e) {
-          const float x = sums[stream][block][i].thread_elements()[e] * shrink;
-          sums[0][block][i].thread_elements()[e] = stream == 0 ? x : sums[0][block][i].thread_elements()[e] + x;
+          const float x = running[stream].sums[block][i].thread_elements()[e] * shrink;
+          running[0].sums[block][i].thread_elements()[e] =
+              stream == 0 ? x : running[0].sums[block][i].thread_elements()[e] + x;
         }
       }
     }
@@ -199,7 +148,7 @@ template <
     const int rows = p.queries - first - block * 8;
     for (int i = 0; i < v_fragments; ++i) {
       store_rows(
-          sums[0][block][i], inverse, out_rows + ulong(block * 8) * out_stride + ulong((slice * v_fragments + i) * 8),
+          running[0].sums[block][i], inverse, out_rows + ulong(block * 8) * out_stride + ulong((slice * v_fragments + i) * 8),
           out_stride, rows, V - (slice * v_fragments + i) * 8, lane);
     }
     if (slice == 0 && lane.column == 0 && lane.row < rows) {

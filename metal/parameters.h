@@ -20,6 +20,7 @@ constant bool has_sinks [[function_constant(7)]];
 constant bool has_cap [[function_constant(8)]];
 constant bool has_dropout [[function_constant(9)]];
 constant bool has_ranges [[function_constant(12)]];
+constant bool has_lists [[function_constant(13)]];     // of visible tiles, made by a kernel before this one
 constant bool wants_scale [[function_constant(10)]];   // gradients that the kernel of dQ sums up too
 constant bool wants_slopes [[function_constant(11)]];
 
@@ -59,21 +60,26 @@ struct Parameters {
   float keep_factor;   // 1 / (1 - rate)
 };
 
-// The operands that all kernels share, at the same indices. What a launch does not use is a few zero bytes.
-#define ATTENTION_OPERANDS                                                                        \
-  device const T* query [[buffer(0)]],            /* [B, T, N, H] */                              \
-  device const T* key [[buffer(1)]],              /* [rows, S, K, H] */                           \
-  device const T* value [[buffer(2)]],            /* [rows, S, K, V] */                           \
+// What visibility asks of a launch. What a launch does not use is a few zero bytes.
+#define VISIBILITY_OPERANDS                                                                       \
   constant Parameters& p [[buffer(3)]],                                                           \
   device const int* limits [[buffer(4)]],         /* [1|B, 3]: position of row 0, visible rows and columns */ \
-  device const float* numbers [[buffer(5)]],      /* [1|B·N, 3]: scale, slope, sink */            \
-  device const uchar* bias [[buffer(6)]],         /* Broadcast, of bias_type */                   \
   device const uchar* mask [[buffer(7)]],         /* Broadcast, nonzero where visible */          \
   device const uchar* blocks [[buffer(8)]],       /* Broadcast, nonzero where some score is visible */ \
   device const int* query_segments [[buffer(9)]], /* [B, T] */                                    \
   device const int* key_segments [[buffer(10)]],  /* [B, S] */                                    \
-  device const uint* dropout [[buffer(11)]],      /* [B, 3]: two words of seed, batch index */      \
   device const int* key_ranges [[buffer(18), function_constant(has_ranges)]] /* [B, T, 2]: first column, end */
+
+// The operands that all attention kernels share, at the same indices.
+#define ATTENTION_OPERANDS                                                                        \
+  VISIBILITY_OPERANDS,                                                                            \
+  device const T* query [[buffer(0)]],            /* [B, T, N, H] */                              \
+  device const T* key [[buffer(1)]],              /* [rows, S, K, H] */                           \
+  device const T* value [[buffer(2)]],            /* [rows, S, K, V] */                           \
+  device const float* numbers [[buffer(5)]],      /* [1|B·N, 3]: scale, slope, sink */            \
+  device const uchar* bias [[buffer(6)]],         /* Broadcast, of bias_type */                   \
+  device const uint* dropout [[buffer(11)]],      /* [B, 3]: two words of seed, batch index */    \
+  device const int* lists [[buffer(19), function_constant(has_lists)]] /* see Walk in visibility.h */
 
 // The largest finite float stands for a log-sum-exp of minus infinity: a row that sees nothing.
 constant constexpr float empty_statistic = 3.40282347e+38f;

@@ -3,6 +3,8 @@
 //
 //   forward, dQ: a threadgroup for each query row; a thread for each column of a tile, then for each element of the result
 //   dK and dV:   a threadgroup for each key row; a thread for each query row of a tile, then for each element of the results
+//
+// A list of visible tiles serves ROWS rows.
 #include "fragments.h"
 #include "score.h"
 #include "visibility.h"
@@ -48,7 +50,7 @@ inline void keep_row(threadgroup float* own, device const T* row, ushort thread_
   }
 }
 
-template <typename T, int H, int V, int THREADS>
+template <typename T, int H, int V, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_forward(
     ATTENTION_OPERANDS,
     device T* out [[buffer(12)]],
@@ -82,7 +84,10 @@ template <typename T, int H, int V, int THREADS>
   float high = -INFINITY;
   float total = 0;
   const int end = visibility.column_end(row, row);
-  for (int column = visibility.column_begin(row); column < end; column += THREADS) {
+  const int own_rows = has_lists ? ROWS : 1;
+  const Walk walk = columns_for<THREADS>(p, visibility, lists, head, row / own_rows * own_rows, own_rows);
+  for (int turn = 0; turn < walk.count; ++turn) {
+    const int column = walk.tile(turn) * THREADS;
     const int at = column + thread_index;
     float x = -INFINITY;
     if (visibility.visible(row, at)) {
@@ -177,7 +182,7 @@ inline Pair pair_of(
   return result;
 }
 
-template <typename T, int H, int V, int THREADS>
+template <typename T, int H, int V, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_query(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],
@@ -216,7 +221,10 @@ template <typename T, int H, int V, int THREADS>
   float scale_sum = 0;
   float slope_sum = 0;
   const int end = visibility.column_end(row, row);
-  for (int column = visibility.column_begin(row); column < end; column += THREADS) {
+  const int own_rows = has_lists ? ROWS : 1;
+  const Walk walk = columns_for<THREADS>(p, visibility, lists, head, row / own_rows * own_rows, own_rows);
+  for (int turn = 0; turn < walk.count; ++turn) {
+    const int column = walk.tile(turn) * THREADS;
     const int at = column + thread_index;
     float d = invisible_weight();
     if (visibility.visible(row, at)) {
@@ -263,7 +271,7 @@ template <typename T, int H, int V, int THREADS>
   }
 }
 
-template <typename T, int H, int V, int THREADS>
+template <typename T, int H, int V, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_key_value(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],
@@ -308,7 +316,10 @@ template <typename T, int H, int V, int THREADS>
     const Dropout drop(p, dropout, batch, head);
     scale = score.scale;
     const int end = visibility.row_end(column, column);
-    for (int row = visibility.row_begin(column); row < end; row += THREADS) {
+    const int own_rows = has_lists ? ROWS : 1;
+    const Walk walk = rows_for<THREADS>(p, visibility, lists, head, column / own_rows * own_rows, own_rows);
+    for (int turn = 0; turn < walk.count; ++turn) {
+      const int row = walk.tile(turn) * THREADS;
       const int own_row = row + thread_index;
       const ulong at_row = (ulong(batch) * p.queries + own_row) * p.heads + head;
       Pair pair = {invisible_weight(), invisible_weight()};

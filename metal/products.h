@@ -10,18 +10,23 @@ struct Slice {
   static constant constexpr int count = (Padded<T, SIZE>::width / 8 + SLICES - 1) / SLICES;
 };
 
-// result = own rows · (rows 8·part … of the tile)ᵀ
-template <typename T, int SIZE, int BLOCKS, int COLUMNS, int COUNT, bool CACHED, bool STAGED>
-inline void multiply_rows(
-    thread Fragment<float> (&result)[BLOCKS][COLUMNS],
-    const thread OwnRows<T, COUNT, BLOCKS, CACHED>& own,
-    const thread Tile<T, SIZE, STAGED>& tile,
-    int part) {
+template <int BLOCKS, int COUNT>
+inline void clear(thread Fragment<float> (&sums)[BLOCKS][COUNT]) {
   for (int block = 0; block < BLOCKS; ++block) {
-    for (int c = 0; c < COLUMNS; ++c) {
-      result[block][c] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    for (int i = 0; i < COUNT; ++i) {
+      sums[block][i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
   }
+}
+
+// result = own rows · (rows 8·part … of the tile)ᵀ, where own.fragment(block, i) gives a fragment of the rows
+template <typename T, int SIZE, int BLOCKS, int COLUMNS, bool STAGED, typename Own>
+inline void multiply_rows(
+    thread Fragment<float> (&result)[BLOCKS][COLUMNS],
+    const thread Own& own,
+    const thread Tile<T, SIZE, STAGED>& tile,
+    int part) {
+  clear(result);
 #pragma clang loop unroll(full)
   for (int i = 0; i < Padded<T, SIZE>::width / 8; ++i) {
     Fragment<T> rows[BLOCKS];
@@ -57,15 +62,6 @@ inline void accumulate(
       for (int block = 0; block < BLOCKS; ++block) {
         multiply_visible(sums[block][i], weights[block][c], operand, careful, tile.lane);
       }
-    }
-  }
-}
-
-template <int BLOCKS, int COUNT>
-inline void clear(thread Fragment<float> (&sums)[BLOCKS][COUNT]) {
-  for (int block = 0; block < BLOCKS; ++block) {
-    for (int i = 0; i < COUNT; ++i) {
-      sums[block][i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
   }
 }

@@ -2,7 +2,7 @@
 // nothing else about scores.
 #pragma once
 
-#include "parameters.h"
+#include "fragments.h"
 
 struct Score {
   constant Parameters* p;
@@ -128,5 +128,16 @@ struct Dropout {
 
   bool keeps(int row, int column) const {
     return keeps(words(row, column), column);
+  }
+
+  // Drops weights of a lane's two columns; those of invisible pairs stay as they are.
+  void thin(thread Fragment<float>& weights, int row, int column) const {
+    const uint4 words = this->words(row, column);
+    for (int e = 0; e < 2; ++e) {
+      const float weight = weights.thread_elements()[e];
+      if (!is_invisible(weight)) {
+        weights.thread_elements()[e] = keeps(words, column + e) ? weight * p.keep_factor : 0.0f;
+      }
+    }
   }
 };

@@ -71,6 +71,60 @@ struct Tile {
   }
 };
 
+// Rows of two arrays that are walked over together, of sizes H and V: keys and values, or queries and their dO.
+template <typename T, int H, int V>
+struct RowPair {
+  device const T* first;
+  device const T* second;
+  int heads;  // of each array, between one row and the next
+  int count;  // rows from here on; none beyond is read
+
+  RowPair from(int row) const {
+    return {first + ulong(row) * first_stride(), second + ulong(row) * second_stride(), heads, count - row};
+  }
+
+  RowPair of_head(int head) const {
+    return {first + ulong(head) * H, second + ulong(head) * V, heads, count};
+  }
+
+  ulong first_stride() const {
+    return ulong(heads) * H;
+  }
+
+  ulong second_stride() const {
+    return ulong(heads) * V;
+  }
+};
+
+// Room for tiles of ROWS of both, BUFFERS times: 2 where the next tile is loaded while one is computed, 0 where fragments come
+// straight from device memory.
+template <typename T, int H, int V, int ROWS, int BUFFERS, int THREADS>
+struct TilePair {
+  static constant constexpr int first_size = ROWS * Padded<T, H>::stride;
+  static constant constexpr int second_size = ROWS * Padded<T, V>::stride;
+  static constant constexpr int first_room = BUFFERS > 0 ? BUFFERS * first_size : 1;
+  static constant constexpr int second_room = BUFFERS > 0 ? BUFFERS * second_size : 1;
+  threadgroup T* first_tiles;
+  threadgroup T* second_tiles;
+  ushort thread_index;
+  Lane lane;
+
+  void load(RowPair<T, H, V> rows, int buffer) const {
+    stage<T, H, ROWS, THREADS>(
+        first_tiles + buffer * first_size, rows.first, rows.first_stride(), rows.count, thread_index);
+    stage<T, V, ROWS, THREADS>(
+        second_tiles + buffer * second_size, rows.second, rows.second_stride(), rows.count, thread_index);
+  }
+
+  Tile<T, H, (BUFFERS > 0)> first(RowPair<T, H, V> rows, int buffer) const {
+    return {first_tiles + buffer * first_size, rows.first, rows.first_stride(), rows.count, lane};
+  }
+
+  Tile<T, V, (BUFFERS > 0)> second(RowPair<T, H, V> rows, int buffer) const {
+    return {second_tiles + buffer * second_size, rows.second, rows.second_stride(), rows.count, lane};
+  }
+};
+
 // A simdgroup's own rows, COUNT fragments wide at most: kept in registers where CACHED, loaded again at each use where not.
 template <typename T, int COUNT, int BLOCKS, bool CACHED>
 struct OwnRows {

@@ -9,6 +9,25 @@ constant constexpr int none_visible = 0;
 constant constexpr int some_visible = 1;
 constant constexpr int all_visible = 2;
 
+// Sums up what is known of a tile's parts.
+struct Found {
+  bool any = false;
+  bool all = true;
+
+  void add(bool some, bool whole) {
+    any = any || some;
+    all = all && whole;
+  }
+
+  // Of one thread ALONE, or of its simdgroup.
+  template <bool ALONE>
+  int result() const {
+    const bool some = ALONE ? any : simd_any(any);
+    const bool whole = ALONE ? all : simd_all(all);
+    return whole ? all_visible : (some ? some_visible : none_visible);
+  }
+};
+
 struct Visibility {
   constant Parameters* p;
   int offset;   // position of query row 0
@@ -81,25 +100,31 @@ struct Visibility {
     return whole ? all_visible : some_visible;
   }
 
-  // The same by everything else; to be called by whole simdgroups for rows and columns that exist.
+  // The same by everything else, for rows and columns that exist. A whole simdgroup finds out together, or a thread ALONE, which
+  // also reads the mask itself.
+  template <bool ALONE>
   int contents(int row, int n, int column, int m) const {
-    int result = has_mask ? some_visible : all_visible;
+    const int from = ALONE ? 0 : lane;
+    const int step = ALONE ? 1 : 32;
     const int row_end = min(row + n, p->queries);
     const int column_end = min(column + m, p->keys);
+    int result = all_visible;
     if (has_segments) {
       int low = INT_MAX, high = INT_MIN, key_low = INT_MAX, key_high = INT_MIN;
-      for (int i = row + lane; i < row_end; i += 32) {
+      for (int i = row + from; i < row_end; i += step) {
         low = min(low, query_segments[i]);
         high = max(high, query_segments[i]);
       }
-      for (int i = column + lane; i < column_end; i += 32) {
+      for (int i = column + from; i < column_end; i += step) {
         key_low = min(key_low, key_segments[i]);
         key_high = max(key_high, key_segments[i]);
       }
-      low = simd_min(low);
-      high = simd_max(high);
-      key_low = simd_min(key_low);
-      key_high = simd_max(key_high);
+      if (!ALONE) {
+        low = simd_min(low);
+        high = simd_max(high);
+        key_low = simd_min(key_low);
+        key_high = simd_max(key_high);
+      }
       if (high < key_low || key_high < low) {
         return none_visible;
       }
@@ -108,50 +133,50 @@ struct Visibility {
       }
     }
     if (has_ranges) {
-      bool any = false;
-      bool all = true;
-      for (int i = row + lane; i < row_end; i += 32) {
+      Found found;
+      for (int i = row + from; i < row_end; i += step) {
         const int start = key_ranges[2 * i];
         const int end = key_ranges[2 * i + 1];
-        any = any || max(start, column) < min(end, column_end);
-        all = all && start <= column && end >= column_end;
+        found.add(max(start, column) < min(end, column_end), start <= column && end >= column_end);
       }
-      if (!simd_any(any)) {
-        return none_visible;
-      }
-      if (!simd_all(all)) {
-        result = some_visible;
-      }
+      result = min(result, found.result<ALONE>());
     }
-    if (has_blocks) {
+    if (has_blocks && result != none_visible) {
       const int first_row = row / p->block_rows;
       const int first_column = column / p->block_columns;
       const int across = (column_end - 1) / p->block_columns - first_column + 1;
       const int count = ((row_end - 1) / p->block_rows - first_row + 1) * across;
-      bool any = false;
-      bool all = true;
-      for (int i = lane; i < count; i += 32) {
+      Found found;
+      for (int i = from; i < count; i += step) {
         const bool some = block(first_row + i / across, first_column + i % across);
-        any = any || some;
-        all = all && some;
+        found.add(some, some);
       }
-      if (!simd_any(any)) {
-        return none_visible;
+      result = min(result, found.result<ALONE>());
+    }
+    if (has_mask && result != none_visible) {
+      if (!ALONE) {
+        return some_visible;
       }
-      if (!simd_all(all)) {
-        result = some_visible;
+      Found found;
+      for (int r = row; r < (p->mask.queries > 1 ? row_end : row + 1); ++r) {
+        for (int c = column; c < (p->mask.keys > 1 ? column_end : column + 1); ++c) {
+          const bool some = mask_of_head[broadcast_index(p->mask, r, c)] != 0;
+          found.add(some, some);
+        }
       }
+      result = min(result, found.result<ALONE>());
     }
     return result;
   }
 
-  // Both together: what a simdgroup has to compute, and how carefully.
+  // Both together: what there is to compute, and how carefully.
+  template <bool ALONE = false>
   int of_tile(int row, int n, int column, int m) const {
     const int result = band(row, n, column, m);
     if (result == none_visible || !(has_mask || has_segments || has_ranges || has_blocks)) {
       return result;
     }
-    return min(result, contents(row, n, column, m));
+    return min(result, contents<ALONE>(row, n, column, m));
   }
 
   bool block(int row, int column) const {
@@ -182,12 +207,56 @@ struct Visibility {
   }
 };
 
-// The first tile from `tile` on in which one of n rows may see something; whole simdgroups decide alike.
-inline int next_tile(const thread Visibility& visibility, int tile, int end, int row, int n, int size) {
-  if (has_segments || has_ranges || has_blocks) {
-    while (tile < end && visibility.contents(row, n, tile * size, size) == none_visible) {
-      ++tile;
-    }
+// The tiles of one axis that a tile of the other meets, in order: a range of them, or a list made by attention_tile_lists.
+struct Walk {
+  int begin;
+  int count;
+  device const int* list;  // twice the tile, and one more where it is wholly visible
+
+  int tile(int i) const {
+    return has_lists ? list[i] / 2 : begin + i;
   }
-  return tile;
+
+  bool whole(int i) const {
+    return has_lists && list[i] % 2 != 0;
+  }
+};
+
+// Lists of tiles lie as [B, 1|N, tiles of the one axis, 1 + tiles of the other]: how many are visible, and then which. One list
+// serves all heads where neither mask nor blocks differ among them.
+inline int heads_of_lists(constant Parameters& p) {
+  return max(p.mask.heads, p.blocks.heads);
+}
+
+inline Walk listed(constant Parameters& p, device const int* lists, int batch, int head, int tile, int tiles, int others) {
+  const int heads = heads_of_lists(p);
+  const ulong plane = ulong(batch) * ulong(heads) + ulong(heads > 1 ? head : 0);
+  device const int* list = lists + (plane * ulong(tiles) + ulong(tile)) * (1 + ulong(others));
+  return {0, list[0], list + 1};
+}
+
+inline int tiles_of(int length, int size) {
+  return (length + size - 1) / size;
+}
+
+// The tiles of SIZE columns that the rows first … first + n - 1 meet, n rows being a tile.
+template <int SIZE>
+inline Walk columns_for(
+    constant Parameters& p, const thread Visibility& visibility, device const int* lists, int head, int first, int n) {
+  if (has_lists) {
+    return listed(p, lists, visibility.batch, head, first / n, tiles_of(p.queries, n), tiles_of(p.keys, SIZE));
+  }
+  const int begin = visibility.column_begin(first) / SIZE;
+  return {begin, max(tiles_of(visibility.column_end(first, first + n - 1), SIZE) - begin, 0), nullptr};
+}
+
+// The tiles of SIZE rows that the columns first … first + n - 1 meet, n columns being a tile.
+template <int SIZE>
+inline Walk rows_for(
+    constant Parameters& p, const thread Visibility& visibility, device const int* lists, int head, int first, int n) {
+  if (has_lists) {
+    return listed(p, lists, visibility.batch, head, first / n, tiles_of(p.keys, n), tiles_of(p.queries, SIZE));
+  }
+  const int begin = visibility.row_begin(first) / SIZE;
+  return {begin, max(tiles_of(visibility.row_end(first, first + n - 1), SIZE) - begin, 0), nullptr};
 }

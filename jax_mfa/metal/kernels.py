@@ -56,7 +56,11 @@ _DTYPES = {
     "dropout": "uint32",
     "key_ranges": "int32",
 }
-KEY_RANGES_INDEX = 18  # in ATTENTION_OPERANDS; bound only where it is used
+# in ATTENTION_OPERANDS, bound only where they are used
+KEY_RANGES_INDEX, LISTS_INDEX = 18, 19
+LISTED = ("mask", "blocks", "query_segments", "key_ranges")  # what makes a plan list visible tiles first
+LIST_THREADS = 64
+VISIBILITY_INDICES = (3, 4, 7, 8, 9, 10)  # in VISIBILITY_OPERANDS, key ranges aside
 BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 UNUSED = b"\0" * 4  # bound where a launch lacks an operand
 
@@ -141,7 +145,7 @@ def _parameters(spec: Specification, x: Shapes) -> bytes:
     return struct.pack("<" + "".join(code for _, code in PARAMETERS), *values)
 
 
-def _constants(spec: Specification, x: Shapes):
+def _constants(spec: Specification, x: Shapes, lists: bool = False):
     left, right = _band(spec)
     bias = x.optional.get("bias")
     return (
@@ -156,17 +160,62 @@ def _constants(spec: Specification, x: Shapes):
         (8, "has_cap", "bool", spec.logits_soft_cap is not None),
         (9, "has_dropout", "bool", "dropout" in x.optional),
         (12, "has_ranges", "bool", "key_ranges" in x.optional),
+        (13, "has_lists", "bool", lists),
     )
 
 
-def _kernel(name: str, spec: Specification, x: Shapes, threads: int, tile, more=()) -> Kernel:
+@dataclasses.dataclass(frozen=True)
+class TileLists:
+    """Lists of visible tiles that a kernel walks over, as `attention_tile_lists` makes them: for each tile of `rows`
+    rows those of `columns` columns that it meets, or the other way round."""
+
+    rows: int
+    columns: int
+    for_rows: bool
+
+    @classmethod
+    def wanted(cls, x: Shapes, rows: int, columns: int, for_rows: bool) -> TileLists | None:
+        """None where positions and lengths alone tell which tiles are visible, or where there is one tile to meet."""
+        found = cls(rows, columns, for_rows)
+        return found if found.axes(x)[1] > 1 and any(name in x.optional for name in LISTED) else None
+
+    def axes(self, x: Shapes) -> tuple[int, int]:
+        """How many tiles have a list, and how many each may meet."""
+        rows, columns = -(-x.t // self.rows), -(-x.s // self.columns)
+        return (rows, columns) if self.for_rows else (columns, rows)
+
+    def buffer(self, x: Shapes) -> Buffer:
+        own, others = self.axes(x)
+        heads = max((x.optional[name].shape[1] for name in ("mask", "blocks") if name in x.optional), default=1)
+        name = "row_lists" if self.for_rows else "column_lists"
+        return Buffer(name, "scratch", "int32", (x.batch, heads, own, 1 + others))
+
+    def dispatch(self, spec: Specification, x: Shapes, shared: tuple[str | bytes, ...]) -> Dispatch:
+        arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
+        name = "_".join(str(int(a)) for a in arguments)
+        made = self.buffer(x)
+        kernel = Kernel(
+            f"attention_tile_lists_{name}",
+            ("attention_tile_lists", *arguments),
+            _constants(spec, x),
+            LIST_THREADS,
+            4 * LIST_THREADS,
+        )
+        visibility = (b if i in VISIBILITY_INDICES else None for i, b in enumerate(shared[:12]))
+        batch, heads, own, _ = made.shape
+        return Dispatch(kernel, (own, heads, batch), (*_arguments(*visibility), Argument(12, made.name), *_ranges(x)))
+
+
+def _kernel(
+    name: str, spec: Specification, x: Shapes, threads: int, tile, *, more=(), lists: TileLists | None = None
+) -> Kernel:
     arguments = tuple(vars(tile).values())
     item = ITEM_SIZES[x.dtype]
     short = "_".join(str(int(a)) for a in arguments)
     return Kernel(
         f"{name}_{_SHORT[x.dtype]}_h{x.h}_v{x.v}_{short}",
         (name, SCALARS[x.dtype], x.h, x.v, *arguments),
-        (*_constants(spec, x), *more),
+        (*_constants(spec, x, lists is not None), *more),
         threads,
         tile.threadgroup_memory(x.h, x.v, item),
         tile.fragment_bytes(x.h, x.v, item),
@@ -182,10 +231,32 @@ def _arguments(*buffers: str | bytes | None) -> tuple[Argument, ...]:
     )
 
 
-def _attend(x: Shapes, shared: tuple[str | bytes, ...], *buffers: str | bytes | None) -> tuple[Argument, ...]:
-    """Arguments of a kernel that takes ATTENTION_OPERANDS, and then its own."""
-    ranges = (Argument(KEY_RANGES_INDEX, buffer="key_ranges"),) if "key_ranges" in x.optional else ()
-    return (*_arguments(*shared, *buffers), *ranges)
+def _ranges(x: Shapes) -> tuple[Argument, ...]:
+    return (Argument(KEY_RANGES_INDEX, "key_ranges"),) if "key_ranges" in x.optional else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel that takes ATTENTION_OPERANDS, its grid, and the lists it walks over."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    lists: TileLists | None = None
+
+    def scratch(self, x: Shapes) -> tuple[Buffer, ...]:
+        return (self.lists.buffer(x),) if self.lists else ()
+
+    def dispatches(self, spec: Specification, x: Shapes, *buffers: str | bytes | None) -> tuple[Dispatch, ...]:
+        """The kernel with its own `buffers` from index 12 on, and before it the one that makes its lists."""
+        shared = _shared(spec, x)
+        arguments = (*_arguments(*shared, *buffers), *_ranges(x))
+        if not self.lists:
+            return (Dispatch(self.kernel, self.grid, arguments),)
+        lists = Argument(LISTS_INDEX, self.lists.buffer(x).name)
+        return (
+            self.lists.dispatch(spec, x, shared),
+            Dispatch(self.kernel, self.grid, (*arguments, lists)),
+        )
 
 
 def _shared(spec: Specification, x: Shapes) -> tuple[str | bytes, ...]:
@@ -198,19 +269,17 @@ def _shared(spec: Specification, x: Shapes) -> tuple[str | bytes, ...]:
     return ("query", "key", "value", _parameters(spec, x), *optional)
 
 
-Launch = tuple[Kernel, tuple[int, int, int]]  # a kernel and its grid
-
-
 class _Matrices:
-    """Kernels on simdgroup matrices, with the tiles of a table: each as the kernel and its grid."""
+    """Kernels on simdgroup matrices, with the tiles of a table."""
 
     def __init__(self, spec: Specification, x: Shapes, chosen: tiles.Tiles):
         self.spec, self.x, self.chosen = spec, x, chosen
 
     def forward(self) -> Launch:
         x, tile = self.x, self.chosen.forward
-        kernel = _kernel("attention_forward", self.spec, x, tile.simdgroups * 32, tile)
-        return kernel, (-(-x.t // tile.rows) * tile.slices, x.n, x.batch)
+        lists = TileLists.wanted(x, tile.rows, tile.keys, True)
+        kernel = _kernel("attention_forward", self.spec, x, tile.simdgroups * 32, tile, lists=lists)
+        return Launch(kernel, (-(-x.t // tile.rows) * tile.slices, x.n, x.batch), lists)
 
     def row_sums(self) -> Launch:
         x = self.x
@@ -220,17 +289,19 @@ class _Matrices:
             (),
             ROW_SUM_SIMDGROUPS * 32,
         )
-        return kernel, (-(-x.t * x.n // ROW_SUM_SIMDGROUPS), 1, x.batch)
+        return Launch(kernel, (-(-x.t * x.n // ROW_SUM_SIMDGROUPS), 1, x.batch))
 
     def d_query(self, more) -> Launch:
         x, tile = self.x, self.chosen.d_query
-        kernel = _kernel("attention_d_query", self.spec, x, tile.simdgroups * 32, tile, more)
-        return kernel, (-(-x.t // tile.rows) * tile.slices, x.n, x.batch)
+        lists = TileLists.wanted(x, tile.rows, tile.keys, True)
+        kernel = _kernel("attention_d_query", self.spec, x, tile.simdgroups * 32, tile, more=more, lists=lists)
+        return Launch(kernel, (-(-x.t // tile.rows) * tile.slices, x.n, x.batch), lists)
 
     def d_key_value(self) -> Launch:
         x, tile = self.x, self.chosen.d_key_value
-        kernel = _kernel("attention_d_key_value", self.spec, x, tile.pairs * 64, tile)
-        return kernel, (-(-x.s // tile.rows) * tile.slices, x.k, x.batch)
+        lists = TileLists.wanted(x, tile.queries, tile.rows, False)
+        kernel = _kernel("attention_d_key_value", self.spec, x, tile.pairs * 64, tile, lists=lists)
+        return Launch(kernel, (-(-x.s // tile.rows) * tile.slices, x.k, x.batch), lists)
 
     def d_bias(self) -> Launch:
         x = self.x
@@ -241,38 +312,44 @@ class _Matrices:
             32,
         )
         rows, heads, t, s = x.optional["bias"].shape
-        return kernel, (-(-s // (8 * BIAS_COLUMNS)), -(-t // 8), rows * heads)
+        return Launch(kernel, (-(-s // (8 * BIAS_COLUMNS)), -(-t // 8), rows * heads))
 
 
 class _Portable:
     """The same without simdgroup matrices."""
 
     def __init__(self, spec: Specification, x: Shapes, chosen: tiles.Portable):
-        self.spec, self.x, self.threads = spec, x, chosen.threads
+        self.spec, self.x, self.chosen = spec, x, chosen
 
     def _kernel(self, name: str, sizes: tuple[int, ...], constants=()) -> Kernel:
-        short = "_".join(map(str, (*sizes, self.threads)))
-        template = (name, SCALARS[self.x.dtype], *sizes, self.threads)
-        return Kernel(f"{name}_{_SHORT[self.x.dtype]}_{short}", template, constants, self.threads)
+        short = "_".join(map(str, sizes))
+        template = (name, SCALARS[self.x.dtype], *sizes)
+        return Kernel(f"{name}_{_SHORT[self.x.dtype]}_{short}", template, constants, self.chosen.threads)
 
-    def _pairs(self, name: str, more=()) -> Kernel:
-        return self._kernel(name, (self.x.h, self.x.v), (*_constants(self.spec, self.x), *more))
+    def _walking(self, name: str, grid, for_rows: bool, more=()) -> Launch:
+        tile = (self.chosen.rows, self.chosen.threads)
+        lists = TileLists.wanted(self.x, *(tile if for_rows else tile[::-1]), for_rows)
+        constants = (*_constants(self.spec, self.x, lists is not None), *more)
+        sizes = (self.x.h, self.x.v, self.chosen.threads, self.chosen.rows)
+        return Launch(self._kernel(name, sizes, constants), grid, lists)
 
     def forward(self) -> Launch:
-        return self._pairs("portable_forward"), (self.x.t, self.x.n, self.x.batch)
+        return self._walking("portable_forward", (self.x.t, self.x.n, self.x.batch), True)
 
     def row_sums(self) -> Launch:
-        return self._kernel("portable_row_sums", (self.x.v,)), (self.x.t * self.x.n, 1, self.x.batch)
+        kernel = self._kernel("portable_row_sums", (self.x.v, self.chosen.threads))
+        return Launch(kernel, (self.x.t * self.x.n, 1, self.x.batch))
 
     def d_query(self, more) -> Launch:
-        return self._pairs("portable_d_query", more), (self.x.t, self.x.n, self.x.batch)
+        return self._walking("portable_d_query", (self.x.t, self.x.n, self.x.batch), True, more)
 
     def d_key_value(self) -> Launch:
-        return self._pairs("portable_d_key_value"), (self.x.s, self.x.k, self.x.batch)
+        return self._walking("portable_d_key_value", (self.x.s, self.x.k, self.x.batch), False)
 
     def d_bias(self) -> Launch:
         rows, heads, t, s = self.x.optional["bias"].shape
-        return self._pairs("portable_d_bias"), (s, t, rows * heads)
+        sizes = (self.x.h, self.x.v, self.chosen.threads)
+        return Launch(self._kernel("portable_d_bias", sizes, _constants(self.spec, self.x)), (s, t, rows * heads))
 
 
 def _family(spec: Specification, x: Shapes, chosen: tiles.Tiles | tiles.Portable) -> _Matrices | _Portable:
@@ -282,11 +359,12 @@ def _family(spec: Specification, x: Shapes, chosen: tiles.Tiles | tiles.Portable
 @functools.lru_cache(maxsize=1024)
 def _forward(spec: Specification, key, chosen: tiles.Tiles | tiles.Portable) -> Plan:
     x = Shapes(*key)
+    launch = _family(spec, x, chosen).forward()
     return Plan(
         "attention_forward",
         source.base_hash(),
-        (*x.inputs(), x.like_out("out", "output"), x.rows("statistic", "output")),
-        (Dispatch(*_family(spec, x, chosen).forward(), _attend(x, _shared(spec, x), "out", "statistic")),),
+        (*x.inputs(), x.like_out("out", "output"), x.rows("statistic", "output"), *launch.scratch(x)),
+        launch.dispatches(spec, x, "out", "statistic"),
     )
 
 
@@ -297,6 +375,10 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
     length = tiles.split_keys(x.s, tile.keys)
     splits = -(-x.s // length)
     shared = _shared(spec, x)
+    attend = Launch(
+        _kernel("attention_decode", spec, x, tile.simdgroups * 32, tile),
+        (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.batch),
+    )
     merge = Kernel(
         f"attention_merge_{_SHORT[x.dtype]}_v{x.v}",
         ("attention_merge", SCALARS[x.dtype], x.v, ROW_SUM_SIMDGROUPS),
@@ -315,11 +397,7 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
             Buffer("split_state", "scratch", "float32", (x.batch, x.k, splits, group, 2)),
         ),
         (
-            Dispatch(
-                _kernel("attention_decode", spec, x, tile.simdgroups * 32, tile),
-                (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.batch),
-                _attend(x, shared, "split_out", "split_state", count, struct.pack("<i", length)),
-            ),
+            *attend.dispatches(spec, x, "split_out", "split_state", count, struct.pack("<i", length)),
             Dispatch(
                 merge,
                 (-(-group // ROW_SUM_SIMDGROUPS), x.k, x.batch),
@@ -333,28 +411,33 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
 def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.Tiles | tiles.Portable) -> Plan:
     x = Shapes(*key)
     family = _family(spec, x, chosen)
-    shared = (*_shared(spec, x), "d_out", "statistic", "row_sums")
     results = [x.rows("row_sums", "output" if "sinks" in wanted else "scratch")]
-    sums = _arguments("out", "d_out", "statistic", "d_statistic", "row_sums", _parameters(spec, x))
-    dispatches = [Dispatch(*family.row_sums(), sums)]
+    sums = family.row_sums()
+    arguments = _arguments("out", "d_out", "statistic", "d_statistic", "row_sums", _parameters(spec, x))
+    dispatches = [Dispatch(sums.kernel, sums.grid, arguments)]
+
+    def add(launch: Launch, *made: Buffer | None) -> None:
+        results.extend(b for b in (*made, *launch.scratch(x)) if b)
+        own = (b.name if b else None for b in made)
+        dispatches.extend(launch.dispatches(spec, x, "d_out", "statistic", "row_sums", *own))
+
     scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
     if "query" in wanted or scale or slopes:
-        results.append(x.like_query("d_query", "output"))
-        results += [x.rows("d_scale", "output")] if scale else []
-        results += [x.rows("d_slopes", "output")] if slopes else []
-        more = ((10, "wants_scale", "bool", scale), (11, "wants_slopes", "bool", slopes))
-        extra = ("d_scale" if scale else None, "d_slopes" if slopes else None)
-        dispatches.append(Dispatch(*family.d_query(more), _attend(x, shared, "d_query", *extra)))
+        add(
+            family.d_query(((10, "wants_scale", "bool", scale), (11, "wants_slopes", "bool", slopes))),
+            x.like_query("d_query", "output"),
+            x.rows("d_scale", "output") if scale else None,
+            x.rows("d_slopes", "output") if slopes else None,
+        )
     if "key" in wanted or "value" in wanted:
-        results += [
+        add(
+            family.d_key_value(),
             Buffer("d_key", "output", x.dtype, (x.batch, x.s, x.k, x.h)),
             Buffer("d_value", "output", x.dtype, (x.batch, x.s, x.k, x.v)),
-        ]
-        dispatches.append(Dispatch(*family.d_key_value(), _attend(x, shared, "d_key", "d_value")))
+        )
     if "bias" in wanted:
         bias = x.optional["bias"]
-        results.append(Buffer("d_bias", "output", bias.dtype.name, bias.shape))
-        dispatches.append(Dispatch(*family.d_bias(), _attend(x, shared, "d_bias")))
+        add(family.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
     return Plan(
         "attention_backward",
         source.base_hash(),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from typing import Any
 
 LANGUAGE = (3, 1)  # bfloat; macOS 14
@@ -103,10 +102,6 @@ class Plan:
             "buffers": [dataclasses.asdict(b) | {"shape": list(b.shape)} for b in self.buffers],
             "dispatches": [_dispatch(d) for d in self.dispatches],
         }
-
-    def bytes_of(self, name: str) -> int:
-        buffer = next(b for b in self.buffers if b.name == name)
-        return ITEM_SIZES[buffer.dtype] * math.prod(buffer.shape)
 
 
 def _dispatch(d: Dispatch) -> dict[str, Any]:

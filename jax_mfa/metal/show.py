@@ -65,6 +65,8 @@ _MEANINGS = {
     "d_bias": "as bias: summed over what it was broadcast to",
     "d_scale": "[B, T, N]: to be summed over T and N",
     "d_slopes": "[B, T, N]: to be summed over T",
+    "row_lists": "[B, 1|N, tiles of rows, 1 + tiles of columns]: how many, then 2 · which + wholly visible",
+    "column_lists": "[B, 1|N, tiles of columns, 1 + tiles of rows]: how many, then 2 · which + wholly visible",
 }
 
 
@@ -96,7 +98,7 @@ def _parameters(text: str, function: str) -> dict[int, dict[str, str]]:
     if signature is None:
         raise ValueError(f"no kernel {function} in the source")
     declared = signature[1]
-    for name, body in _MACRO.findall(text):
+    for name, body in reversed(_MACRO.findall(text)):  # a macro may use those before it
         declared = re.sub(rf"\b{name}\b", lambda _, body=body: body.replace("\\\n", "\n"), declared)  # type: ignore[misc]
     found = {}
     for space, kind, mark, name, index, *notes in _PARAMETER.findall(declared):

@@ -7,7 +7,7 @@ import hashlib
 import pathlib
 import re
 
-ENTRY_FILES = ("forward.metal", "decode.metal", "backward.metal", "portable.metal")
+ENTRY_FILES = ("tile_lists.metal", "forward.metal", "decode.metal", "backward.metal", "portable.metal")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 
 

@@ -229,6 +229,7 @@ class Portable:
     """In place of tiles: kernels without simdgroup matrices, with this many threads for each row, a power of two."""
 
     threads: int = 64
+    rows: int = 16  # that share a list of visible tiles
 
 
 def select(variant: str, h: int, v: int, item: int) -> Tiles | Portable:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 
+import jax
 import pytest
 from emulator import device, host_module
+
+from jax_mfa.metal import runtime
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +40,17 @@ def metal(native: types.ModuleType) -> Iterator[device.Control]:
     assert control.reports() == []
     assert control.checker()["reports"] == []
     assert control.live_objects() == {}
+
+
+@pytest.fixture
+def on_device(metal, monkeypatch):
+    """`implementation="metal"` runs on the emulated device within the test, whatever the process was started with."""
+    monkeypatch.setenv("JAX_MFA_DEVICE", "emulator")
+    started = runtime._start()
+    assert not started.reason, started.reason
+    monkeypatch.setattr(runtime, "get", lambda: started)
+    runtime._prepare.cache_clear()
+    jax.clear_caches()
+    yield metal
+    runtime._prepare.cache_clear()
+    jax.clear_caches()

@@ -24,6 +24,8 @@ from jax_mfa.specification import Operands, Specification
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}
 EMPTY = np.finfo(np.float32).max  # the statistic of a row that sees nothing
+# the implementation behind the fixture `on_device`, whatever the process was started with
+ON_METAL = dataclasses.replace(harness.BY_NAME_OF_IMPLEMENTATION["metal"], available=True)
 SINGLE = 2e-6  # of the largest output: what float32 arithmetic may cost a forward pass
 
 
@@ -59,6 +61,7 @@ def run(plan: Plan, arrays: dict[str, np.ndarray], *, text: str | None = None, s
     known = {b.name: np.ascontiguousarray(arrays[b.name]) for b in plan.buffers if b.role == "input"} | results
     for b in plan.buffers:
         assert known[b.name].shape == b.shape and known[b.name].dtype == np.dtype(DTYPES.get(b.dtype, b.dtype)), b
+    scratch = {b.name for b in plan.buffers if b.role == "scratch"}
     written: set[str] = set()
     done = []
     for dispatch in plan.dispatches:
@@ -66,6 +69,7 @@ def run(plan: Plan, arrays: dict[str, np.ndarray], *, text: str | None = None, s
         kernel = library.kernel(dispatch.kernel.name, constants=constants)
         bound = {a.index: known[a.buffer] if a.buffer else a.bytes for a in dispatch.arguments}
         fresh = [a.index for a in dispatch.arguments if a.buffer in results and a.buffer not in written]
+        whole = [a.index for a in dispatch.arguments if a.index in fresh and a.buffer not in scratch]
         done.append(
             (
                 dispatch.kernel.template[0],
@@ -73,7 +77,7 @@ def run(plan: Plan, arrays: dict[str, np.ndarray], *, text: str | None = None, s
                     bound,
                     threadgroups=dispatch.threadgroups,
                     threadgroup=dispatch.kernel.threads,
-                    outputs=fresh,
+                    outputs=whole,
                     uninitialised=fresh,
                     seed=seed,
                 ),

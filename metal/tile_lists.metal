@@ -1,0 +1,44 @@
+// Which tiles are visible, where the indices of a tile do not tell (masks, blocks, segments, ranges): a list for each tile of
+// rows, or of columns, made once for all heads that share it, so that an attention kernel meets visible tiles only.
+#include "visibility.h"
+
+template <int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_tile_lists(
+    VISIBILITY_OPERANDS,
+    device int* lists [[buffer(12)]],              // see Walk
+    uint3 group [[threadgroup_position_in_grid]],  // (tile, head of the lists, batch row)
+    uint3 groups [[threadgroups_per_grid]],
+    ushort thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup int found[THREADS];
+  const int own = group.x;
+  const Visibility visibility(
+      p, limits, mask, blocks, query_segments, key_segments, key_ranges, group.z, group.y, thread_index);
+  const int others = FOR_ROWS ? tiles_of(p.keys, COLUMNS) : tiles_of(p.queries, ROWS);
+  const ulong plane = ulong(group.z) * groups.y + group.y;
+  device int* list = lists + (plane * groups.x + group.x) * (1 + ulong(others));
+  int count = 0;
+  for (int from = 0; from < others; from += THREADS) {
+    const int other = from + thread_index;
+    int seen = none_visible;
+    if (other < others) {
+      const int row = (FOR_ROWS ? own : other) * ROWS;
+      const int column = (FOR_ROWS ? other : own) * COLUMNS;
+      seen = visibility.of_tile<true>(row, ROWS, column, COLUMNS);
+    }
+    found[thread_index] = seen;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    int before = count;
+    for (int i = 0; i < THREADS; ++i) {
+      const int one = found[i] != none_visible ? 1 : 0;
+      before += i < thread_index ? one : 0;
+      count += one;
+    }
+    if (seen != none_visible) {
+      list[1 + before] = 2 * other + (seen == all_visible ? 1 : 0);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  if (thread_index == 0) {
+    list[0] = count;
+  }
+}

@@ -1,0 +1,239 @@
+"""Lists of visible tiles: each names the tiles in which something is visible, and kernels that walk over them agree.
+
+Sizes here are of many tiles; those of the contract's tests mostly fit in one.
+"""
+
+from __future__ import annotations
+
+import harness
+import numpy as np
+import oracle
+import plans
+import pytest
+
+from jax_mfa import BlockMask
+from jax_mfa.metal import kernels, runtime, source, tiles
+from jax_mfa.specification import Specification
+
+B, T, S, N, K, H = 2, 150, 330, 4, 2, 16
+
+
+def coarse(rng, shape, cells, share=0.3):
+    """Booleans [..., T, S], alike within cells of rows × columns, so that whole tiles are hidden or visible."""
+    rows, columns = cells
+    few = rng.random((*shape, -(-T // rows), -(-S // columns))) < share
+    return few.repeat(rows, -2)[..., :T, :].repeat(columns, -1)[..., :S]
+
+
+def ranges(rng):
+    """Short ranges that move along with the row, some of them empty."""
+    start = np.arange(T) * 2 + rng.integers(-20, 20, (B, T))
+    return np.stack([start, start + rng.integers(-3, 40, (B, T))], -1).astype(np.int32)
+
+
+def documents(rng, length, count=7):
+    return np.sort(rng.integers(0, count, (B, length)), 1).astype(np.int32)
+
+
+# what hides pairs, by rng: arguments of the public functions
+HIDING = {
+    "mask of all": lambda rng: {"mask": coarse(rng, (1, 1), (37, 50))},
+    "mask by row and head": lambda rng: {"mask": coarse(rng, (B, N), (9, 40))},
+    "padding mask": lambda rng: {"mask": (np.arange(S) < np.array([[250], [41]]))[:, None, None]},
+    "mask of rows": lambda rng: {"mask": (np.arange(T) < np.array([[20], [141]]))[:, None, :, None]},
+    "blocks by head": lambda rng: {"block_mask": BlockMask(rng.random((N, 10, 7)) < 0.3, (16, 50))},
+    "blocks of all, large": lambda rng: {"block_mask": BlockMask(rng.random((2, 3)) < 0.5, (128, 128))},
+    "blocks smaller than tiles": lambda rng: {"block_mask": BlockMask(rng.random((B, 1, 50, 66)) < 0.1, (3, 5))},
+    "documents": lambda rng: {"query_segment_ids": documents(rng, T), "key_value_segment_ids": documents(rng, S)},
+    "ranges": lambda rng: {"key_value_ranges": ranges(rng)},
+}
+BESIDE = {
+    "": {},
+    "causal": {"is_causal": True, "query_offset": np.array([180, 100], np.int32)},
+    "window and lengths": {
+        "local_window_size": (70, 15),
+        "query_offset": 60,
+        "query_seq_lengths": np.array([T, 77], np.int32),
+        "key_value_seq_lengths": np.array([200, S], np.int32),
+    },
+    "dropout and sinks": {"dropout_rate": 0.2, "dropout_seed": 7, "sinks": np.float32([0.3, -1, 2, 0.1])},
+}
+EVERY = [(hiding, list(BESIDE)[i % len(BESIDE)]) for i, hiding in enumerate(HIDING)]
+ALL_AT_ONCE = ("mask by row and head", "blocks smaller than tiles", "documents", "ranges")
+
+
+def arguments(hiding: tuple[str, ...], beside: str, dtype: str = "float32") -> dict:
+    rng = np.random.default_rng(sum(map(len, hiding)))
+    query, key, value = harness.qkv(B, T, S, N, K, H, dtype=dtype)
+    found = {"query": query, "key": key, "value": value, **BESIDE[beside]}
+    for name in hiding:
+        found |= HIDING[name](rng)
+    return found
+
+
+@pytest.mark.parametrize("variant", [*tiles.VARIANTS, "portable"])
+@pytest.mark.parametrize("hiding,beside", EVERY)
+def test_values_and_gradients_are_right(on_device, variant, hiding, beside):
+    with runtime.variant(variant):
+        harness.assert_matches_oracle(plans.ON_METAL, arguments((hiding,), beside))
+
+
+@pytest.mark.parametrize("variant", [*tiles.VARIANTS, "portable"])
+def test_lists_of_everything_at_once(on_device, variant):
+    x = arguments(ALL_AT_ONCE, "window and lengths") | {"key_value_ranges": np.int32([[[30, 300]] * T, [[5, 260]] * T])}
+    with runtime.variant(variant):
+        harness.assert_matches_oracle(plans.ON_METAL, x)
+
+
+# ------------------------------------------------------------------------------------------------ the lists themselves
+
+
+def planned(hiding: str, spec: Specification, limits, variant: str):
+    """The arrays of both passes of one of HIDING, run on the emulator core."""
+    x = arguments((hiding,), "")
+    d_out, d_lse = harness.cotangents(x)
+    carried = {"limits": limits} if limits is not None else {}
+    if "mask" in x:
+        carried["mask"] = x["mask"]
+    if "block_mask" in x:
+        blocks = x["block_mask"].blocks
+        carried["blocks"] = blocks.reshape((1,) * (4 - blocks.ndim) + blocks.shape)
+    if "query_segment_ids" in x:
+        carried |= {"query_segments": x["query_segment_ids"], "key_segments": x["key_value_segment_ids"]}
+    if "key_value_ranges" in x:
+        carried["key_ranges"] = x["key_value_ranges"]
+    arrays = {name: x[name] for name in ("query", "key", "value")} | carried
+    inputs = (x["query"], x["key"], x["value"])
+    forward = plans.run(kernels.forward(spec, *inputs, variant=variant, **carried), arrays)
+    arrays |= {name: forward.arrays[name] for name in ("out", "statistic")} | {"d_out": d_out, "d_statistic": d_lse}
+    backward = plans.run(kernels.backward(spec, *inputs, variant=variant, **carried), arrays)
+    assert forward.reports == backward.reports == []
+    return forward, backward, x
+
+
+def visible(x: dict, spec: Specification, limits) -> np.ndarray:
+    """[B, N, T, S]: which pairs take part."""
+    row, column = np.arange(T)[:, None], np.arange(S)[None, :]
+    limits = np.array([[0, T, S]] * B) if limits is None else limits
+    offset, rows, columns = (limits[:, i, None, None, None] for i in range(3))
+    see = np.ones((B, N, T, S), bool) & (row < rows) & (column < columns)
+    if spec.is_causal:
+        see &= column <= row + offset
+    if "mask" in x:
+        see &= x["mask"]
+    if "block_mask" in x:
+        (r, c), blocks = x["block_mask"].block_size, x["block_mask"].blocks
+        see &= blocks.repeat(r, -2)[..., :T, :].repeat(c, -1)[..., :S]
+    if "query_segment_ids" in x:
+        see &= x["query_segment_ids"][:, None, :, None] == x["key_value_segment_ids"][:, None, None, :]
+    if "key_value_ranges" in x:
+        start, end = (x["key_value_ranges"][:, None, :, None, i] for i in range(2))
+        see &= (start <= column) & (column < end)
+    return see
+
+
+def assert_lists(lists: np.ndarray, see: np.ndarray, rows: int, columns: int, for_rows: bool, exact: bool) -> None:
+    """The lists name the tiles with a visible pair, in order, and mark those that are wholly visible.
+
+    Not `exact`: two rules that hide different pairs of a tile may together hide all, and the tile is still listed.
+    """
+    heads, own, room = lists.shape[1:]
+    for b, h, i in np.ndindex(B, heads, own):
+        wanted = []
+        for j in range(room - 1):
+            r, c = (i, j) if for_rows else (j, i)
+            tile = see[b, h if heads > 1 else 0, r * rows : (r + 1) * rows, c * columns : (c + 1) * columns]
+            if tile.any():
+                wanted.append(2 * j + (tile.all() and tile.shape == (rows, columns)))
+        listed = lists[b, h, i, 1 : 1 + lists[b, h, i, 0]].tolist()
+        if exact:
+            assert listed == wanted, (b, h, i)
+        else:
+            assert set(wanted) <= set(listed) and sorted(listed) == listed, (b, h, i)
+            assert all(x % 2 == 0 for x in set(listed) - set(wanted)), (b, h, i)
+
+
+def specification(hiding: str, causal: bool = False) -> Specification:
+    block = arguments((hiding,), "").get("block_mask")
+    return Specification(is_causal=causal, mask_block=block.block_size if block else None, scale=H**-0.5)
+
+
+LIMITS = np.array([[180, T, 300], [100, 77, S]], np.int32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("hiding", HIDING)
+def test_a_list_names_the_visible_tiles_and_no_other(hiding, causal):
+    spec, limits = specification(hiding, causal), LIMITS if causal else None
+    forward, backward, x = planned(hiding, spec, limits, "staged")
+    see = visible(x, spec, limits)
+    chosen = tiles.select("staged", H, H, 4)
+    exact = not causal
+    assert_lists(forward.arrays["row_lists"], see, chosen.forward.rows, chosen.forward.keys, True, exact)
+    assert_lists(backward.arrays["row_lists"], see, chosen.d_query.rows, chosen.d_query.keys, True, exact)
+    queries, columns = chosen.d_key_value.queries, chosen.d_key_value.rows
+    assert_lists(backward.arrays["column_lists"], see, queries, columns, False, exact)
+
+
+PADDED = (250, 41)  # lengths that "padding mask" leaves
+
+
+@pytest.mark.parametrize("variant", ["staged", "direct"])
+def test_padding_that_a_mask_describes_costs_nothing(variant):
+    """A boolean mask [B, 1, 1, S], as models pass their padding, hides whole tiles: they are not multiplied."""
+    forward, backward, _ = planned("padding mask", specification("padding mask"), None, variant)
+    chosen = tiles.select(variant, H, H, 4)
+    counted = {name: c.matrix_multiply_accumulates for name, c in (forward.counters | backward.counters).items()}
+
+    def fragments(rows: int, size: int) -> int:
+        """Of scores, for all heads, where rows are taken `rows` and visible columns `size` at a time."""
+        return sum(-(-T // rows) * rows // 8 * (-(-n // size) * size // 8) for n in PADDED) * N
+
+    products = H // 8
+    assert counted["attention_forward"] == 2 * products * fragments(8 * chosen.forward.blocks, chosen.forward.keys)
+    assert counted["attention_d_query"] == 3 * products * fragments(8 * chosen.d_query.blocks, chosen.d_query.keys)
+    tile = chosen.d_key_value
+    assert counted["attention_d_key_value"] <= 4 * products * fragments(tile.queries, tile.rows)
+
+
+def test_the_portable_family_skips_tiles_too():
+    """Each thread of a row takes two exponentials for a tile that it meets, and some at the end."""
+    forward, _, _ = planned("padding mask", specification("padding mask"), None, "portable")
+    threads = tiles.Portable().threads
+    met = sum(-(-n // threads) for n in PADDED)
+    assert met < 0.5 * B * -(-S // threads)
+    assert forward.counters["portable_forward"].exponentials <= T * N * threads * (2 * met + B)
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+MISTAKES = {
+    "the batch row ignored": (
+        "ulong(batch) * ulong(heads) + ulong(heads > 1 ? head : 0)",
+        "ulong(heads > 1 ? head : 0)",
+    ),
+    "the head ignored": ("ulong(heads > 1 ? head : 0)", "ulong(0)"),
+    "the last visible tile left out": ("return {0, list[0], list + 1}", "return {0, list[0] - 1, list + 1}"),
+    "a tile taken for wholly visible": ("list[i] % 2 != 0", "list[i] >= 0"),
+    "columns listed for rows": ("FOR_ROWS ? own : other", "FOR_ROWS ? other : own"),
+    "a barrier left out": ("    threadgroup_barrier(mem_flags::mem_threadgroup);\n    int before", "    int before"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_noticed(mistake):
+    old, new = MISTAKES[mistake]
+    text = source.base()
+    assert text.count(old) == 1, f"the kernels no longer say {old!r}: plant this mistake elsewhere"
+    hiding = "mask by row and head"
+    x = arguments((hiding,), "")
+    answer = oracle.attention(**x)
+    plan = kernels.forward(specification(hiding), x["query"], x["key"], x["value"], mask=x["mask"])
+    arrays = {name: x[name] for name in ("query", "key", "value", "mask")}
+    right = plans.run(plan, arrays)
+    assert not right.reports
+    plans.assert_forward(right.arrays["out"], answer.out, "float32")
+    wrong = plans.run(plan, arrays, text=text.replace(old, new))
+    if not wrong.reports:
+        with pytest.raises(AssertionError):
+            plans.assert_forward(wrong.arrays["out"], answer.out, "float32")
