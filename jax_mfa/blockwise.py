@@ -212,38 +212,57 @@ class _Step:
     def columns(self, j):
         return self.column_start(j) + jnp.arange(self.p.tiles.columns, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
 
+    def outermost_positions(self, i):
+        """The lowest position of a row of tile `i`, and the highest."""
+        offset = self.p.spec.query_offset
+        low, high = (offset, offset) if self.offset is None else (self.offset.min(), self.offset.max())
+        return self.row_start(i) + low, self.row_start(i) + self.p.tiles.rows - 1 + high
+
     def column_tiles(self, i):
         """The half-open range of column tiles in which a row of tile `i` may see something."""
-        spec, size = self.p.spec, self.p.tiles.columns
-        left, right = spec.window
-        if spec.is_causal:
-            right = 0 if right is None else min(right, 0)
+        size, (left, right) = self.p.tiles.columns, self.p.spec.band
         low, high = 0, self.p.s
-        if left is not None or right is not None:
-            offset = spec.query_offset if self.offset is None else self.offset
-            first = self.row_start(i) + (offset if self.offset is None else offset.min())
-            last = self.row_start(i) + self.p.tiles.rows - 1 + (offset if self.offset is None else offset.max())
-            if left is not None:
-                low = _clip(first - left, 0, self.p.s)
-            if right is not None:
-                high = _clip(last + right + 1, 0, self.p.s)
+        if left is not None:
+            low = _clip(self.outermost_positions(i)[0] - left, 0, self.p.s)
+        if right is not None:
+            high = _clip(self.outermost_positions(i)[1] + right + 1, 0, self.p.s)
         if self.key_lengths is not None:
             high = _clip(self.key_lengths.max(), 0, high)
         if self.query_lengths is not None:
             high = jnp.where(self.row_start(i) < self.query_lengths.max(), high, 0)
         return low // size, -(-high // size)
 
+    def whole_tiles(self, i, low, end):
+        """The column tiles within low … end in which nothing is hidden; rules about single pairs may hide anywhere."""
+        size, (left, right) = self.p.tiles.columns, self.p.spec.band
+        by_pair = (self.mask, self.query_segments, self.key_ranges, self.blocks, self.query_lengths)
+        if self.p.column_tiles == 1 or any(x is not None for x in by_pair):
+            return low, low
+        high = self.p.s // size  # the last tile of a ragged length repeats columns of its neighbour
+        if left is not None:
+            low = _clip(-((left - self.outermost_positions(i)[1]) // size), low, end)
+        if right is not None:
+            high = _clip((self.outermost_positions(i)[0] + right + 1) // size, 0, high)
+        if self.key_lengths is not None:
+            high = jnp.minimum(high, self.key_lengths.min() // size)
+        return low, _clip(high, low, end)
+
+    def over_columns(self, i, low, end, body, init):
+        """Loops `body(j, carry, whole)` over column tiles of row tile `i`, `whole` where nothing in them is hidden."""
+        first, last = self.whole_tiles(i, low, end)
+        carry = _loop(low, first, functools.partial(body, whole=False), init)
+        carry = _loop(first, last, functools.partial(body, whole=True), carry)
+        return _loop(last, end, functools.partial(body, whole=False), carry)
+
     def visible(self, i, j):
         """Which scores of a tile count: bool, broadcastable to [R, E, G, rows, columns]; None where all do."""
         p, spec, c = self.p, self.p.spec, self.p.tiles
-        left, right = spec.window
+        left, right = spec.band
         rules = []
         column = self.columns(j)
         if p.masked:
-            if spec.is_causal or (left, right) != (None, None):
+            if (left, right) != (None, None):
                 distance = column - self.positions(i)
-                if spec.is_causal:
-                    rules.append(distance <= 0)
                 if left is not None:
                     rules.append(distance >= -left)
                 if right is not None:
@@ -402,12 +421,12 @@ def forward(spec: Specification, operands: Operands):
         def row_tile(i, carry):
             q_i = _slice(q, w.row_start(i), c.rows, 3)
 
-            def column_tile(j, carry):
+            def column_tile(j, carry, whole):
                 def visit(carry):
                     keys_j = _slice(keys, w.column_start(j), c.columns, 3)
                     values_j = _slice(values, w.column_start(j), c.columns, 2)
                     x, _ = w.scores(q_i, keys_j, i, j)
-                    see = w.visible(i, j)
+                    see = None if whole else w.visible(i, j)
                     if see is not None:
                         x = jnp.where(see, x, acc.type(-np.inf))
                     new_high = x.max(-1) if carry is None else jnp.maximum(carry[0], x.max(-1))
@@ -432,7 +451,7 @@ def forward(spec: Specification, operands: Operands):
             if not (isinstance(low, int) and isinstance(end, int) and (low, end) == (0, 1)):
                 shape = (c.batch_rows, c.key_heads, p.g, c.rows)
                 init = jnp.full(shape, -np.inf, acc), jnp.zeros(shape, acc), jnp.zeros((*shape, p.v), acc)
-            high, total, sums = _loop(low, end, column_tile, init)
+            high, total, sums = w.over_columns(i, low, end, column_tile, init)
 
             empty = high == -np.inf
             if sinks is not None:
@@ -522,14 +541,14 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
             q_transposed_i, do_transposed_i = rows(q_transposed, 4), rows(do_transposed, 4)
             own = w.own_rows(i)
 
-            def column_tile(j, carry):
+            def column_tile(j, carry, whole):
                 def visit(carry):
                     d_q_i, d_keys, d_values, d_slopes, d_bias = carry
                     column = w.column_start(j)
                     columns = lambda x, axis: _slice(x, column, c.columns, axis)
                     x, d_cap = w.scores(q_i, columns(keys_transposed, 3), i, j)
                     d_p = w.product(do_i, columns(values_transposed, 3))
-                    see = w.visible(i, j)
+                    see = None if whole else w.visible(i, j)
                     if own is not None:
                         see = own if see is None else see & own
                     if see is not None:
@@ -564,7 +583,7 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
 
             low, end = w.column_tiles(i)
             init = jnp.zeros(q_i.shape, acc), d_keys, d_values, d_slopes, d_bias
-            d_q_i, d_keys, d_values, d_slopes, d_bias = _loop(low, end, column_tile, init)
+            d_q_i, d_keys, d_values, d_slopes, d_bias = w.over_columns(i, low, end, column_tile, init)
             # rows that the tile shares with its neighbour are zero here, so that adding is right
             d_q_i = d_q_i if p.row_tiles == 1 else lax.dynamic_update_slice_in_dim(d_q, rows(d_q) + d_q_i, start, 3)
             return d_q_i, d_keys, d_values, d_slopes, d_bias

@@ -246,7 +246,7 @@ def run(options: argparse.Namespace) -> int:
     print(flush=True)
     usable = not runtime.get().reason
     implementation = "metal" if usable else "blockwise"
-    todo = problems([*tiles.VARIANTS, "portable"] if usable else ["blockwise"])
+    todo = problems(list(tiles.NAMES) if usable else ["blockwise"])
     if options.quick:
         todo = [p for p in todo if p.dtype == "float16" and p.head_size <= 64]
     start, verdicts, current = time.perf_counter(), [], None

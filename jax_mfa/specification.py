@@ -66,6 +66,14 @@ class Specification:
     mask_block: tuple[int, int] | None = None  # rows and columns of one entry of operands.block_mask
     repeats: tuple[int, ...] = (1,) * len(Operands._fields)
 
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """How many columns left and right of its position a row sees, by window and causality; None for no limit."""
+        left, right = self.window
+        if self.is_causal:
+            right = 0 if right is None else min(right, 0)
+        return left, right
+
     def has_mask(self, operands: Operands) -> bool:
         """Whether any rule can make a column invisible."""
         return (

@@ -229,4 +229,7 @@ def qkv(B=2, T=7, S=9, N=4, K=2, H=8, V=None, dtype="float32", seed=0):
     return arrays((B, T, N, H), (B, S, K, H), (B, S, K, V or H), dtype=dtype, seed=seed)
 
 
+needs_emulator = pytest.mark.skipif(
+    os.environ.get("JAX_MFA_DEVICE") != "emulator", reason="needs the emulated device, which could not be built"
+)
 BY_NAME_OF_IMPLEMENTATION = {x.name: x for x in IMPLEMENTATIONS}

@@ -35,14 +35,6 @@ class Shape:
         return cls(tuple(x.shape), np.dtype(x.dtype))
 
 
-def _band(spec: Specification) -> tuple[int | None, int | None]:
-    """How many columns left and right of its position a row sees; None for no limit."""
-    left, right = spec.window
-    if spec.is_causal:
-        right = 0 if right is None else min(right, 0)
-    return left, right
-
-
 # the arrays that a launch may carry beside query, key and value, in the order of the plan's inputs: MSL name → dtype
 # (bias has its own), and the operand whose row map it has
 OPTIONAL = ("limits", "numbers", "bias", "mask", "blocks", "query_segments", "key_segments", "dropout", "key_ranges")
@@ -117,7 +109,7 @@ class Shapes:
 
 
 def _parameters(spec: Specification, x: Shapes) -> bytes:
-    left, right = _band(spec)
+    left, right = spec.band
     repeats = Operands(*spec.repeats)
     block = spec.mask_block or (1, 1)
 
@@ -146,7 +138,7 @@ def _parameters(spec: Specification, x: Shapes) -> bytes:
 
 
 def _constants(spec: Specification, x: Shapes, lists: bool = False):
-    left, right = _band(spec)
+    left, right = spec.band
     bias = x.optional.get("bias")
     return (
         (0, "has_left", "bool", left is not None),

@@ -64,8 +64,7 @@ class Runtime:
         return "direct" if "apple9" in families else "staged"
 
 
-def _load():
-    chosen = os.environ.get("JAX_MFA_DEVICE", "")
+def _load(chosen: str):
     if chosen == "emulator":
         if not _EMULATOR.exists():
             raise RuntimeError("JAX_MFA_DEVICE=emulator needs a source checkout, with its folder tests/emulator")
@@ -85,14 +84,15 @@ def _installed_api() -> tuple[int, int] | None:
     return (int(found[0][1]), int(found[1][1])) if found[0] and found[1] else None
 
 
-def _start() -> Runtime:
-    chosen = os.environ.get("JAX_MFA_DEVICE", "")
+@functools.cache
+def _registered(chosen: str) -> Runtime:
+    """The native module with its handlers known to XLA and the kernels' text known to it; no device is started."""
     if chosen == "none":
         return Runtime(reason="JAX_MFA_DEVICE=none forbids Metal", expected=True)
     if chosen not in ("", "emulator"):
         raise ValueError(f"JAX_MFA_DEVICE must be unset, 'none' or 'emulator', got {chosen!r}")
     try:
-        module = _load()
+        module = _load(chosen)
     except ModuleNotFoundError as error:
         if error.name != "jax_mfa._metal":
             return Runtime(reason=f"the native module could not be built: {error}")
@@ -103,19 +103,24 @@ def _start() -> Runtime:
     built, installed = module.api_version(), _installed_api()
     if installed is not None and (built[0] != installed[0] or built[1] > installed[1]):
         return Runtime(reason=f"the native module speaks FFI API {built}, the installed jaxlib {installed}")
-    try:
-        device = dict(module.device())
-    except RuntimeError as error:
-        return Runtime(reason=str(error))
     for target in TARGETS:
         ffi.register_ffi_target(target, module.handler(), platform="cpu")
     module.add_source(source.base_hash(), source.base())
-    return Runtime(module, device=device)
+    return Runtime(module)
 
 
-@functools.cache
-def _started() -> Runtime:
-    return _start()
+def start() -> Runtime:
+    """What the environment asks for, with its device; `get` remembers it."""
+    found = _registered(os.environ.get("JAX_MFA_DEVICE", ""))
+    if found.reason:
+        return found
+    try:
+        return dataclasses.replace(found, device=dict(found.module.device()))
+    except RuntimeError as error:
+        return Runtime(reason=str(error))
+
+
+_started = functools.cache(start)
 
 
 def get() -> Runtime:
@@ -142,7 +147,8 @@ def register_targets() -> None:
     Only where the native module is part of the package: an import must not build anything.
     """
     if not os.environ.get("JAX_MFA_DEVICE") and importlib.util.find_spec("jax_mfa._metal") is not None:
-        get()
+        with _lock:
+            _registered("")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -171,9 +177,5 @@ def warn_once(reason: str) -> None:
 def call(plan: Plan, target: str, *arrays):
     """The outputs of a plan by name, as traced values. `arrays` are its inputs in order."""
     shapes = [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in plan.results]
-    run = ffi.ffi_call(target, shapes)
-    if callable(run):
-        results = run(*arrays, plan=plan.json)
-    else:  # JAX before 0.5
-        results = ffi.ffi_call(target, shapes, *arrays, plan=plan.json)
+    results = ffi.ffi_call(target, shapes)(*arrays, plan=plan.json)
     return {b.name: x for x, b in zip(results, plan.results) if b.role == "output"}

@@ -251,7 +251,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pass", dest="of_pass", choices=PASSES, default="forward", help="default: %(default)s")
     parser.add_argument(
         "--variant",
-        choices=(*tiles.VARIANTS, "portable"),
+        choices=tiles.NAMES,
         default="staged",
         help="tiles in threadgroup memory, or read from device memory directly; default: %(default)s",
     )

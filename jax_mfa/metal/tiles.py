@@ -38,8 +38,24 @@ def _fragments(rows: int, columns: int, item: int) -> int:
     return rows * columns * item // 32
 
 
+class _RowTiles:
+    """What kernels share whose simdgroups have rows of queries and walk over tiles of keys and values."""
+
+    blocks: int
+    simdgroups: int
+    keys: int
+    buffers: int
+
+    @property
+    def rows(self) -> int:
+        return self.blocks * self.simdgroups * 8
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return self.buffers * self.keys * (_row_bytes(h, item) + _row_bytes(v, item))
+
+
 @dataclasses.dataclass(frozen=True)
-class ForwardTiles:
+class ForwardTiles(_RowTiles):
     """Template arguments of `attention_forward`, in its order."""
 
     blocks: int
@@ -50,19 +66,12 @@ class ForwardTiles:
     cache_q: bool
     slices: int = 1
 
-    @property
-    def rows(self) -> int:
-        return self.blocks * self.simdgroups * 8
-
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
         rows = self.blocks * 8
         output = self.streams * _fragments(rows, _sliced(v, self.slices), 4)
         scores = _fragments(rows, self.keys // self.streams, 4)
         own = _fragments(rows, padded(h) if self.cache_q else 8, item)
         return output + scores + own
-
-    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
-        return self.buffers * self.keys * (_row_bytes(h, item) + _row_bytes(v, item))
 
 
 # Few query rows against many keys: up to this many rows, and from this many keys on, keys are split among simdgroups.
@@ -109,7 +118,7 @@ def split_keys(keys: int, step: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryTiles:
+class QueryTiles(_RowTiles):
     """Template arguments of `attention_d_query`, in its order."""
 
     blocks: int
@@ -121,18 +130,11 @@ class QueryTiles:
     cache_do: bool
     slices: int = 1
 
-    @property
-    def rows(self) -> int:
-        return self.blocks * self.simdgroups * 8
-
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
         rows = self.blocks * 8
         own = _fragments(rows, padded(h) if self.cache_q else 8, item)
         own += _fragments(rows, padded(v) if self.cache_do else 8, item)
         return _fragments(rows, _sliced(h, self.slices), 4) + 2 * _fragments(rows, self.columns * 8, 4) + own
-
-    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
-        return self.buffers * self.keys * (_row_bytes(h, item) + _row_bytes(v, item))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +223,6 @@ DIRECT = {
     (MAX_HEAD, 4): _WIDE,
 }
 
-VARIANTS = {"staged": STAGED, "direct": DIRECT}
-
 
 @dataclasses.dataclass(frozen=True)
 class Portable:
@@ -230,6 +230,10 @@ class Portable:
 
     threads: int = 64
     rows: int = 16  # that share a list of visible tiles
+
+
+VARIANTS = {"staged": STAGED, "direct": DIRECT}
+NAMES = (*VARIANTS, "portable")
 
 
 def select(variant: str, h: int, v: int, item: int) -> Tiles | Portable:

@@ -15,6 +15,7 @@ import dataclasses
 import enum
 import functools
 import pathlib
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -381,6 +382,7 @@ class Kernel:
         self._library, self._handle, self.name = library, handle, name
         info = _PipelineInfo()
         _api().emu_pipeline_get_info(handle, info)
+        weakref.finalize(self, _api().emu_pipeline_release, handle)
         self.thread_execution_width: int = info.thread_execution_width
         self.max_total_threads_per_threadgroup: int = info.max_total_threads_per_threadgroup
         self.static_threadgroup_memory_length: int = info.static_threadgroup_memory_length
@@ -401,10 +403,6 @@ class Kernel:
                     bool(a.is_active),
                 )
             )
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            _api().emu_pipeline_release(self._handle)
 
     def __call__(
         self,
@@ -605,6 +603,7 @@ class Library:
     def __init__(self, handle: int, warnings: str) -> None:
         self._handle, self.warnings = handle, warnings
         api = _api()
+        weakref.finalize(self, api.emu_library_release, handle)
         self.functions = [
             api.emu_library_function_name(handle, i).decode() for i in range(api.emu_library_function_count(handle))
         ]
@@ -613,10 +612,6 @@ class Library:
             f = _FunctionConstant()
             api.emu_library_constant(handle, i, f)
             self.constants.append(FunctionConstant(f.name.decode(), f.index, f.type, f.data_size, bool(f.required)))
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            _api().emu_library_release(self._handle)
 
     def kernel(
         self,

@@ -46,7 +46,7 @@ def metal(native: types.ModuleType) -> Iterator[device.Control]:
 def on_device(metal, monkeypatch):
     """`implementation="metal"` runs on the emulated device within the test, whatever the process was started with."""
     monkeypatch.setenv("JAX_MFA_DEVICE", "emulator")
-    started = runtime._start()
+    started = runtime.start()
     assert not started.reason, started.reason
     monkeypatch.setattr(runtime, "get", lambda: started)
     runtime._prepare.cache_clear()

@@ -6,7 +6,6 @@ statement of how far results may lie from the oracle. Knows the plan format; not
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 from typing import Any
@@ -18,9 +17,10 @@ import ml_dtypes
 import numpy as np
 import oracle
 
+from jax_mfa import metal
 from jax_mfa.metal import show, tiles
 from jax_mfa.metal.plan import Plan
-from jax_mfa.specification import Operands, Specification
+from jax_mfa.specification import Operands, Specification, specify
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}
 EMPTY = np.finfo(np.float32).max  # the statistic of a row that sees nothing
@@ -32,9 +32,6 @@ SINGLE = 2e-6  # of the largest output: what float32 arithmetic may cost a forwa
 @functools.lru_cache(maxsize=64)
 def _library(text: str) -> emulator.Library:
     return emulator.compile(text, fast_math=False)
-
-
-atexit.register(_library.cache_clear)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +197,18 @@ class Problem:
             key_lengths=of_rows,
         )
         return show.plan_of(self.specification, operands, of_pass, self.variant)
+
+
+def run_call(arguments: dict[str, Any], *, variant: str | tiles.Tiles = "staged", text: str | None = None) -> Ran:
+    """Both passes of a call of `flash_attention` with these arguments, with random cotangents."""
+    spec, operands = specify(**arguments)
+    arrays = {name: np.asarray(getattr(operands, name)) for name in ("query", "key", "value")}
+    arrays |= {name: np.asarray(x) for name, x in metal.launch_arrays(spec, operands).items()}
+    forward = run(show.plan_of(spec, operands, "forward", variant), arrays, text=text)
+    d_out, d_lse = harness.cotangents(arguments)
+    arrays |= {x: forward.arrays[x] for x in ("out", "statistic")} | {"d_out": d_out, "d_statistic": d_lse}
+    backward = run(show.plan_of(spec, operands, "backward", variant), arrays, text=text)
+    return Ran(forward.arrays | backward.arrays, forward.dispatches + backward.dispatches)
 
 
 def evaluate(problem: Problem, *, text: str | None = None, seed: int = 0) -> Ran:

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulator import device
+from harness import needs_emulator
 
 import jax_mfa
 from jax_mfa.metal import runtime
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("JAX_MFA_DEVICE") != "emulator", reason="needs the emulated device, which could not be built"
-)
+pytestmark = needs_emulator
 ROOT = pathlib.Path(__file__).parents[2]
 
 

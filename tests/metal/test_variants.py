@@ -3,18 +3,14 @@
 The rest of the tests run what the emulated chip takes by itself, tiles staged in threadgroup memory.
 """
 
-import os
-
 import pytest
 from attention_cases import BY_NAME
 from emulator import device
-from harness import IMPLEMENTATIONS, check_case
+from harness import IMPLEMENTATIONS, check_case, needs_emulator
 
 from jax_mfa.metal import runtime
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("JAX_MFA_DEVICE") != "emulator", reason="needs the emulated device, which could not be built"
-)
+pytestmark = needs_emulator
 METAL = next(x for x in IMPLEMENTATIONS if x.name == "metal")
 
 

@@ -15,7 +15,7 @@ from jax_mfa.metal.plan import LANGUAGE, Plan
 from jax_mfa.specification import Specification
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-VARIANTS = [*tiles.VARIANTS, *(["portable"] if hasattr(tiles, "Portable") else [])]
+VARIANTS = tiles.NAMES
 TEMPLATE = re.compile(r"\[\[kernel[^\n]*\]\] void (\w+)\(")
 
 

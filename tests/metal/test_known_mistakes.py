@@ -1,0 +1,246 @@
+"""Mistakes that attention kernels elsewhere have made, planted one by one in these: each is noticed.
+
+`tests/test_contract.py` shows that no implementation makes them; here the kernels are made to, and the same judgement,
+float64 answers and the emulator's checker, must object. Races and ragged ends are planted in `test_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import harness
+import numpy as np
+import oracle
+import plans
+import pytest
+
+from jax_mfa import BlockMask
+from jax_mfa.metal import kernels, runtime, source, tiles
+from jax_mfa.specification import Specification
+
+RNG = np.random.default_rng(8)
+SLOPES = np.float32([0.5, 0.25, 0.125, 0.0625])
+
+
+def call(t=37, s=53, n=4, k=2, h=16, **more) -> dict[str, Any]:
+    query, key, value = harness.qkv(2, t, s, n, k, h)
+    return {"query": query, "key": key, "value": value, **more}
+
+
+BIAS = RNG.standard_normal((2, 4, 37, 53)).astype(np.float32)
+DECODE = call(t=2, s=700, key_value_seq_lengths=np.int32([600, 317]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """A change of the kernels' text, a call that meets it, and the variant of the kernels that runs it."""
+
+    old: str
+    new: str
+    call: dict[str, Any]
+    variant: str = "staged"
+
+
+MISTAKES = {
+    # scores
+    "bias added before the scale": Mistake(
+        "float x = product * scale;\n    if (bias_type != 0) {\n      x += bias_at(row, column);",
+        "float x = product * scale;\n    if (bias_type != 0) {\n      x += bias_at(row, column) * scale;",
+        call(bias=BIAS),
+    ),
+    "bias added after the soft cap": Mistake(
+        "x = p->cap * precise::tanh(x / p->cap);",
+        "x = p->cap * precise::tanh((x - bias_at(row, column)) / p->cap) + bias_at(row, column);",
+        call(bias=BIAS, logits_soft_cap=1.5),
+    ),
+    "the soft cap's derivative left out": Mistake(
+        "return d_logit * (1.0f - y * y);", "return d_logit;", call(logits_soft_cap=1.5)
+    ),
+    "ALiBi with the wrong sign": Mistake(
+        "x += slope * distance(row, column)", "x -= slope * distance(row, column)", call(alibi_slopes=SLOPES)
+    ),
+    "ALiBi without the offset": Mistake(
+        "return float(column - (row + offset));",
+        "return float(column - row);",
+        call(alibi_slopes=SLOPES, query_offset=9, sinks=SLOPES),
+    ),
+    "one slope for all heads": Mistake(
+        "of_head(head)[1] : 0.0f", "of_head(0)[1] : 0.0f", call(alibi_slopes=SLOPES)
+    ),
+    "a sink left out of the sum": Mistake(
+        "sum += fast::exp2(score.sink(head) - zero);", "sum += 0.0f;", call(sinks=SLOPES)
+    ),
+    "a sink that rows count which see nothing": Mistake(
+        "const bool empty = largest == -INFINITY;\n    if (has_sinks && !empty) {",
+        "const bool empty = false;\n    if (has_sinks) {",
+        call(sinks=SLOPES, query_seq_lengths=np.int32([30, 0])),
+    ),
+    "dropped weights left out of the sum": Mistake(
+        "const float inverse = empty ? 0.0f : 1.0f / sum;\n    const int rows",
+        "const float inverse = empty ? 0.0f : (1.0f - float(p.drop_below) / 4294967296.0f) / sum;\n    const int rows",
+        call(dropout_rate=0.3, dropout_seed=5),
+    ),
+    "dropout by the position in a tile": Mistake(
+        "drop.thin(s[block][c], first + block * 8 + lane.row, at)",
+        "drop.thin(s[block][c], first + block * 8 + lane.row, at - column)",
+        call(dropout_rate=0.3, dropout_seed=5),
+    ),
+    "dropout alike in all batch rows": Mistake(
+        "batch = of_row[2];", "batch = 0;", call(dropout_rate=0.3, dropout_seed=5)
+    ),
+    # visibility
+    "causal without the offset": Mistake(
+        "column <= row + offset + p->right", "column <= row + p->right", call(is_causal=True, query_offset=16)
+    ),
+    "causal aligned with the last row": Mistake(
+        "offset = of_row[0];", "offset = of_row[0] + p.keys - p.queries;", call(is_causal=True)
+    ),
+    "a window one column short": Mistake(
+        "column >= row + offset - p->left", "column > row + offset - p->left", call(local_window_size=(5, 2))
+    ),
+    "positions in 16 bits": Mistake(
+        "column <= row + offset + p->right",
+        "column <= int(short(row + offset)) + p->right",
+        call(is_causal=True, query_offset=40000),
+    ),
+    "a window in 16 bits": Mistake(
+        "column >= row + offset - p->left",
+        "column >= row + offset - int(short(p->left))",
+        call(local_window_size=(2**16 + 3, None), query_offset=10),
+    ),
+    "lengths of the first batch row for all": Mistake(
+        "limits + ulong(batch) * ulong(p.limits_stride)",
+        "limits + 0 * ulong(p.limits_stride)",
+        call(key_value_seq_lengths=np.int32([53, 20])),
+    ),
+    "segments of the first batch row for all": Mistake(
+        "key_segments + ulong(batch) * ulong(p.keys)",
+        "key_segments + 0 * ulong(p.keys)",
+        call(
+            query_segment_ids=np.sort(RNG.integers(0, 3, (2, 37)), 1),
+            key_value_segment_ids=np.sort(RNG.integers(0, 3, (2, 53)), 1),
+        ),
+    ),
+    "blocks of the mask transposed": Mistake(
+        "block(row / p->block_rows, column / p->block_columns)",
+        "block(column / p->block_columns, row / p->block_rows)",
+        call(t=48, s=48, block_mask=BlockMask(np.tril(np.ones((6, 6), bool)), (8, 8))),
+    ),
+    "a mask read as if it had all heads": Mistake(
+        "ulong(x.heads > 1 ? head : 0)", "ulong(head)", call(mask=RNG.random((2, 1, 37, 53)) < 0.5)
+    ),
+    # rows that see nothing, and the ends of rows
+    "rows that see nothing give NaN": Mistake(
+        "const float zero = largest == -INFINITY ? 0.0f : largest;\n      const float shrink",
+        "const float zero = largest;\n      const float shrink",
+        call(mask=np.arange(37)[:, None] != np.full((1, 53), 11)),
+    ),
+    "rows that see nothing give the mean": Mistake(
+        "const float inverse = empty ? 0.0f : 1.0f / sum;\n    const int rows",
+        "const float inverse = 1.0f / sum;\n    const int rows",
+        call(key_value_seq_lengths=np.int32([53, 0])),
+    ),
+    "a row not finished where its last tiles are hidden": Mistake(
+        "    if (seen != none_visible) {\n      const bool whole = seen == all_visible;\n",
+        "    if (seen == none_visible) {\n      return;\n    }\n    {\n      const bool whole = seen == all_visible;\n",
+        call(t=64, s=96, is_causal=True, query_offset=20),
+        "direct",
+    ),
+    # heads and batch rows
+    "head modulo key heads": Mistake(
+        "const int key_head = head / (p.heads / p.key_heads);\n  const int slice = int(group.x) % SLICES;",
+        "const int key_head = head % p.key_heads;\n  const int slice = int(group.x) % SLICES;",
+        call(),
+    ),
+    "a group's other heads left out of dK and dV": Mistake(
+        "const int end_head = first_head + heads_of_group;", "const int end_head = first_head + 1;", call()
+    ),
+    # decoding
+    "split keys of the first batch row for all": Mistake("mapped_row(p.key, batch)", "mapped_row(p.key, 0)", DECODE),
+    "splits of the first batch row for all": Mistake(
+        "const ulong first = (ulong(batch) * p.key_heads + key_head) * splits;",
+        "const ulong first = ulong(key_head) * splits;",
+        DECODE,
+    ),
+    "splits merged without their maxima": Mistake(
+        "x += shrink == 0 ? 0.0f : split_out[((first + split) * rows + r) * V + i] * shrink;",
+        "x += split_out[((first + split) * rows + r) * V + i];",
+        DECODE,
+    ),
+    # loads
+    "a quarter of a row loaded and all of it read": Mistake(
+        "for (int i = thread_index; i < SIZE; i += THREADS) {\n    own[i]",
+        "for (int i = thread_index; i < SIZE / 4; i += THREADS) {\n    own[i]",
+        call(),
+        "portable",
+    ),
+}  # fmt: skip
+
+
+def noticed(ran: plans.Ran, arguments: dict[str, Any]) -> bool:
+    """Whether the checker reports something, or a result lies beyond the tolerance of the contract's tests."""
+    if ran.reports:
+        return True
+    d_out, d_lse = harness.cotangents(arguments)
+    answer = oracle.attention(**arguments, d_out=d_out, d_lse=d_lse)
+    common = {"terms": harness.terms_of(arguments), "largest_score": answer.largest_score}
+    got = ran.arrays
+    lse = np.where(got["statistic"] == plans.EMPTY, -np.inf, got["statistic"])
+    try:
+        harness.assert_close(got["out"], answer.out, "float32", **common)
+        harness.assert_close(lse, answer.lse, "float32", **common)
+        for name in ("query", "key", "value"):
+            size = answer.sizes.get(name, 0.0)
+            harness.assert_close(
+                got[f"d_{name}"], answer.gradients[name], "float32", gradient=True, size=size, **common
+            )
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_known_mistake_is_noticed(mistake):
+    planted = MISTAKES[mistake]
+    text = source.base()
+    assert planted.old in text, f"the kernels no longer say {planted.old!r}: plant this mistake elsewhere"
+    assert not noticed(plans.run_call(planted.call, variant=planted.variant), planted.call)
+    wrong = plans.run_call(planted.call, variant=planted.variant, text=text.replace(planted.old, planted.new))
+    assert noticed(wrong, planted.call)
+
+
+def test_offsets_of_more_than_2_to_the_31_elements():
+    """The second batch row's keys begin 2³¹ elements into the array, of which a few are read."""
+    s, h, length = 2**22, 512, 9
+    rng = np.random.default_rng(2)
+    key = np.zeros((2, s, 1, h), np.float16)  # memory that nobody touches is never there
+    value = np.zeros((2, s, 1, 1), np.float16)
+    assert key[0].size == 2**31
+    query = rng.standard_normal((2, 17, 1, h)).astype(np.float16)
+    key[1, :length] = rng.standard_normal((length, 1, h))
+    value[1, :length] = rng.standard_normal((length, 1, 1))
+    limits = np.int32([[0, 17, 0], [0, 17, length]])
+    arrays = {"query": query, "key": key, "value": value, "limits": limits}
+    plan = kernels.forward(Specification(scale=h**-0.5), query, key, value, limits=limits)
+    few = {"query": query[1:], "key": key[1:, :length], "value": value[1:, :length]}
+    answer = oracle.attention(**few)
+    ran = plans.run(plan, arrays)
+    assert not ran.reports
+    plans.assert_forward(ran.arrays["out"][1:], answer.out, "float16")
+    np.testing.assert_array_equal(ran.arrays["out"][0], 0)
+    old = "(ulong(row) * ulong(length) * ulong(heads) + ulong(head)) * ulong(size)"
+    assert old in source.base()
+    wrong = source.base().replace(old, "ulong(int(uint(row * length * heads + head) * uint(size)))")
+    assert plans.run(plan, arrays, text=wrong).reports
+
+
+def test_threadgroup_memory_beyond_32768_bytes_is_refused(on_device):
+    """Tiles of 33,792 bytes, which a published kernel asks for, are 1 KiB too much; Metal says so before anything runs."""
+    chosen = tiles.select("staged", 128, 128, 4)
+    forward = dataclasses.replace(chosen.forward, keys=32)
+    for h, wanted in ((120, 32768), (128, 33792)):
+        plan = plans.Problem(64, 64, h, 128, variant=dataclasses.replace(chosen, forward=forward)).plan()
+        assert plan.dispatches[0].kernel.threadgroup_memory == wanted
+        failure = runtime.failure(plan)
+        assert ("32768" in failure and "33792" in failure) if wanted > tiles.THREADGROUP_BYTES else not failure
