@@ -236,7 +236,7 @@ def test_offsets_of_more_than_2_to_the_31_elements():
 
 
 def test_threadgroup_memory_beyond_32768_bytes_is_refused(on_device):
-    """Tiles of 33,792 bytes, which a published kernel asks for, are 1 KiB too much; Metal says so before anything runs."""
+    """Tiles of 33,792 bytes, which a published kernel asks for, are 1 KiB too much: Metal says so early."""
     chosen = tiles.select("staged", 128, 128, 4)
     forward = dataclasses.replace(chosen.forward, keys=32)
     for h, wanted in ((120, 32768), (128, 33792)):

@@ -29,7 +29,8 @@ def plans(dtype: str, variant: str) -> list[Plan]:
         (1, 2048, 64, ()),
     ]:
         query, keys = Shape((1, rows, 2, head), kind), Shape((1, columns, 1, head), kind)
-        optional = {"bias": Shape((1, 2, rows, columns), kind)} if "bias" in wanted else {}
+        scores = (1, 2, rows, columns)
+        optional = {"bias": Shape(scores, kind), "mask": Shape(scores, np.dtype(bool))} if "bias" in wanted else {}
         found.append(kernels.forward(spec, query, keys, keys, variant=variant, **optional))
         if wanted:
             found.append(kernels.backward(spec, query, keys, keys, wanted=wanted, variant=variant, **optional))
