@@ -22,6 +22,7 @@ from jax_mfa.specification import DTYPES
 
 HELP = "time attention against stock jax.nn over a sweep of lengths"
 STOCK = "jax.nn"
+SHORTEST = 0.5  # seconds of timing for each set of candidates
 
 
 def _integers(text: str) -> list[int]:
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-value-heads", type=int, help="default: --heads")
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES[:3], default="float32")
-    parser.add_argument("--rounds", type=int, default=5, help="timed turns of each candidate")
+    parser.add_argument("--rounds", type=int, default=5, help="timed turns of each candidate, at least")
     parser.add_argument("--no-stock", action="store_true", help="leave jax.nn out, for lengths that it cannot hold")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"), help="folder of the two files")
 
@@ -69,10 +70,11 @@ def _median_seconds(programs, arrays, rounds: int) -> list[float]:
     """Median wall time of each program, the programs taking turns.
 
     A turn is one call that is not timed and one that is: right after a program that gives gigabytes back to the system,
-    the next one pays for it.
+    the next one pays for it. Short programs take further turns until `SHORTEST` seconds have gone.
     """
     times: list[list[float]] = [[] for _ in programs]
-    for _ in range(rounds):
+    begin = time.perf_counter()
+    while len(times[-1]) < rounds or time.perf_counter() < begin + SHORTEST:
         for program, seconds in zip(programs, times):
             jax.block_until_ready(program(*arrays))
             start = time.perf_counter()

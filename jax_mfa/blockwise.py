@@ -506,26 +506,21 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
     # d(score) = p · (d(p) − shift), with shift = Σ d_out · out − d_statistic
     d_out = d_out.astype(acc)
     shift = (d_out * out.astype(acc)).sum(-1) - d_statistic.astype(acc)
-
-    def repaired(statistic, shift, d_out):
-        """The same, but rows that see nothing or are not finite spoil what they see and nothing else.
-
-        With this statistic their probabilities are ∞ where visible and 0 elsewhere; what they meet is finite or 0.
-        """
-        if not p.masked:
-            return statistic, shift, d_out
+    if p.masked:
+        # A row that is not finite spoils what it sees and nothing else: with this statistic its probabilities are ∞
+        # where visible and 0 elsewhere, and everything they meet is finite or 0. Such rows are rare, and looking for
+        # them is cheaper than mending where there are none.
         empty = statistic == acc.type(empty_statistic(acc))
         idle = empty | ~jnp.isfinite(shift)
 
-        def repair():
+        def mend():
             return (
                 jnp.where(idle & ~empty, acc.type(-empty_statistic(acc)), statistic),
                 jnp.where(idle, acc.type(0), shift),
                 jnp.where(idle[..., None], acc.type(0), d_out),
             )
 
-        # such rows are rare, and looking for them is cheaper than mending where there are none
-        return lax.cond(idle.any(), repair, lambda: (statistic, shift, d_out))
+        statistic, shift, d_out = lax.cond(idle.any(), mend, lambda: (statistic, shift, d_out))
 
     bias_gradient = "bias" in wanted
     slope_gradient = "alibi_slopes" in wanted
@@ -539,8 +534,9 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
         keys_transposed = jnp.swapaxes(w.keys_like("key"), 2, 3)
         # a value that is not finite spoils only dp, which is overwritten where nobody may see it
         values_transposed = jnp.swapaxes(w.keys_like("value"), 2, 3)
-        statistics, shifts, do = repaired(*(w.queries_like(x) for x in (statistic, shift, d_out)))
+        do = w.queries_like(d_out)
         do_transposed = jnp.moveaxis(do, 4, 2)
+        statistics, shifts = w.queries_like(statistic), w.queries_like(shift)
 
         def row_tile(i, carry):
             d_q, d_keys, d_values, d_slopes, d_bias = carry
@@ -637,8 +633,7 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
             x = p.from_steps(d_slopes[:, :, :, :, None])[:, 0]
         elif name == "sinks":
             sinks = _per_batch_row(p, operands.sinks, "sinks").astype(acc)
-            statistics, shifts, _ = repaired(statistic, shift, d_out)
-            x = -(jnp.exp(sinks.reshape(-1, 1, p.n) - statistics) * shifts).sum(1)
+            x = -(jnp.exp(sinks.reshape(-1, 1, p.n) - statistic) * shift).sum(1)
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
 
     return tuple(cotangent(name) for name in wanted)
