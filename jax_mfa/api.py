@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa import metal, primitives, reference
+from jax_mfa import metal, primitives, reference, sharding
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.specification import accumulation_dtype, specify
 
@@ -52,7 +52,7 @@ def _choose(implementation: str | None, spec, operands) -> Explanation:
     return Explanation(implementation or ("blockwise" if refusal else "metal"), reasons)
 
 
-def _attend(query, key, value, bias, mask, implementation, keywords):
+def _attend(query, key, value, bias, mask, implementation, **keywords):
     """The output and, as a function that computes it, the log-sum-exp; both in the caller's shape."""
     _named(implementation)
     spec, operands = specify(query, key, value, bias, mask, **keywords)
@@ -147,8 +147,13 @@ def dot_product_attention(
       ValueError, TypeError: naming the argument, what was seen and what was expected.
       NotImplementedError: where a named implementation cannot run the call.
     """
-    out, lse = _attend(query, key, value, bias, mask, implementation, _keywords(locals()))
-    return (out, lse()) if return_residual else out
+    arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **_keywords(locals())}
+
+    def run(arguments):
+        out, lse = _attend(implementation=implementation, **arguments)
+        return (out, lse()) if return_residual else out
+
+    return sharding.automatically(run, arguments, return_residual)
 
 
 def flash_attention(

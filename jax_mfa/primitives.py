@@ -31,6 +31,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_mfa import blockwise, metal, reference
+from jax_mfa.sharding import partitioned
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
 # what the backward pass needs of the forward pass, for policies of `jax.checkpoint`: saved, no kernel runs twice
@@ -261,16 +262,49 @@ def _varying(aval) -> frozenset:
     return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
 
 
-def _lowering(fun, static):
+def _shares_devices(ctx) -> bool:
+    """Whether a program for several devices is being lowered whose sharding is left to the compiler."""
+    module = ctx.module_context
+    mesh = getattr(module.axis_context, "abstract_mesh", None)
+    # none: shard_map's own devices; a program for export is compiled elsewhere, where nobody can be asked
+    return mesh is not None and mesh.size > 1 and not module.lowering_parameters.for_export
+
+
+def _by_shares(fun):
+    """`fun` of a primitive, each device computing its share."""
+
+    def run(*arrays, **params):
+        names, results = params["names"], ("out", "statistic")
+        if "wanted" in params:
+            names, results = (*names, "out", "statistic", "d_out", "d_statistic"), params["wanted"]
+        return partitioned(lambda *x: fun(*x, **params), params["spec"], names, results)(*arrays)
+
+    return run
+
+
+def _lowering(fun, static, shares: bool = True):
     # jitted, so that a model's many equal layers are traced and lowered once
-    lower = mlir.lower_fun(jax.jit(fun, static_argnames=static), multiple_results=True)
+    fun = jax.jit(fun, static_argnames=static)
+    lower = mlir.lower_fun(fun, multiple_results=True)
+    lower_shares = mlir.lower_fun(_by_shares(fun), multiple_results=True)
 
     def rule(ctx, *args, **params):
         # loops inside start from constants, which shard_map's types would tell from data that varies by device
         avals = [ShapedArray(a.shape, a.dtype) if _varying(a) else a for a in ctx.avals_in]
-        return lower(ctx.replace(avals_in=avals), *args, **params)
+        chosen = lower_shares if shares and _shares_devices(ctx) else lower
+        return chosen(ctx.replace(avals_in=avals), *args, **params)
 
     return rule
+
+
+def _need_devices(primitive) -> None:
+    """Tells JAX that lowering looks at the devices, which JAX otherwise withholds."""
+    try:
+        from jax._src import dispatch
+
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
+    except (ImportError, AttributeError):  # sharded arrays are gathered then
+        pass
 
 
 def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
@@ -289,9 +323,10 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
         return (on_metal if on_metal and params["implementation"] == "metal" else fun)(*arrays, **params)
 
     primitive.def_impl(run)
+    _need_devices(primitive)
     primitive.def_abstract_eval(shapes)
     batching.primitive_batchers[primitive] = batch
-    portable = _lowering(fun, static)
+    portable = _lowering(fun, static, shares=on_metal is not None)
 
     def elsewhere(ctx, *args, **params):
         if params["implementation"] == "metal":

@@ -1,0 +1,229 @@
+"""`jit` of sharded arrays: each device computes its own batch rows and heads, with the answers of one device.
+
+Nothing is gathered, which the compiled program shows, unless an array is split where attention is not.
+"""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from attention_cases import Case
+from harness import DIFFERENTIABLE, assert_matches_oracle, cotangents, is_static, own, quick_jit
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+
+MESHES = {"batch": (4, 1), "heads": (1, 4), "both": (2, 2)}
+# arrays that have batch rows and heads of their own, and arrays that serve them all
+CASES = {
+    "plain": Case("plain", B=4, T=9, S=13, N=4, K=4, H=8, is_causal=True, offset=2),
+    "groups": Case("groups", B=4, T=9, S=13, N=16, K=4, H=8, V=5, window=(4, 2)),
+    "one key head": Case("one key head", B=4, T=9, S=13, N=4, K=1, H=8, bias="NTS"),
+    "everything by row and head": Case(
+        "everything by row and head",
+        B=4,
+        T=9,
+        S=13,
+        N=8,
+        K=4,
+        H=8,
+        bias="BNTS",
+        mask="BNTS",
+        offset=(1, 4, 0, 7),
+        is_causal=True,
+        query_lengths=(9, 4, 9, 7),
+        key_lengths=(13, 13, 0, 5),
+        cap=3.0,
+        documents=2,
+        ranges=True,
+        block=(4, 4),
+    ),
+    "shared by all": Case(
+        "shared by all", B=4, T=9, S=13, N=4, K=4, H=8, bias="TS", mask="S", traced_scale=True, alibi=True, sinks=True
+    ),
+}
+
+
+HEAD_AXES = {"query": 2, "key": 2, "value": 2, "bias": 1, "mask": 1, "alibi_slopes": 0, "sinks": 0}
+WITHOUT_ROWS = ("alibi_slopes", "sinks", "dropout_seed")
+
+
+def placed(arguments: dict, shape: tuple[int, int]) -> dict:
+    """Arguments on a mesh: what has batch rows or heads is split along them."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("data", "heads"))
+    batch = arguments["query"].shape[0]
+
+    def put(name, x):
+        entries = [None] * np.ndim(x)
+        if np.ndim(x) and np.shape(x)[0] == batch and name not in WITHOUT_ROWS:
+            entries[0] = "data"
+        if name in HEAD_AXES and np.shape(x)[HEAD_AXES[name]] > 1:
+            entries[HEAD_AXES[name]] = "heads"
+        return jax.device_put(np.asarray(x), NamedSharding(mesh, P(*entries)))
+
+    return {
+        name: x if is_static(name, x) else jax.tree.map(functools.partial(put, name), x)
+        for name, x in arguments.items()
+    }
+
+
+def compiled(implementation, arguments: dict):
+    """Output, log-sum-exp and gradients as one program for arguments where they lie."""
+    arrays = {name: x for name, x in arguments.items() if not is_static(name, x)}
+    static = {name: x for name, x in arguments.items() if is_static(name, x)}
+    moving = tuple(name for name in DIFFERENTIABLE if name in arrays)
+
+    def run(arrays, d_out, d_lse):
+        fun = lambda varying: implementation.flash(**{**arrays, **varying}, **static)
+        (out, lse), pullback = jax.vjp(fun, {name: arrays[name] for name in moving})
+        return out, lse, pullback((d_out, d_lse))[0]
+
+    d_out, d_lse = cotangents(arguments)
+    like = NamedSharding(arrays["query"].sharding.mesh, P("data", None, "heads"))
+    return quick_jit(run).lower(arrays, jax.device_put(d_out, like), jax.device_put(d_lse, like)).compile()
+
+
+def collectives(program) -> dict[str, int]:
+    text = program.as_text()
+    return {name: len(re.findall(rf"= [^=]* {name}(?:-start)?\(", text)) for name in COLLECTIVES}
+
+
+@own
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_one_device(implementation, name, mesh):
+    arguments = CASES[name].arguments()
+
+    def where_they_lie(run):
+        return lambda arrays, d_out, d_lse: quick_jit(run)(placed(arrays, MESHES[mesh]), d_out, d_lse)
+
+    assert_matches_oracle(implementation, arguments, jit=where_they_lie)
+
+
+@own
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_gathered(implementation, name, mesh):
+    case = CASES[name]
+    program = compiled(implementation, placed(case.arguments(), MESHES[mesh]))
+    found = collectives(program)
+    summed = found.pop("all-reduce")
+    assert not any(found.values()), found
+    # gradients of what serves several devices are summed over them, and nothing else is
+    shared = {"batch": case.name == "shared by all" or case.name == "one key head", "both": case.name != "groups"}
+    if case.name in ("plain", "groups", "everything by row and head"):
+        assert summed == 0
+    else:
+        assert summed >= 1 or not shared.get(mesh, False)
+    out, lse, gradients = program.output_shardings
+    want = NamedSharding(out.mesh, P("data", None, "heads"))
+    assert out.is_equivalent_to(want, 4) and lse.is_equivalent_to(want, 3)
+    assert gradients["query"].is_equivalent_to(want, 4)
+
+
+@own
+def test_dropout_counts_heads_from_the_first_of_all(implementation):
+    """The random counter of a head is its number among all: heads are gathered, batch rows are not."""
+    case = Case("drop", B=4, T=9, S=13, N=4, K=4, H=8, dropout=0.3)
+    for mesh in MESHES.values():
+
+        def where_they_lie(run, mesh=mesh):
+            return lambda arrays, d_out, d_lse: quick_jit(run)(placed(arrays, mesh), d_out, d_lse)
+
+        assert_matches_oracle(implementation, case.arguments(), jit=where_they_lie)
+    program = compiled(implementation, placed(case.arguments(), MESHES["batch"]))
+    assert not any(collectives(program).values())
+
+
+@own
+def test_mapped_axes_beside_sharded_ones(implementation):
+    """`vmap` repeats the rows of what is not mapped: where shares of the batch do not match, they are gathered."""
+    case = Case("mapped", B=4, T=5, S=7, N=4, K=2, H=8, key_lengths=(7, 3, 5, 2))
+    x = case.arguments()
+    lengths = x.pop("key_value_seq_lengths")
+    many = np.stack([x["query"], 2 * x["query"], -x["query"]])
+    fun = lambda many, key, value, lengths: jax.vmap(
+        lambda query: implementation.attend(query, key, value, key_value_seq_lengths=lengths)
+    )(many)
+    wanted = quick_jit(fun)(many, x["key"], x["value"], lengths)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "heads"))
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    for first, rest in ((None, "data"), ("data", None)):
+        if first:
+            many = np.concatenate([many, many[:1]])
+            wanted = np.concatenate([wanted, wanted[:1]])
+        got = quick_jit(fun)(
+            put(many, first, rest, None, "heads"),
+            put(x["key"], "data", None, "heads"),
+            put(x["value"], "data", None, "heads"),
+            put(lengths, "data"),
+        )
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+@own
+def test_a_head_count_that_does_not_split_is_gathered_and_right(implementation):
+    case = Case("odd", B=2, T=6, S=7, N=6, K=2, H=8, is_causal=True)
+    x = case.arguments()
+    mesh = Mesh(np.array(jax.devices()[:3]), ("heads",))
+    query = jax.device_put(x["query"], NamedSharding(mesh, P(None, None, "heads")))
+    rest = [jax.device_put(x[n], NamedSharding(mesh, P())) for n in ("key", "value")]
+    attend = quick_jit(lambda *x: implementation.attend(*x, is_causal=True))
+    wanted = attend(x["query"], x["key"], x["value"])
+    np.testing.assert_allclose(attend(query, *rest), wanted, rtol=0, atol=1e-6)
+
+
+@own
+def test_lengths_that_are_split_are_gathered_and_right(implementation):
+    case = Case("lengths", B=2, T=8, S=8, N=2, K=2, H=8, is_causal=True)
+    x = case.arguments()
+    mesh = Mesh(np.array(jax.devices()[:4]), ("length",))
+    arrays = [jax.device_put(x[n], NamedSharding(mesh, P(None, "length"))) for n in ("query", "key", "value")]
+    attend = quick_jit(lambda *x: implementation.attend(*x, is_causal=True))
+    np.testing.assert_allclose(attend(*arrays), attend(x["query"], x["key"], x["value"]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no explicit sharding")
+def test_explicit_sharding_keeps_the_axes_of_the_query(implementation):
+    case = Case("explicit", B=4, T=6, S=7, N=4, K=2, H=8, is_causal=True, key_lengths=(7, 2, 5, 6), sinks=True)
+    x = case.arguments()
+    d_out, d_lse = cotangents(x)
+    lengths, sinks = x.pop("key_value_seq_lengths"), x.pop("sinks")
+
+    def run(query, key, value, sinks):
+        out, lse = implementation.flash(query, key, value, is_causal=True, key_value_seq_lengths=lengths, sinks=sinks)
+        return (out * d_out).sum() + (lse * d_lse).sum(), (out, lse)
+
+    run = quick_jit(jax.value_and_grad(run, argnums=(0, 1, 2, 3), has_aux=True))
+    arrays = (x["query"], x["key"], x["value"], sinks)
+    wanted = jax.tree.map(np.asarray, run(*arrays))
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.sharding.set_mesh(mesh):
+        specs = [P("data", None, "heads")] * 3 + [P("heads")]
+        got = run(*(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)))
+        (_, (out, lse)), gradients = got
+        assert jax.typeof(out).sharding.spec == P("data", None, "heads", None)
+        assert jax.typeof(lse).sharding.spec == P("data", None, "heads")
+        assert jax.typeof(gradients[0]).sharding.spec == P("data", None, "heads", None)
+    (_, results), moved = got  # the loss is a sum that cancels
+    (_, wanted), wanted_moved = wanted
+    for a, b in zip((*results, *moved), (*wanted, *wanted_moved)):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+
+
+@own
+def test_a_program_of_sharded_arrays_can_be_exported(implementation):
+    from jax import export
+
+    case = Case("export", B=4, T=6, S=7, N=4, K=2, H=8, is_causal=True)
+    x = placed(case.arguments(), (2, 2))
+    arrays = [x[name] for name in ("query", "key", "value")]
+    attend = jax.jit(lambda *x: implementation.attend(*x, is_causal=True))
+    exported = export.export(attend, disabled_checks=implementation.disabled_checks)(*arrays)
+    again = export.deserialize(exported.serialize())
+    got = jax.jit(again.call)(*arrays)
+    np.testing.assert_allclose(got, attend(*arrays), rtol=0, atol=1e-6)
