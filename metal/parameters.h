@@ -21,6 +21,7 @@ constant bool has_cap [[function_constant(8)]];
 constant bool has_dropout [[function_constant(9)]];
 constant bool has_ranges [[function_constant(12)]];
 constant bool has_lists [[function_constant(13)]];     // of visible tiles, made by a kernel before this one
+constant bool has_spans [[function_constant(14)]];     // of which only the first and the number up to the last are kept
 constant bool wants_scale [[function_constant(10)]];   // gradients that the kernel of dQ sums up too
 constant bool wants_slopes [[function_constant(11)]];
 

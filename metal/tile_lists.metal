@@ -1,5 +1,6 @@
 // Which tiles are visible, where the indices of a tile do not tell (masks, blocks, segments, ranges): a list for each tile of
-// rows, or of columns, made once for all heads that share it, so that an attention kernel meets visible tiles only.
+// rows, or of columns, made once for all heads that share it, so that an attention kernel meets visible tiles only. Where no
+// operand has an entry for each row and column, a list would be the only thing to grow with their product: a span stands for it.
 #include "visibility.h"
 
 template <int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
@@ -15,8 +16,10 @@ template <int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
       p, limits, mask, blocks, query_segments, key_segments, key_ranges, group.z, group.y, thread_index);
   const int others = FOR_ROWS ? tiles_of(p.keys, COLUMNS) : tiles_of(p.queries, ROWS);
   const ulong plane = ulong(group.z) * groups.y + group.y;
-  device int* list = lists + (plane * groups.x + group.x) * (1 + ulong(others));
+  device int* list = lists + (plane * groups.x + group.x) * room_of_list(others);
   int count = 0;
+  int first = 0;
+  int last = -1;
   for (int from = 0; from < others; from += THREADS) {
     const int other = from + thread_index;
     int seen = none_visible;
@@ -29,16 +32,22 @@ template <int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
     threadgroup_barrier(mem_flags::mem_threadgroup);
     int before = count;
     for (int i = 0; i < THREADS; ++i) {
-      const int one = found[i] != none_visible ? 1 : 0;
-      before += i < thread_index ? one : 0;
-      count += one;
+      if (found[i] != none_visible) {
+        before += i < thread_index ? 1 : 0;
+        first = count == 0 ? from + i : first;
+        last = from + i;
+        ++count;
+      }
     }
-    if (seen != none_visible) {
+    if (!has_spans && seen != none_visible) {
       list[1 + before] = 2 * other + (seen == all_visible ? 1 : 0);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   if (thread_index == 0) {
-    list[0] = count;
+    list[0] = has_spans ? first : count;
+    if (has_spans) {
+      list[1] = last - first + 1;
+    }
   }
 }

@@ -207,31 +207,39 @@ struct Visibility {
   }
 };
 
-// The tiles of one axis that a tile of the other meets, in order: a range of them, or a list made by attention_tile_lists.
+// The tiles of one axis that a tile of the other meets, in order: consecutive ones, or a list made by attention_tile_lists.
 struct Walk {
   int begin;
   int count;
   device const int* list;  // twice the tile, and one more where it is wholly visible
 
   int tile(int i) const {
-    return has_lists ? list[i] / 2 : begin + i;
+    return has_lists && !has_spans ? list[i] / 2 : begin + i;
   }
 
   bool whole(int i) const {
-    return has_lists && list[i] % 2 != 0;
+    return has_lists && !has_spans && list[i] % 2 != 0;
   }
 };
 
-// Lists of tiles lie as [B, 1|N, tiles of the one axis, 1 + tiles of the other]: how many are visible, and then which. One list
-// serves all heads where neither mask nor blocks differ among them.
+// Lists of tiles lie as [B, 1|N, tiles of the one axis, 1 + tiles of the other]: how many are visible, and then which; spans as
+// [B, 1|N, tiles of the one axis, 2]: the first, and how many there are up to the last. One list serves all heads where neither
+// mask nor blocks differ among them.
 inline int heads_of_lists(constant Parameters& p) {
   return max(p.mask.heads, p.blocks.heads);
+}
+
+inline ulong room_of_list(int others) {
+  return has_spans ? 2 : 1 + ulong(others);
 }
 
 inline Walk listed(constant Parameters& p, device const int* lists, int batch, int head, int tile, int tiles, int others) {
   const int heads = heads_of_lists(p);
   const ulong plane = ulong(batch) * ulong(heads) + ulong(heads > 1 ? head : 0);
-  device const int* list = lists + (plane * ulong(tiles) + ulong(tile)) * (1 + ulong(others));
+  device const int* list = lists + (plane * ulong(tiles) + ulong(tile)) * room_of_list(others);
+  if (has_spans) {
+    return {list[0], list[1], nullptr};
+  }
   return {0, list[0], list + 1};
 }
 

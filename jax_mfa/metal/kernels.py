@@ -86,6 +86,10 @@ class Shapes:
         self.optional = dict(optional)
         self.uses = uses
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of an operand [rows, heads, queries, keys], which may be absent."""
+        return self.optional[name].shape if name in self.optional else (1, 1, 1, 1)
+
     def like_query(self, name: str, role: str) -> Buffer:
         return Buffer(name, role, self.dtype, (self.batch, self.t, self.n, self.h))
 
@@ -137,7 +141,7 @@ def _parameters(spec: Specification, x: Shapes) -> bytes:
     return struct.pack("<" + "".join(code for _, code in PARAMETERS), *values)
 
 
-def _constants(spec: Specification, x: Shapes, lists: bool = False):
+def _constants(spec: Specification, x: Shapes, lists: TileLists | None = None):
     left, right = spec.band
     bias = x.optional.get("bias")
     return (
@@ -152,7 +156,8 @@ def _constants(spec: Specification, x: Shapes, lists: bool = False):
         (8, "has_cap", "bool", spec.logits_soft_cap is not None),
         (9, "has_dropout", "bool", "dropout" in x.optional),
         (12, "has_ranges", "bool", "key_ranges" in x.optional),
-        (13, "has_lists", "bool", lists),
+        (13, "has_lists", "bool", lists is not None),
+        (14, "has_spans", "bool", lists is not None and lists.spans),
     )
 
 
@@ -164,11 +169,12 @@ class TileLists:
     rows: int
     columns: int
     for_rows: bool
+    spans: bool  # the first and the number up to the last instead of each, where operands grow with T + S only
 
     @classmethod
     def wanted(cls, x: Shapes, rows: int, columns: int, for_rows: bool) -> TileLists | None:
         """None where positions and lengths alone tell which tiles are visible, or where there is one tile to meet."""
-        found = cls(rows, columns, for_rows)
+        found = cls(rows, columns, for_rows, "blocks" not in x.optional and 1 in x.shape_of("mask")[2:])
         return found if found.axes(x)[1] > 1 and any(name in x.optional for name in LISTED) else None
 
     def axes(self, x: Shapes) -> tuple[int, int]:
@@ -178,9 +184,9 @@ class TileLists:
 
     def buffer(self, x: Shapes) -> Buffer:
         own, others = self.axes(x)
-        heads = max((x.optional[name].shape[1] for name in ("mask", "blocks") if name in x.optional), default=1)
+        heads = max(x.shape_of("mask")[1], x.shape_of("blocks")[1])
         name = "row_lists" if self.for_rows else "column_lists"
-        return Buffer(name, "scratch", "int32", (x.batch, heads, own, 1 + others))
+        return Buffer(name, "scratch", "int32", (x.batch, heads, own, 2 if self.spans else 1 + others))
 
     def dispatch(self, spec: Specification, x: Shapes, shared: tuple[str | bytes, ...]) -> Dispatch:
         arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
@@ -189,7 +195,7 @@ class TileLists:
         kernel = Kernel(
             f"attention_tile_lists_{name}",
             ("attention_tile_lists", *arguments),
-            _constants(spec, x),
+            _constants(spec, x, self),
             LIST_THREADS,
             4 * LIST_THREADS,
         )
@@ -207,7 +213,7 @@ def _kernel(
     return Kernel(
         f"{name}_{_SHORT[x.dtype]}_h{x.h}_v{x.v}_{short}",
         (name, SCALARS[x.dtype], x.h, x.v, *arguments),
-        (*_constants(spec, x, lists is not None), *more),
+        (*_constants(spec, x, lists), *more),
         threads,
         tile.threadgroup_memory(x.h, x.v, item),
         tile.fragment_bytes(x.h, x.v, item),
@@ -321,7 +327,7 @@ class _Portable:
     def _walking(self, name: str, grid, for_rows: bool, more=()) -> Launch:
         tile = (self.chosen.rows, self.chosen.threads)
         lists = TileLists.wanted(self.x, *(tile if for_rows else tile[::-1]), for_rows)
-        constants = (*_constants(self.spec, self.x, lists is not None), *more)
+        constants = (*_constants(self.spec, self.x, lists), *more)
         sizes = (self.x.h, self.x.v, self.chosen.threads, self.chosen.rows)
         return Launch(self._kernel(name, sizes, constants), grid, lists)
 

@@ -65,8 +65,8 @@ _MEANINGS = {
     "d_bias": "as bias: summed over what it was broadcast to",
     "d_scale": "[B, T, N]: to be summed over T and N",
     "d_slopes": "[B, T, N]: to be summed over T",
-    "row_lists": "[B, 1|N, tiles of rows, 1 + tiles of columns]: how many, then 2 · which + wholly visible",
-    "column_lists": "[B, 1|N, tiles of columns, 1 + tiles of rows]: how many, then 2 · which + wholly visible",
+    "row_lists": "[B, 1|N, tiles of rows, 1 + tiles of columns]: how many, 2 · which + whole; or [… 2]: first, count",
+    "column_lists": "as row_lists, for tiles of columns",
 }
 
 

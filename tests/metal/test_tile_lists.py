@@ -46,6 +46,7 @@ HIDING = {
     "documents": lambda rng: {"query_segment_ids": documents(rng, T), "key_value_segment_ids": documents(rng, S)},
     "ranges": lambda rng: {"key_value_ranges": ranges(rng)},
 }
+SPANS = ("padding mask", "mask of rows", "documents", "ranges")
 BESIDE = {
     "": {},
     "causal": {"is_causal": True, "query_offset": np.array([180, 100], np.int32)},
@@ -116,19 +117,25 @@ def visible(x: dict) -> np.ndarray:
 
 
 def assert_lists(lists: np.ndarray, see: np.ndarray, rows: int, columns: int, for_rows: bool, exact: bool) -> None:
-    """The lists name the tiles with a visible pair, in order, and mark those that are wholly visible.
+    """The lists name the tiles with a visible pair, in order, and mark those that are wholly visible; a span, the hull.
 
     Not `exact`: two rules that hide different pairs of a tile may together hide all, and the tile is still listed.
     """
     heads, own, room = lists.shape[1:]
+    others = -(-see.shape[3 if for_rows else 2] // (columns if for_rows else rows))
     for b, h, i in np.ndindex(B, heads, own):
         wanted = []
-        for j in range(room - 1):
+        for j in range(others):
             r, c = (i, j) if for_rows else (j, i)
             tile = see[b, h if heads > 1 else 0, r * rows : (r + 1) * rows, c * columns : (c + 1) * columns]
             if tile.any():
                 wanted.append(2 * j + (tile.all() and tile.shape == (rows, columns)))
-        listed = lists[b, h, i, 1 : 1 + lists[b, h, i, 0]].tolist()
+        if room == 2:
+            first, count = lists[b, h, i]
+            listed = [2 * j for j in range(first, first + count)]
+            wanted = [2 * j for j in range(wanted[0] // 2, wanted[-1] // 2 + 1)] if wanted else []
+        else:
+            listed = lists[b, h, i, 1 : 1 + lists[b, h, i, 0]].tolist()
         if exact:
             assert listed == wanted, (b, h, i)
         else:
@@ -144,6 +151,8 @@ def test_a_list_names_the_visible_tiles_and_no_other(hiding, beside):
     assert not ran.reports
     rows, columns = ran.arrays["row_lists"], ran.arrays["column_lists"]
     assert chosen.forward.rows == chosen.d_query.rows and chosen.forward.keys == chosen.d_query.keys
+    # what has no entry for each row and column needs no more room than its rows and columns
+    assert (rows.shape[-1] == 2) == (hiding in SPANS)
     assert_lists(rows, see, chosen.d_query.rows, chosen.d_query.keys, True, exact=not beside)
     assert_lists(columns, see, chosen.d_key_value.queries, chosen.d_key_value.rows, False, exact=not beside)
 
@@ -188,6 +197,7 @@ MISTAKES = {
     "the head ignored": ("ulong(heads > 1 ? head : 0)", "ulong(0)"),
     "the last visible tile left out": ("return {0, list[0], list + 1}", "return {0, list[0] - 1, list + 1}"),
     "a tile taken for wholly visible": ("list[i] % 2 != 0", "list[i] >= 0"),
+    "a span's last tile left out": ("list[1] = last - first + 1;", "list[1] = last - first;"),
     "columns listed for rows": ("FOR_ROWS ? own : other", "FOR_ROWS ? other : own"),
     "a barrier left out": ("    threadgroup_barrier(mem_flags::mem_threadgroup);\n    int before", "    int before"),
 }
@@ -208,7 +218,7 @@ def test_a_planted_mistake_is_noticed(mistake):
     old, new = MISTAKES[mistake]
     text = source.base()
     assert text.count(old) == 1, f"the kernels no longer say {old!r}: plant this mistake elsewhere"
-    x = arguments(("mask by row and head",), "")
+    x = arguments(("padding mask" if "span" in mistake else "mask by row and head",), "")
     answer = oracle.attention(**x)
     assert noticed(plans.run_call(x), answer) is False
     assert noticed(plans.run_call(x, text=text.replace(old, new)), answer)
