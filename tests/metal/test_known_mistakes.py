@@ -7,8 +7,10 @@ float64 answers and the emulator's checker, must object. Races and ragged ends a
 from __future__ import annotations
 
 import dataclasses
+import struct
 from typing import Any
 
+import emulator
 import harness
 import numpy as np
 import oracle
@@ -17,7 +19,6 @@ import pytest
 
 from jax_mfa import BlockMask
 from jax_mfa.metal import kernels, runtime, source, tiles
-from jax_mfa.specification import Specification
 
 RNG = np.random.default_rng(8)
 SLOPES = np.float32([0.5, 0.25, 0.125, 0.0625])
@@ -210,29 +211,57 @@ def test_a_known_mistake_is_noticed(mistake):
     assert noticed(wrong, planted.call)
 
 
-def test_offsets_of_more_than_2_to_the_31_elements():
-    """The second batch row's keys begin 2³¹ elements into the array, of which a few are read."""
-    s, h, length = 2**22, 512, 9
-    rng = np.random.default_rng(2)
-    key = np.zeros((2, s, 1, h), np.float16)  # memory that nobody touches is never there
-    value = np.zeros((2, s, 1, 1), np.float16)
-    assert key[0].size == 2**31
-    query = rng.standard_normal((2, 17, 1, h)).astype(np.float16)
-    key[1, :length] = rng.standard_normal((length, 1, h))
-    value[1, :length] = rng.standard_normal((length, 1, 1))
-    limits = np.int32([[0, 17, 0], [0, 17, length]])
-    arrays = {"query": query, "key": key, "value": value, "limits": limits}
-    plan = kernels.forward(Specification(scale=h**-0.5), query, key, value, limits=limits)
-    few = {"query": query[1:], "key": key[1:, :length], "value": value[1:, :length]}
-    answer = oracle.attention(**few)
-    ran = plans.run(plan, arrays)
-    assert not ran.reports
-    plans.assert_forward(ran.arrays["out"][1:], answer.out, "float16")
-    np.testing.assert_array_equal(ran.arrays["out"][0], 0)
-    old = "(ulong(row) * ulong(length) * ulong(heads) + ulong(head)) * ulong(size)"
+OFFSETS = """
+[[kernel]] void offsets(
+    device const half* base [[buffer(0)]], device ulong* out [[buffer(1)]], constant Parameters& p [[buffer(2)]]) {
+  const RowPair<half, 512, 256> rows = {base, base, 40, p.keys};
+  out[0] = head_offset(3, p.keys, 40, 7, 512);
+  out[1] = ulong(rows.from(p.keys - 1).first - base);
+  out[2] = ulong(rows.of_head(39).from(p.keys - 1).second - base);
+  out[3] = broadcast_offset(p.bias, 2, 1) + broadcast_index(p.bias, p.bias.queries - 1, 5);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "old,new,at",
+    [
+        ("", "", None),
+        (
+            "(ulong(row) * ulong(length) * ulong(heads) + ulong(head)) * ulong(size)",
+            "ulong((row * length * heads + head) * size)",
+            0,
+        ),
+        ("first + ulong(row) * first_stride()", "first + row * int(first_stride())", 1),
+        ("second + ulong(row) * second_stride()", "second + row * int(second_stride())", 2),
+        ("plane * ulong(x.queries) * ulong(x.keys)", "uint(plane) * uint(x.queries) * uint(x.keys)", 3),
+        (
+            "ulong(x.queries > 1 ? row : 0) * ulong(x.keys)",
+            "ulong(uint(x.queries > 1 ? row : 0) * uint(x.keys))",
+            3,
+        ),
+    ],
+)
+def test_offsets_of_more_than_2_to_the_31_elements(old, new, at):
+    """The places where an element's offset is made, given sizes of no machine here; and each with 32 bits instead."""
+    keys, rows = 2**23, 2**17
+    parameters = dict.fromkeys((name for name, _ in kernels.PARAMETERS), 1)
+    parameters |= {"keys": keys, "bias.map.rows": 4, "bias.heads": 3, "bias.queries": rows, "bias.keys": rows}
+    packed = struct.pack("<" + "".join(code for _, code in kernels.PARAMETERS), *parameters.values())
+    wanted = [
+        (3 * keys * 40 + 7) * 512,
+        (keys - 1) * 40 * 512,
+        (keys - 1) * 40 * 256 + 39 * 256,
+        (2 * 3 + 1) * rows * rows + (rows - 1) * rows + 5,
+    ]
+    assert min(wanted) > 2**32
     assert old in source.base()
-    wrong = source.base().replace(old, "ulong(int(uint(row * length * heads + head) * uint(size)))")
-    assert plans.run(plan, arrays, text=wrong).reports
+    text = source.base().replace(old, new) if old else source.base()
+    got = np.zeros(4, np.uint64)
+    kernel = emulator.compile(text + OFFSETS, fast_math=False).kernel("offsets")
+    assert not kernel([np.zeros(1, np.float16), got, packed], threads=1, outputs=[1]).reports
+    for i, (x, y) in enumerate(zip(got.tolist(), wanted)):
+        assert (x == y) == (i != at), (i, x, y)
 
 
 def test_threadgroup_memory_beyond_32768_bytes_is_refused(on_device):
