@@ -12,6 +12,8 @@ transpose gives both. Second derivatives differentiate the reference.
 
 Batching folds the mapped axis into the batch and leaves operands that are not mapped alone.
 
+Sharded arrays are not gathered: each device computes the batch rows and heads that it holds (`sharding`).
+
 Each carries the `implementation` that the caller named, None where the choice is left open. Lowering for platform `cpu`
 takes Metal where it is usable (on Apple silicon CPU and GPU share memory), and blockwise on every other platform, so
 one traced function is right on each of them.

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_mfa.specification import Operands, Specification
 
@@ -59,21 +59,25 @@ class _Problem:
 
         return self.batch % parts == 0 and all(fits(name) for name in self.shapes)
 
-    def heads_split(self, parts: int) -> bool:
-        if "dropout" in self.shapes:  # its random counter knows heads by their number among all
-            return False
-        heads = [shape[_HEAD_AXIS[name]] for name, shape in self.shapes.items() if self.has_heads(name)]
-        return self.has_heads("query") and all(n % parts == 0 for n in heads)
+    @property
+    def counts_heads(self) -> bool:
+        """Whether a head must know its number among all, as the random counter of dropout does."""
+        return "dropout" in self.shapes
 
-    def divide(self, sharding: NamedSharding) -> _Division:
+    def heads_split(self, parts: int) -> bool:
+        heads = [shape[_HEAD_AXIS[name]] for name, shape in self.shapes.items() if self.has_heads(name)]
+        return not self.counts_heads and self.has_heads("query") and all(n % parts == 0 for n in heads)
+
+    def divide(self, mesh: Mesh, sharding: NamedSharding | None) -> _Division:
         """Over the mesh axes that split the query's batch rows and heads, as far as all arrays follow."""
+        spec = () if sharding is None else sharding.spec
 
         def axes(i: int, splits: Callable[[int], bool]) -> tuple[str, ...]:
-            entry = sharding.spec[i] if i < len(sharding.spec) else None
+            entry = spec[i] if i < len(spec) else None
             found = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-            return found if found and splits(math.prod(sharding.mesh.shape[x] for x in found)) else ()
+            return found if found and splits(math.prod(mesh.shape[x] for x in found)) else ()
 
-        return _Division(self, sharding.mesh, axes(0, self.batch_splits), axes(2, self.heads_split))
+        return _Division(self, mesh, axes(0, self.batch_splits), axes(2, self.heads_split))
 
     def rule(self, names, results) -> tuple[str, dict[str, int]]:
         """What Shardy needs to know: batch rows and heads of operands and results are the same ones."""
@@ -85,13 +89,13 @@ class _Problem:
             found = [next(own) for _ in self.shapes[name]]
             if self.has_rows(name) and self.shapes[name][0] == self.batch:
                 found[0] = "b"
-            if self.has_heads(name) and self.heads_split(1):
+            if self.has_heads(name) and not self.counts_heads:
                 of_keys = name in ("key", "value")
                 found[_HEAD_AXIS[name]] = "k" if of_keys or k == n else "(k g)" if grouped else "g"
             return " ".join(found)
 
         listed = lambda names: ", ".join(factors(name) for name in names)
-        sizes = {"g": n // k} if grouped and self.heads_split(1) else {}
+        sizes = {"g": n // k} if grouped and not self.counts_heads else {}
         return f"{listed(names)} -> {listed(results)}", sizes
 
 
@@ -100,7 +104,7 @@ class _Division:
     """Which mesh axes split batch rows, and which heads."""
 
     problem: _Problem
-    mesh: object
+    mesh: Mesh
     batch: tuple[str, ...]
     heads: tuple[str, ...]
 
@@ -110,7 +114,7 @@ class _Division:
             entries[0] = self.batch
         if self.heads and self.problem.has_heads(name):
             entries[_HEAD_AXIS[name]] = self.heads
-        return NamedSharding(self.mesh, PartitionSpec(*entries))  # type: ignore[arg-type]
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def shared(self, name: str) -> tuple[str, ...]:
         """The mesh axes over whose devices an array is the same, though their work differs."""
@@ -131,11 +135,11 @@ def partitioned(fun: Callable, spec: Specification, names: tuple[str, ...], resu
         shapes = [tuple(x.shape) for x in (*arrays, *found)]
         return _Problem(dict(zip((*names, *results), shapes)), Operands(*spec.repeats))
 
-    def divide(arrays, found) -> _Division:
-        return problem(arrays, found).divide(arrays[names.index("query")].sharding)
+    def divide(mesh, arrays, found) -> _Division:
+        return problem(arrays, found).divide(mesh, arrays[names.index("query")].sharding)
 
     def partition(mesh, arrays, found):
-        division = divide(arrays, found)
+        division = divide(mesh, arrays, found)
 
         def own_share(*arrays):
             parts = zip(results, fun(*arrays))
@@ -145,7 +149,7 @@ def partitioned(fun: Callable, spec: Specification, names: tuple[str, ...], resu
         return mesh, own_share, shardings(results), shardings(names)
 
     def infer(mesh, arrays, found):
-        division = divide(arrays, found)
+        division = divide(mesh, arrays, found)
         return tuple(division.sharding(name) for name in results)
 
     def rule(mesh, arrays, found):
