@@ -9,6 +9,7 @@ Explicit sharding (`jax.set_mesh` with explicit axes) is left to the same rules,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -142,8 +143,9 @@ def partitioned(fun: Callable, spec: Specification, names: tuple[str, ...], resu
         division = divide(mesh, arrays, found)
 
         def own_share(*arrays):
-            parts = zip(results, fun(*arrays))
-            return tuple(lax.psum(x, division.shared(name)) if division.shared(name) else x for name, x in parts)
+            with _no_mesh():
+                parts = zip(results, fun(*arrays))
+                return tuple(lax.psum(x, division.shared(name)) if division.shared(name) else x for name, x in parts)
 
         shardings = lambda names: tuple(division.sharding(name) for name in names)
         return mesh, own_share, shardings(results), shardings(names)
@@ -176,6 +178,13 @@ def automatically(run: Callable, arguments: dict, with_statistic: bool):
         lambda placed: run({**arguments, **placed}), out_sharding=(out, rows) if with_statistic else out
     )
     return inside(placed)
+
+
+def _no_mesh():
+    """A device's own share is not sharded any further, whatever mesh the caller has set."""
+    if hasattr(jax.sharding, "use_abstract_mesh"):
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    return contextlib.nullcontext()
 
 
 def _explicit_spec(x) -> PartitionSpec | None:
