@@ -48,11 +48,13 @@ _DTYPES = {
     "dropout": "uint32",
     "key_ranges": "int32",
 }
-# in ATTENTION_OPERANDS, bound only where they are used
-KEY_RANGES_INDEX, LISTS_INDEX = 18, 19
+# buffer indices of ATTENTION_OPERANDS; those of VISIBILITY_OPERANDS; and of a kernel's own buffers, in order
+OPERANDS = {name: i for i, name in enumerate(("query", "key", "value", "parameters", *OPTIONAL[:-1]))}
+OPERANDS |= {"key_ranges": 18, "lists": 19}  # bound only where they are used
+VISIBILITY = ("parameters", "limits", "mask", "blocks", "query_segments", "key_segments", "key_ranges")
+OWN = 12
 LISTED = ("mask", "blocks", "query_segments", "key_ranges")  # what makes a plan list visible tiles first
 LIST_THREADS = 64
-VISIBILITY_INDICES = (3, 4, 7, 8, 9, 10)  # in VISIBILITY_OPERANDS, key ranges aside
 BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 UNUSED = b"\0" * 4  # bound where a launch lacks an operand
 
@@ -170,28 +172,24 @@ class TileLists:
     columns: int
     for_rows: bool
     spans: bool  # the first and the number up to the last instead of each, where operands grow with T + S only
+    buffer: Buffer
 
     @classmethod
     def wanted(cls, x: Shapes, rows: int, columns: int, for_rows: bool) -> TileLists | None:
         """None where positions and lengths alone tell which tiles are visible, or where there is one tile to meet."""
-        found = cls(rows, columns, for_rows, "blocks" not in x.optional and 1 in x.shape_of("mask")[2:])
-        return found if found.axes(x)[1] > 1 and any(name in x.optional for name in LISTED) else None
-
-    def axes(self, x: Shapes) -> tuple[int, int]:
-        """How many tiles have a list, and how many each may meet."""
-        rows, columns = -(-x.t // self.rows), -(-x.s // self.columns)
-        return (rows, columns) if self.for_rows else (columns, rows)
-
-    def buffer(self, x: Shapes) -> Buffer:
-        own, others = self.axes(x)
+        both = -(-x.t // rows), -(-x.s // columns)
+        own, others = both if for_rows else both[::-1]
+        if others == 1 or not any(name in x.optional for name in LISTED):
+            return None
+        spans = "blocks" not in x.optional and 1 in x.shape_of("mask")[2:]
         heads = max(x.shape_of("mask")[1], x.shape_of("blocks")[1])
-        name = "row_lists" if self.for_rows else "column_lists"
-        return Buffer(name, "scratch", "int32", (x.batch, heads, own, 2 if self.spans else 1 + others))
+        shape = (x.batch, heads, own, 2 if spans else 1 + others)
+        name = "row_lists" if for_rows else "column_lists"
+        return cls(rows, columns, for_rows, spans, Buffer(name, "scratch", "int32", shape))
 
-    def dispatch(self, spec: Specification, x: Shapes, shared: tuple[str | bytes, ...]) -> Dispatch:
+    def dispatch(self, spec: Specification, x: Shapes, operands: dict[str, str | bytes]) -> Dispatch:
         arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
         name = "_".join(str(int(a)) for a in arguments)
-        made = self.buffer(x)
         kernel = Kernel(
             f"attention_tile_lists_{name}",
             ("attention_tile_lists", *arguments),
@@ -199,9 +197,9 @@ class TileLists:
             LIST_THREADS,
             4 * LIST_THREADS,
         )
-        visibility = (b if i in VISIBILITY_INDICES else None for i, b in enumerate(shared[:12]))
-        batch, heads, own, _ = made.shape
-        return Dispatch(kernel, (own, heads, batch), (*_arguments(*visibility), Argument(12, made.name), *_ranges(x)))
+        seen = {name: operands[name] for name in VISIBILITY if name in operands}
+        batch, heads, own, _ = self.buffer.shape
+        return Dispatch(kernel, (own, heads, batch), (*_bound(seen), *_arguments(self.buffer.name, start=OWN)))
 
 
 def _kernel(
@@ -220,17 +218,18 @@ def _kernel(
     )
 
 
-def _arguments(*buffers: str | bytes | None) -> tuple[Argument, ...]:
+def _argument(index: int, x: str | bytes) -> Argument:
+    return Argument(index, bytes=x) if isinstance(x, bytes) else Argument(index, buffer=x)
+
+
+def _arguments(*buffers: str | bytes | None, start: int = 0) -> tuple[Argument, ...]:
     """Arguments by position; None leaves an index out."""
-    return tuple(
-        Argument(i, bytes=b) if isinstance(b, bytes) else Argument(i, buffer=b)
-        for i, b in enumerate(buffers)
-        if b is not None
-    )
+    return tuple(_argument(i, x) for i, x in enumerate(buffers, start) if x is not None)
 
 
-def _ranges(x: Shapes) -> tuple[Argument, ...]:
-    return (Argument(KEY_RANGES_INDEX, "key_ranges"),) if "key_ranges" in x.optional else ()
+def _bound(operands: dict[str, str | bytes]) -> tuple[Argument, ...]:
+    """Operands by name at their indices of ATTENTION_OPERANDS."""
+    return tuple(_argument(OPERANDS[name], x) for name, x in operands.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,30 +240,29 @@ class Launch:
     grid: tuple[int, int, int]
     lists: TileLists | None = None
 
-    def scratch(self, x: Shapes) -> tuple[Buffer, ...]:
-        return (self.lists.buffer(x),) if self.lists else ()
+    @property
+    def scratch(self) -> tuple[Buffer, ...]:
+        return (self.lists.buffer,) if self.lists else ()
 
     def dispatches(self, spec: Specification, x: Shapes, *buffers: str | bytes | None) -> tuple[Dispatch, ...]:
-        """The kernel with its own `buffers` from index 12 on, and before it the one that makes its lists."""
-        shared = _shared(spec, x)
-        arguments = (*_arguments(*shared, *buffers), *_ranges(x))
-        if not self.lists:
-            return (Dispatch(self.kernel, self.grid, arguments),)
-        lists = Argument(LISTS_INDEX, self.lists.buffer(x).name)
-        return (
-            self.lists.dispatch(spec, x, shared),
-            Dispatch(self.kernel, self.grid, (*arguments, lists)),
-        )
+        """The kernel with its own `buffers`, and before it the one that makes its lists."""
+        operands = _operands(spec, x)
+        made: tuple[Dispatch, ...] = ()
+        if self.lists:
+            made = (self.lists.dispatch(spec, x, operands),)
+            operands["lists"] = self.lists.buffer.name
+        return (*made, Dispatch(self.kernel, self.grid, (*_bound(operands), *_arguments(*buffers, start=OWN))))
 
 
-def _shared(spec: Specification, x: Shapes) -> tuple[str | bytes, ...]:
-    """What stands at the buffer indices of ATTENTION_OPERANDS."""
-    fixed = {
+def _operands(spec: Specification, x: Shapes) -> dict[str, str | bytes]:
+    """What stands for each of ATTENTION_OPERANDS: a buffer of the plan, or bytes."""
+    found: dict[str, str | bytes] = dict.fromkeys(OPTIONAL[:-1], UNUSED)
+    found |= {
+        "parameters": _parameters(spec, x),
         "limits": struct.pack("<3i", spec.query_offset, x.t, x.s),
         "numbers": struct.pack("<3f", spec.scale, 0, 0),
     }
-    optional = (name if name in x.optional else fixed.get(name, UNUSED) for name in OPTIONAL[:-1])
-    return ("query", "key", "value", _parameters(spec, x), *optional)
+    return found | {name: name for name in ("query", "key", "value", *x.optional)}
 
 
 class _Matrices:
@@ -273,11 +271,13 @@ class _Matrices:
     def __init__(self, spec: Specification, x: Shapes, chosen: tiles.Tiles):
         self.spec, self.x, self.chosen = spec, x, chosen
 
-    def forward(self) -> Launch:
-        x, tile = self.x, self.chosen.forward
-        lists = TileLists.wanted(x, tile.rows, tile.keys, True)
-        kernel = _kernel("attention_forward", self.spec, x, tile.simdgroups * 32, tile, lists=lists)
+    def _over_rows(self, name: str, tile: tiles.ForwardTiles | tiles.QueryTiles, more=()) -> Launch:
+        x, lists = self.x, TileLists.wanted(self.x, tile.rows, tile.keys, True)
+        kernel = _kernel(name, self.spec, x, tile.simdgroups * 32, tile, more=more, lists=lists)
         return Launch(kernel, (-(-x.t // tile.rows) * tile.slices, x.n, x.batch), lists)
+
+    def forward(self) -> Launch:
+        return self._over_rows("attention_forward", self.chosen.forward)
 
     def row_sums(self) -> Launch:
         x = self.x
@@ -290,10 +290,7 @@ class _Matrices:
         return Launch(kernel, (-(-x.t * x.n // ROW_SUM_SIMDGROUPS), 1, x.batch))
 
     def d_query(self, more) -> Launch:
-        x, tile = self.x, self.chosen.d_query
-        lists = TileLists.wanted(x, tile.rows, tile.keys, True)
-        kernel = _kernel("attention_d_query", self.spec, x, tile.simdgroups * 32, tile, more=more, lists=lists)
-        return Launch(kernel, (-(-x.t // tile.rows) * tile.slices, x.n, x.batch), lists)
+        return self._over_rows("attention_d_query", self.chosen.d_query, more)
 
     def d_key_value(self) -> Launch:
         x, tile = self.x, self.chosen.d_key_value
@@ -361,7 +358,7 @@ def _forward(spec: Specification, key, chosen: tiles.Tiles | tiles.Portable) -> 
     return Plan(
         "attention_forward",
         source.base_hash(),
-        (*x.inputs(), x.like_out("out", "output"), x.rows("statistic", "output"), *launch.scratch(x)),
+        (*x.inputs(), x.like_out("out", "output"), x.rows("statistic", "output"), *launch.scratch),
         launch.dispatches(spec, x, "out", "statistic"),
     )
 
@@ -372,7 +369,7 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
     group = x.n // x.k * x.t
     length = tiles.split_keys(x.s, tile.keys)
     splits = -(-x.s // length)
-    shared = _shared(spec, x)
+    operands = _operands(spec, x)
     attend = Launch(
         _kernel("attention_decode", spec, x, tile.simdgroups * 32, tile),
         (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.batch),
@@ -399,7 +396,9 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
             Dispatch(
                 merge,
                 (-(-group // ROW_SUM_SIMDGROUPS), x.k, x.batch),
-                _arguments("split_out", "split_state", shared[5], "out", "statistic", shared[3], count),
+                _arguments(
+                    "split_out", "split_state", operands["numbers"], "out", "statistic", operands["parameters"], count
+                ),
             ),
         ),
     )
@@ -415,7 +414,7 @@ def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.T
     dispatches = [Dispatch(sums.kernel, sums.grid, arguments)]
 
     def add(launch: Launch, *made: Buffer | None) -> None:
-        results.extend(b for b in (*made, *launch.scratch(x)) if b)
+        results.extend(b for b in (*made, *launch.scratch) if b)
         own = (b.name if b else None for b in made)
         dispatches.extend(launch.dispatches(spec, x, "d_out", "statistic", "row_sums", *own))
 
