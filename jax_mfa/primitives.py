@@ -325,7 +325,6 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
         return (on_metal if on_metal and params["implementation"] == "metal" else fun)(*arrays, **params)
 
     primitive.def_impl(run)
-    _need_devices(primitive)
     primitive.def_abstract_eval(shapes)
     batching.primitive_batchers[primitive] = batch
     portable = _lowering(fun, static, shares=on_metal is not None)
@@ -341,6 +340,7 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
     if on_metal is None:
         mlir.register_lowering(primitive, portable)
         return primitive
+    _need_devices(primitive)
     native = _lowering(on_metal, static)
 
     def on_cpu(ctx, *args, **params):
