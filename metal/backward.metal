@@ -89,9 +89,7 @@ template <
   const ulong do_stride = ulong(p.heads) * V;
   const ulong q_offset = head_offset(batch, p.queries, p.heads, head, H) + ulong(first) * q_stride;
   device const T* do_rows = d_out + head_offset(batch, p.queries, p.heads, head, V) + ulong(first) * do_stride;
-  const RowPair<T, H, V> keys = {
-      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H),
-      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V), p.key_heads, visibility.columns};
+  const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, visibility.columns);
   const Tiles tiles = {k_room, v_room, thread_index, lane};
   const OwnRows<T, h_fragments, BLOCKS, CACHE_Q> q(query + q_offset, q_stride, p.queries - first, H, lane);
   const OwnRows<T, v_fragments, BLOCKS, CACHE_DO> d_o(do_rows, do_stride, p.queries - first, V, lane);
@@ -429,8 +427,6 @@ template <typename T, int H, int V, int COLUMNS>
   const int bias_head = int(group.z) % p.bias.heads;
   const ulong q_stride = ulong(p.heads) * H;
   const ulong do_stride = ulong(p.heads) * V;
-  const ulong k_stride = ulong(p.key_heads) * H;
-  const ulong v_stride = ulong(p.key_heads) * V;
   const int first_row = int(group.y) * 8;
   const int first_column = int(group.x) * width;
   const int last_row = p.bias.queries > 1 ? first_row : p.queries - 1;
@@ -452,8 +448,7 @@ template <typename T, int H, int V, int COLUMNS>
       const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
       const Score score(p, numbers, bias, batch, head, visibility.offset);
       const Dropout drop(p, dropout, batch, head);
-      device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
-      device const T* v_rows = value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
+      const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, visibility.columns);
       for (int row = first_row; row <= last_row; row += 8) {
         const OwnRows<T, Padded<T, H>::width / 8, 1, false> q(
             query + head_offset(batch, p.queries, p.heads, head, H) + row * q_stride, q_stride, p.queries - row, H, lane);
@@ -469,10 +464,9 @@ template <typename T, int H, int V, int COLUMNS>
           if (visibility.of_tile(row, 8, column, width) == none_visible) {
             continue;
           }
-          const Tile<T, H, false> k_tile = {
-              nullptr, k_rows + column * k_stride, k_stride, visibility.columns - column, lane};
-          const Tile<T, V, false> v_tile = {
-              nullptr, v_rows + column * v_stride, v_stride, visibility.columns - column, lane};
+          const RowPair<T, H, V> here = keys.from(column);
+          const Tile<T, H, false> k_tile = {nullptr, here.first, here.first_stride(), here.count, lane};
+          const Tile<T, V, false> v_tile = {nullptr, here.second, here.second_stride(), here.count, lane};
           Fragment<float> s[1][COLUMNS];
           Fragment<float> d_p[1][COLUMNS];
           multiply_rows(s, q, k_tile, 0);

@@ -56,9 +56,7 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
   }
 
   const Visibility all(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, key_head, lane_index);
-  const RowPair<T, H, V> keys = {
-      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H),
-      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V), p.key_heads, all.columns};
+  const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, all.columns);
   GroupRows<T, h_fragments, BLOCKS> q;
   Visibility visibility[BLOCKS];
   Score score[BLOCKS];

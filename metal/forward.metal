@@ -54,9 +54,7 @@ template <
   const ulong q_stride = ulong(p.heads) * H;
   const OwnRows<T, Padded<T, H>::width / 8, BLOCKS, CACHE_Q> q(
       query + head_offset(batch, p.queries, p.heads, head, H) + ulong(first) * q_stride, q_stride, p.queries - first, H, lane);
-  const RowPair<T, H, V> keys = {
-      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H),
-      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V), p.key_heads, visibility.columns};
+  const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, visibility.columns);
   const Tiles tiles = {k_room, v_room, thread_index, lane};
   Running<BLOCKS, v_fragments> running[STREAMS];
 

@@ -5,8 +5,8 @@
 //   dK and dV:   a threadgroup for each key row; a thread for each query row of a tile, then for each element of the results
 //
 // A list of visible tiles serves ROWS rows.
-#include "fragments.h"
 #include "score.h"
+#include "tiles.h"
 #include "visibility.h"
 
 // Sum (or maximum) of what the threads hold, the same bits in each.
@@ -67,10 +67,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
   const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
   const Dropout drop(p, dropout, batch, head);
-  const ulong k_stride = ulong(p.key_heads) * H;
-  const ulong v_stride = ulong(p.key_heads) * V;
-  device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
-  device const T* v_rows = value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
+  const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, visibility.columns);
   const ulong q_stride = ulong(p.heads) * H;
   keep_row<T, H, THREADS>(
       q_row, query + head_offset(batch, p.queries, p.heads, head, H) + row * q_stride, thread_index);
@@ -91,7 +88,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     const int at = column + thread_index;
     float x = -INFINITY;
     if (visibility.visible(row, at)) {
-      x = score.logit(dot_rows<T, H>(q_row, k_rows + at * k_stride), row, at);
+      x = score.logit(dot_rows<T, H>(q_row, keys.from(at).first), row, at);
     }
     // a maximum passes over NaN; the sum does not
     const float largest = max(high, reduce<THREADS, true>(scratch, x, thread_index));
@@ -111,7 +108,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
         float sum = sums[i] * shrink;
         for (int j = 0; j < min(THREADS, end - column); ++j) {
           if (!is_invisible(weights[j])) {
-            sum += weights[j] * float(v_rows[(column + j) * v_stride + element]);
+            sum += weights[j] * float(keys.from(column + j).second[element]);
           }
         }
         sums[i] = sum;
@@ -165,8 +162,8 @@ struct Pair {
 };
 
 inline Pair pair_of(
-    const thread Visibility& visibility, const thread Score& score, const thread Dropout& drop, int row, int column,
-    float product, float d_weight, float row_statistic, float row_shift) {
+    const thread Score& score, const thread Dropout& drop, int row, int column, float product, float d_weight,
+    float row_statistic, float row_shift) {
   Pair result = {invisible_weight(), invisible_weight()};
   const float x = score.logit(product, row, column);
   if (x != -INFINITY) {
@@ -204,10 +201,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
   const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
   const Dropout drop(p, dropout, batch, head);
-  const ulong k_stride = ulong(p.key_heads) * H;
-  const ulong v_stride = ulong(p.key_heads) * V;
-  device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
-  device const T* v_rows = value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
+  const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, visibility.columns);
   const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
   keep_row<T, H, THREADS>(q_row, query + at_row * H, thread_index);
   keep_row<T, V, THREADS>(do_row, d_out + at_row * V, thread_index);
@@ -228,9 +222,9 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     const int at = column + thread_index;
     float d = invisible_weight();
     if (visibility.visible(row, at)) {
-      const float product = dot_rows<T, H>(q_row, k_rows + at * k_stride);
-      const float d_weight = dot_rows<T, V>(do_row, v_rows + at * v_stride);
-      d = pair_of(visibility, score, drop, row, at, product, d_weight, statistic[at_row], row_sums[at_row]).d_score;
+      const float product = dot_rows<T, H>(q_row, keys.from(at).first);
+      const float d_weight = dot_rows<T, V>(do_row, keys.from(at).second);
+      d = pair_of(score, drop, row, at, product, d_weight, statistic[at_row], row_sums[at_row]).d_score;
       if (!is_invisible(d)) {
         scale_sum += d * product;
         slope_sum += d * score.distance(row, at);
@@ -243,7 +237,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
       if (element < H) {
         for (int j = 0; j < min(THREADS, end - column); ++j) {
           if (!is_invisible(weights[j])) {
-            sums[i] += weights[j] * float(k_rows[(column + j) * k_stride + element]);
+            sums[i] += weights[j] * float(keys.from(column + j).first[element]);
           }
         }
       }
@@ -289,14 +283,9 @@ template <typename T, int H, int V, int THREADS, int ROWS>
   const int key_head = group.y;
   const int batch = group.z;
   const int heads_of_group = p.heads / p.key_heads;
-  keep_row<T, H, THREADS>(
-      k_row, key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H) +
-                 ulong(column) * p.key_heads * H,
-      thread_index);
-  keep_row<T, V, THREADS>(
-      v_row, value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V) +
-                 ulong(column) * p.key_heads * V,
-      thread_index);
+  const RowPair<T, H, V> own = keys_of<T, H, V>(p, key, value, batch, key_head, p.keys).from(column);
+  keep_row<T, H, THREADS>(k_row, own.first, thread_index);
+  keep_row<T, V, THREADS>(v_row, own.second, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   constexpr int own_keys = (H + THREADS - 1) / THREADS;
@@ -327,7 +316,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
         const float product = dot_rows<T, H>(k_row, query + at_row * H);
         const float d_weight = dot_rows<T, V>(v_row, d_out + at_row * V);
         pair = pair_of(
-            visibility, score, drop, own_row, column, product, d_weight, statistic[at_row], row_sums[at_row]);
+            score, drop, own_row, column, product, d_weight, statistic[at_row], row_sums[at_row]);
       }
       weights[thread_index] = pair.weight;
       d_scores[thread_index] = pair.d_score;
@@ -395,8 +384,7 @@ template <typename T, int H, int V, int THREADS>
       const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
       const Score score(p, numbers, bias, batch, head, visibility.offset);
       const Dropout drop(p, dropout, batch, head);
-      device const T* k_rows = key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H);
-      device const T* v_rows = value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V);
+      const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, visibility.columns);
       for (int row = first_row; row <= last_row; ++row) {
         const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
         keep_row<T, H, THREADS>(q_row, query + at_row * H, thread_index);
@@ -404,10 +392,10 @@ template <typename T, int H, int V, int THREADS>
         threadgroup_barrier(mem_flags::mem_threadgroup);
         for (int column = first_column + thread_index; column <= last_column; column += THREADS) {
           if (visibility.visible(row, column)) {
-            const float product = dot_rows<T, H>(q_row, k_rows + ulong(column) * p.key_heads * H);
-            const float d_weight = dot_rows<T, V>(do_row, v_rows + ulong(column) * p.key_heads * V);
+            const float product = dot_rows<T, H>(q_row, keys.from(column).first);
+            const float d_weight = dot_rows<T, V>(do_row, keys.from(column).second);
             const float d =
-                pair_of(visibility, score, drop, row, column, product, d_weight, statistic[at_row], row_sums[at_row])
+                pair_of(score, drop, row, column, product, d_weight, statistic[at_row], row_sums[at_row])
                     .d_score;
             sum += d;
           }

@@ -96,6 +96,15 @@ struct RowPair {
   }
 };
 
+// Keys and values of a batch row and head, of which `count` rows may be read.
+template <typename T, int H, int V>
+inline RowPair<T, H, V> keys_of(
+    constant Parameters& p, device const T* key, device const T* value, int batch, int key_head, int count) {
+  return {
+      key + head_offset(mapped_row(p.key, batch), p.keys, p.key_heads, key_head, H),
+      value + head_offset(mapped_row(p.value, batch), p.keys, p.key_heads, key_head, V), p.key_heads, count};
+}
+
 // Room for tiles of ROWS of both, BUFFERS times: 2 where the next tile is loaded while one is computed, 0 where fragments come
 // straight from device memory.
 template <typename T, int H, int V, int ROWS, int BUFFERS, int THREADS>
