@@ -71,6 +71,11 @@ def placed(arguments: dict, shape: tuple[int, int]) -> dict:
     }
 
 
+def jit_on(shape: tuple[int, int], run):
+    """`jit` of what the harness evaluates, its arguments placed on a mesh."""
+    return lambda arrays, d_out, d_lse: quick_jit(run)(placed(arrays, shape), d_out, d_lse)
+
+
 def compiled(implementation, arguments: dict):
     """Output, log-sum-exp and gradients as one program for arguments where they lie."""
     arrays = {name: x for name, x in arguments.items() if not is_static(name, x)}
@@ -97,11 +102,7 @@ def collectives(program) -> dict[str, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_one_device(implementation, name, mesh):
     arguments = CASES[name].arguments()
-
-    def where_they_lie(run):
-        return lambda arrays, d_out, d_lse: quick_jit(run)(placed(arrays, MESHES[mesh]), d_out, d_lse)
-
-    assert_matches_oracle(implementation, arguments, jit=where_they_lie)
+    assert_matches_oracle(implementation, arguments, jit=functools.partial(jit_on, MESHES[mesh]))
 
 
 @own
@@ -130,11 +131,7 @@ def test_dropout_counts_heads_from_the_first_of_all(implementation):
     """The random counter of a head is its number among all: heads are gathered, batch rows are not."""
     case = Case("drop", B=4, T=9, S=13, N=4, K=4, H=8, dropout=0.3)
     for mesh in MESHES.values():
-
-        def where_they_lie(run, mesh=mesh):
-            return lambda arrays, d_out, d_lse: quick_jit(run)(placed(arrays, mesh), d_out, d_lse)
-
-        assert_matches_oracle(implementation, case.arguments(), jit=where_they_lie)
+        assert_matches_oracle(implementation, case.arguments(), jit=functools.partial(jit_on, mesh))
     program = compiled(implementation, placed(case.arguments(), MESHES["batch"]))
     assert not any(collectives(program).values())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import emulator
@@ -199,27 +200,28 @@ class Problem:
         return show.plan_of(self.specification, operands, of_pass, self.variant)
 
 
+def _both(plan: Callable[[str], Plan], arrays, cotangents, *, text: str | None = None, seed: int = 0) -> Ran:
+    """The plans "forward" and "backward", the second fed by the first: the arrays and dispatches of both."""
+    forward = run(plan("forward"), arrays, text=text, seed=seed)
+    d_out, d_lse = cotangents
+    passed = {x: forward.arrays[x] for x in ("out", "statistic")} | {"d_out": d_out, "d_statistic": d_lse}
+    backward = run(plan("backward"), arrays | passed, text=text, seed=seed)
+    return Ran(forward.arrays | backward.arrays, forward.dispatches + backward.dispatches)
+
+
 def run_call(arguments: dict[str, Any], *, variant: str | tiles.Tiles = "staged", text: str | None = None) -> Ran:
     """Both passes of a call of `flash_attention` with these arguments, with random cotangents."""
     spec, operands = specify(**arguments)
     arrays = {name: np.asarray(getattr(operands, name)) for name in ("query", "key", "value")}
     arrays |= {name: np.asarray(x) for name, x in metal.launch_arrays(spec, operands).items()}
-    forward = run(show.plan_of(spec, operands, "forward", variant), arrays, text=text)
-    d_out, d_lse = harness.cotangents(arguments)
-    arrays |= {x: forward.arrays[x] for x in ("out", "statistic")} | {"d_out": d_out, "d_statistic": d_lse}
-    backward = run(show.plan_of(spec, operands, "backward", variant), arrays, text=text)
-    return Ran(forward.arrays | backward.arrays, forward.dispatches + backward.dispatches)
+    plan = lambda of_pass: show.plan_of(spec, operands, of_pass, variant)
+    return _both(plan, arrays, harness.cotangents(arguments), text=text)
 
 
 def evaluate(problem: Problem, *, text: str | None = None, seed: int = 0) -> Ran:
     """Both passes of a problem; the arrays and dispatches of both."""
     arguments = problem.arguments()
-    arrays = problem.arrays(arguments)
-    forward = run(problem.plan(), arrays, text=text, seed=seed)
-    d_out, d_lse = problem.cotangents(arguments)
-    arrays |= {x: forward.arrays[x] for x in ("out", "statistic")} | {"d_out": d_out, "d_statistic": d_lse}
-    backward = run(problem.plan("backward"), arrays, text=text, seed=seed)
-    return Ran(forward.arrays | backward.arrays, forward.dispatches + backward.dispatches)
+    return _both(problem.plan, problem.arrays(arguments), problem.cotangents(arguments), text=text, seed=seed)
 
 
 @functools.lru_cache(maxsize=64)

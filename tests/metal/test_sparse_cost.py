@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from plans import run
+from plans import run, run_call
 
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.metal import kernels
@@ -12,19 +12,13 @@ KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value")
 H = 16
 
 
-def products(t: int, spec: Specification, variant: str, **optional) -> dict[str, int]:
+def products(t: int, variant: str, **keywords) -> dict[str, int]:
     """Multiply-accumulates by kernel, one head, T = S."""
     rng = np.random.default_rng(0)
     x = lambda: rng.standard_normal((1, t, 1, H)).astype(np.float16)
-    arrays = {"query": x(), "key": x(), "value": x(), "d_out": x(), **optional}
-    inputs = (arrays["query"], arrays["key"], arrays["value"])
-    forward = run(kernels.forward(spec, *inputs, variant=variant, **optional), arrays)
-    arrays |= {name: forward.arrays[name] for name in ("out", "statistic")}
-    arrays["d_statistic"] = rng.standard_normal((1, t, 1)).astype(np.float32)
-    backward = run(kernels.backward(spec, *inputs, variant=variant, **optional), arrays)
-    assert not forward.reports + backward.reports
-    counters = forward.counters | backward.counters
-    return {name: counters[name].matrix_multiply_accumulates for name in KERNELS}
+    ran = run_call({"query": x(), "key": x(), "value": x(), **keywords}, variant=variant)
+    assert not ran.reports
+    return {name: ran.counters[name].matrix_multiply_accumulates for name in KERNELS}
 
 
 def dense(t: int) -> dict[str, int]:
@@ -34,7 +28,7 @@ def dense(t: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("variant", ["staged", "direct"])
 def test_a_window_of_256_at_4096_costs_at_most_0_12_of_dense(variant):
-    got = products(4096, Specification(is_causal=True, window=(255, 0)), variant)
+    got = products(4096, variant, is_causal=True, local_window_size=(255, 0))
     for name, full in dense(4096).items():
         assert got[name] <= 0.12 * full, f"{name}: {got[name] / full:.3f} of dense"
 
@@ -44,7 +38,7 @@ def test_a_block_mask_costs_what_its_blocks_do(variant):
     t, size = 1024, 64
     chosen = np.random.default_rng(3).permutation(256) < 26  # 10 % of 16 × 16 blocks
     mask = BlockMask(chosen.reshape(16, 16), (size, size))
-    got = products(t, Specification(mask_block=mask.block_size), variant, blocks=mask.blocks[None, None])
+    got = products(t, variant, block_mask=mask)
     for name, full in dense(t).items():
         assert got[name] == full * 26 // 256, f"{name}: {got[name] / full:.3f} of dense"
 
