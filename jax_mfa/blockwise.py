@@ -68,13 +68,6 @@ def _loop(low, high, body, init):
     return lax.fori_loop(low, high, body, init)
 
 
-def _map(body, count: int):
-    """Results of `body(0) … body(count − 1)`, stacked."""
-    if count == 1:
-        return tuple(x[None] for x in body(0))
-    return lax.map(body, jnp.arange(count, dtype=jnp.int32))
-
-
 def _clip(x, low, high):
     """`x` within low..high, in Python while all three are known: loops of known length stay so."""
     if all(isinstance(v, int) for v in (x, low, high)):
@@ -84,6 +77,13 @@ def _clip(x, low, high):
 
 def _finite(x):
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def _put(x, part, *start):
+    """`x` with `part` in it, from `start` on; all of it where `part` is as large."""
+    if x.shape == part.shape:
+        return part
+    return lax.dynamic_update_slice(x, part, [jnp.asarray(i, jnp.int32) for i in start])
 
 
 def _slice(x, start, size: int, axis: int):
@@ -111,20 +111,6 @@ class _Problem:
 
     def step(self, index) -> _Step:
         return _Step(self, index)
-
-    def from_steps(self, x):
-        """`[steps, R, E, G, T, ...]` back to `[B, T, N, ...]`."""
-        c, tail = self.tiles, x.shape[5:]
-        x = x.reshape(-1, self.head_steps, c.batch_rows, c.key_heads, self.g, x.shape[4], *tail)
-        x = jnp.moveaxis(x, (0, 2, 5, 1, 3, 4), (0, 1, 2, 3, 4, 5))
-        return x.reshape(self.batch, x.shape[2], self.n, *tail)
-
-    def keys_from_steps(self, x):
-        """`[steps, R, E, x, S]` back to `[B, S, K, x]`."""
-        c = self.tiles
-        x = x.reshape(-1, self.head_steps, c.batch_rows, c.key_heads, *x.shape[3:])
-        x = jnp.moveaxis(x, (0, 2, 5, 1, 3, 4), (0, 1, 2, 3, 4, 5))
-        return x.reshape(self.batch, self.s, self.k, -1)
 
 
 class _Step:
@@ -177,11 +163,22 @@ class _Step:
         heads = (1, 1) if x.shape[1] == 1 else (self.p.k, self.p.g)
         return _slice(x.reshape(x.shape[0], *heads, *x.shape[2:]), self.head0, self.p.tiles.key_heads, 1)
 
-    def queries_like(self, x):
-        """`[B, T, N, ...]` as `[R, E, G, T, ...]` in its own dtype."""
-        x = self.take_rows(x)
-        x = x.reshape(*x.shape[:2], self.p.k, self.p.g, *x.shape[3:])
-        return jnp.moveaxis(_slice(x, self.head0, self.p.tiles.key_heads, 2), 1, 3)
+    def queries_like(self, x, i):
+        """The rows of tile `i` of `[B, T, N, ...]`: `[R, E, G, rows, ...]`."""
+        c, g = self.p.tiles, self.p.g
+        for axis, size in enumerate((c.batch_rows, c.rows, c.key_heads * g)):
+            x = _slice(x, (self.row0, self.row_start(i), self.head0 * g)[axis], size, axis)
+        return jnp.moveaxis(x.reshape(*x.shape[:2], c.key_heads, g, *x.shape[3:]), 1, 3)
+
+    def put_queries(self, x, part, i):
+        """`x`, [B, T, N, ...], with `part`, [R, E, G, rows, ...], as the rows of tile `i`."""
+        part = jnp.moveaxis(part, 3, 1)
+        part = part.reshape(*part.shape[:2], -1, *x.shape[3:]).astype(x.dtype)
+        return _put(x, part, self.row0, self.row_start(i), self.head0 * self.p.g, *(0,) * (x.ndim - 3))
+
+    def put_keys(self, x, part):
+        """`x`, [B, S, K, H|V], with `part`, [R, E, H|V, S], as the step's share."""
+        return _put(x, jnp.moveaxis(part, 3, 1), self.row0, 0, self.head0, 0)
 
     def keys_like(self, name: str):
         """`[rows, S, K, ...]` as `[R|1, E, S, ...]` in the accumulation dtype."""
@@ -381,7 +378,7 @@ def _rows_that_see(p: _Problem, columns):
     """Which rows see a column of `columns` (bool [B, S, K]): bool [B, T, N]."""
     c = p.tiles
 
-    def step(index):
+    def step(index, found):
         w = p.step(index)
         marked = jnp.moveaxis(_slice(w.take_rows(columns), w.head0, c.key_heads, 2), 1, 2)[:, :, None, None, :]
 
@@ -391,12 +388,11 @@ def _rows_that_see(p: _Problem, columns):
                 return seen | (marked_j if see is None else see & marked_j).any(-1)
 
             seen = jnp.zeros((c.batch_rows, c.key_heads, p.g, c.rows), bool)
-            seen = _loop(*w.column_tiles(i), column_tile, seen)
-            return lax.dynamic_update_slice_in_dim(found, seen, w.row_start(i), 3)
+            return w.put_queries(found, _loop(*w.column_tiles(i), column_tile, seen), i)
 
-        return (_loop(0, p.row_tiles, row_tile, jnp.zeros((c.batch_rows, c.key_heads, p.g, p.t), bool)),)
+        return _loop(0, p.row_tiles, row_tile, found)
 
-    return p.from_steps(_map(step, p.steps)[0])
+    return _loop(0, p.steps, step, jnp.zeros((p.batch, p.t, p.n), bool))
 
 
 def forward(spec: Specification, operands: Operands):
@@ -410,16 +406,26 @@ def forward(spec: Specification, operands: Operands):
     p = _Problem(spec, operands, c)
     acc = p.acc
 
-    def step(index):
+    if p.masked:
+        # 0 · NaN is NaN, so the sums run over finite values; who should have seen another is marked here
+
+        def spoil():
+            bad = ~jnp.isfinite(operands.value).all(-1)
+            return _rows_that_see(p, expand_rows(bad, p.repeats.value, p.batch))
+
+        # a maximum keeps NaN and is one cheap reduction
+        finite = jnp.abs(operands.value).max() < np.inf
+        spoilt = lax.cond(finite, lambda: jnp.zeros((p.batch, p.t, p.n), bool), spoil)
+
+    def step(index, results):
         w = p.step(index)
         # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
-        q = w.queries_like(operands.query).astype(acc) * w.scale
         keys = jnp.swapaxes(w.keys_like("key"), 2, 3)
         values = w.clean(w.keys_like("value"))
         sinks = None if operands.sinks is None else w.per_head(w.rows("sinks"))[..., 0]
 
-        def row_tile(i, carry):
-            q_i = _slice(q, w.row_start(i), c.rows, 3)
+        def row_tile(i, results):
+            q_i = w.queries_like(operands.query, i).astype(acc) * w.scale
 
             def column_tile(j, carry, whole):
                 def visit(carry):
@@ -462,33 +468,16 @@ def forward(spec: Specification, operands: Operands):
             total = jnp.where(empty, acc.type(1), total)
             out_i = (sums / total[..., None]).astype(operands.query.dtype)
             statistic_i = jnp.where(empty, acc.type(empty_statistic(acc)), high + jnp.log(total))
-            if p.row_tiles == 1:
-                return out_i, statistic_i
-            start = w.row_start(i)
-            out, statistic = carry
-            return (
-                lax.dynamic_update_slice_in_dim(out, out_i, start, 3),
-                lax.dynamic_update_slice_in_dim(statistic, statistic_i, start, 3),
-            )
+            if p.masked:
+                spoilt_i = w.queries_like(spoilt, i)
+                out_i = jnp.where(spoilt_i[..., None], out_i.dtype.type(np.nan), out_i)
+                statistic_i = jnp.where(spoilt_i, acc.type(np.nan), statistic_i)
+            return tuple(w.put_queries(x, part, i) for x, part in zip(results, (out_i, statistic_i)))
 
-        shape = (c.batch_rows, c.key_heads, p.g, p.t)
-        init = jnp.zeros((*shape, p.v), operands.query.dtype), jnp.zeros(shape, acc)
-        return _loop(0, p.row_tiles, row_tile, init)
+        return _loop(0, p.row_tiles, row_tile, results)
 
-    out, statistic = (p.from_steps(x) for x in _map(step, p.steps))
-    if p.masked:
-        # 0 · NaN is NaN, so the sums ran over finite values; who should have seen another is marked here
-
-        def spoil():
-            bad = ~jnp.isfinite(operands.value).all(-1)
-            return _rows_that_see(p, expand_rows(bad, p.repeats.value, p.batch))
-
-        # a maximum keeps NaN and is one cheap reduction
-        finite = jnp.abs(operands.value).max() < np.inf
-        spoilt = lax.cond(finite, lambda: jnp.zeros(statistic.shape, bool), spoil)
-        out = jnp.where(spoilt[..., None], out.dtype.type(np.nan), out)
-        statistic = jnp.where(spoilt, acc.type(np.nan), statistic)
-    return out, statistic
+    rows = (p.batch, p.t, p.n)
+    return _loop(0, p.steps, step, (jnp.zeros((*rows, p.v), operands.query.dtype), jnp.zeros(rows, acc)))
 
 
 def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_statistic, wanted: tuple[str, ...]):
@@ -504,47 +493,37 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
     p = _Problem(spec, operands, c)
     acc = p.acc
     # d(score) = p · (d(p) − shift), with shift = Σ d_out · out − d_statistic
-    d_out = d_out.astype(acc)
     # (written as a product: XLA's CPU backend of JAX 0.10 takes seventy times as long for the sum)
-    shift = jnp.einsum("...v,...v->...", d_out, out.astype(acc), precision="highest") - d_statistic.astype(acc)
+    shift = jnp.einsum("...v,...v->...", d_out.astype(acc), out.astype(acc), precision="highest")
+    shift = shift - d_statistic.astype(acc)
     if p.masked:
         # A row that is not finite spoils what it sees and nothing else: with this statistic its probabilities are ∞
-        # where visible and 0 elsewhere, and everything they meet is finite or 0. Such rows are rare, and looking for
-        # them is cheaper than mending where there are none.
+        # where visible and 0 elsewhere, and everything they meet is finite or 0.
         empty = statistic == acc.type(empty_statistic(acc))
         idle = empty | ~jnp.isfinite(shift)
-
-        def mend():
-            return (
-                jnp.where(idle & ~empty, acc.type(-empty_statistic(acc)), statistic),
-                jnp.where(idle, acc.type(0), shift),
-                jnp.where(idle[..., None], acc.type(0), d_out),
-            )
-
-        statistic, shift, d_out = lax.cond(idle.any(), mend, lambda: (statistic, shift, d_out))
+        statistic = jnp.where(idle & ~empty, acc.type(-empty_statistic(acc)), statistic)
+        shift = jnp.where(idle, acc.type(0), shift)
 
     bias_gradient = "bias" in wanted
     slope_gradient = "alibi_slopes" in wanted
 
-    def step(index, d_bias):
+    def step(index, results):
         w = p.step(index)
-        # scores are computed from the same numbers as in `forward`: XLA then shares those of a problem of one tile
-        q = w.queries_like(operands.query).astype(acc) * w.scale
-        q_transposed = w.clean(jnp.moveaxis(q, 4, 2))
         keys = w.clean(w.keys_like("key"))
         keys_transposed = jnp.swapaxes(w.keys_like("key"), 2, 3)
         # a value that is not finite spoils only dp, which is overwritten where nobody may see it
         values_transposed = jnp.swapaxes(w.keys_like("value"), 2, 3)
-        do = w.queries_like(d_out)
-        do_transposed = jnp.moveaxis(do, 4, 2)
-        statistics, shifts = w.queries_like(statistic), w.queries_like(shift)
 
         def row_tile(i, carry):
-            d_q, d_keys, d_values, d_slopes, d_bias = carry
+            d_query, d_keys, d_values, d_slopes, d_bias = carry
             start = w.row_start(i)
-            rows = lambda x, axis=3: _slice(x, start, c.rows, axis)
-            q_i, do_i, statistic_i, shift_i = rows(q), rows(do), rows(statistics), rows(shifts)
-            q_transposed_i, do_transposed_i = rows(q_transposed, 4), rows(do_transposed, 4)
+            # scores are computed from the same numbers as in `forward`: XLA then shares those of a problem of one tile
+            q_i = w.queries_like(operands.query, i).astype(acc) * w.scale
+            do_i = w.queries_like(d_out, i).astype(acc)
+            if p.masked:
+                do_i = jnp.where(w.queries_like(idle, i)[..., None], acc.type(0), do_i)
+            q_transposed_i, do_transposed_i = w.clean(jnp.moveaxis(q_i, 4, 2)), jnp.moveaxis(do_i, 4, 2)
+            statistic_i, shift_i = w.queries_like(statistic, i), w.queries_like(shift, i)
             own = w.own_rows(i)
 
             def column_tile(j, carry, whole):
@@ -590,48 +569,39 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
             low, end = w.column_tiles(i)
             init = jnp.zeros(q_i.shape, acc), d_keys, d_values, d_slopes, d_bias
             d_q_i, d_keys, d_values, d_slopes, d_bias = w.over_columns(i, low, end, column_tile, init)
-            # rows that the tile shares with its neighbour are zero here, so that adding is right
-            d_q_i = d_q_i if p.row_tiles == 1 else lax.dynamic_update_slice_in_dim(d_q, rows(d_q) + d_q_i, start, 3)
-            return d_q_i, d_keys, d_values, d_slopes, d_bias
+            if own is not None:  # rows that the tile shares with its neighbour are zero here
+                d_q_i = d_q_i + w.queries_like(d_query, i)
+            return w.put_queries(d_query, d_q_i, i), d_keys, d_values, d_slopes, d_bias
 
+        d_query, d_key, d_value, d_slopes, d_bias = results
         heads = (c.batch_rows, c.key_heads)
-        init = (
-            jnp.zeros((*heads, p.g, p.t, p.h), acc),
-            jnp.zeros((*heads, p.h, p.s), acc),
-            jnp.zeros((*heads, p.v, p.s), acc),
-            jnp.zeros((*heads, p.g), acc),
-            d_bias,
-        )
-        d_q, d_keys, d_values, d_slopes, d_bias = _loop(0, p.row_tiles, row_tile, init)
-        # the gradient of the scaled product; the scale itself follows outside
-        return d_bias, (d_q, d_keys, d_values, d_slopes)
+        zeros = (*heads, p.h, p.s), (*heads, p.v, p.s), (*heads, p.g)
+        init = d_query, *(jnp.zeros(shape, acc) for shape in zeros), d_bias
+        d_query, d_keys_i, d_values_i, d_slopes_i, d_bias = _loop(0, p.row_tiles, row_tile, init)
+        d_slopes = _put(d_slopes, d_slopes_i.reshape(c.batch_rows, -1), w.row0, w.head0 * p.g)
+        return d_query, w.put_keys(d_key, d_keys_i), w.put_keys(d_value, d_values_i), d_slopes, d_bias
 
-    d_bias = jnp.zeros(operands.bias.shape if bias_gradient else (), acc)
-    if p.steps == 1:
-        d_bias, parts = step(0, d_bias)
-        parts = tuple(x[None] for x in parts)
-    else:
-        indices = jnp.arange(p.steps, dtype=jnp.int32)
-        d_bias, parts = lax.scan(lambda d_bias, index: step(index, d_bias), d_bias, indices)
-    d_q, d_keys, d_values, d_slopes = parts
-    d_q, d_keys, d_values = p.from_steps(d_q), p.keys_from_steps(d_keys), p.keys_from_steps(d_values)
+    results = (p.batch, p.t, p.n, p.h), (p.batch, p.s, p.k, p.h), (p.batch, p.s, p.k, p.v), (p.batch, p.n)
+    init = *(jnp.zeros(shape, acc) for shape in results), jnp.zeros(operands.bias.shape if bias_gradient else (), acc)
+    # the gradient of the scaled product; the scale itself follows outside
+    d_query, d_key, d_value, d_slopes, d_bias = _loop(0, p.steps, step, init)
 
     def cotangent(name):
         operand, repeat = getattr(operands, name), getattr(p.repeats, name)
         if name == "query":
             scale = p.spec.scale if operands.scale is None else _per_batch_row(p, operands.scale, "scale").astype(acc)
-            x = d_q * scale
+            x = d_query * scale
         elif name == "key":
-            x = d_keys
+            x = d_key
         elif name == "value":
-            x = d_values
+            x = d_value
         elif name == "bias":
             return d_bias.astype(operand.dtype)
         elif name == "scale":
             q = operands.query.astype(acc)
-            x = ((_finite(q) if p.masked else q) * d_q).sum((1, 2, 3))
+            x = ((_finite(q) if p.masked else q) * d_query).sum((1, 2, 3))
         elif name == "alibi_slopes":
-            x = p.from_steps(d_slopes[:, :, :, :, None])[:, 0]
+            x = d_slopes
         elif name == "sinks":
             sinks = _per_batch_row(p, operands.sinks, "sinks").astype(acc)
             x = -(jnp.exp(sinks.reshape(-1, 1, p.n) - statistic) * shift).sum(1)
