@@ -4,9 +4,10 @@ Forward: online softmax (Milakov & Gimelshein, arXiv:1805.02867) over key tiles.
 are recomputed from the log-sum-exp (Dao, arXiv:2307.08691, section 3.1). Tiles that no row can see by causality,
 window or lengths are never visited, tiles of disjoint segments and of empty mask blocks are stepped over.
 
-The loops are shaped for XLA's CPU backend, where a matrix product runs at full speed only when it is large and neither
-operand is the transpose of a tile: a *step* takes a few batch rows and key heads, its tile is about 512 × 512 scores,
-keys are transposed once per step, and the gradients of keys and values are accumulated transposed.
+The loops are shaped for XLA's CPU backend, where a matrix product runs at full speed only when it is large and sums
+over the last axis of its first operand: a *step* takes a few batch rows and key heads, its tile is about 512 × 512
+scores, and the gradients of keys and values are accumulated transposed. Memory touched for the first time is slow too:
+the larger part of what is no result is of the size of a tile.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from jax_mfa.philox import keep_mask
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows, reduce_rows, row_index
 
 # Measured on x86-64 with two cores: below 512 × 512 scores a product slows down; 1024 × 1024 are better still, but
-# where positions hide columns they compute more that is hidden. Several heads share a step up to 2²⁰ scores.
+# where positions hide columns they compute more that is hidden. Several heads share a step up to this many scores;
+# the backward pass, which holds twice as many tiles at a time, is faster with half of them.
 TILE_ROWS = 512
 TILE_COLUMNS = 512
-TILE_SCORES = 2**20
+FORWARD_SCORES = 2**20
+BACKWARD_SCORES = 2**19
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +46,14 @@ def _largest_divisor(n: int, limit: int) -> int:
     return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)
 
 
-def tiling(spec: Specification, operands: Operands) -> Tiling:
-    """The tile sizes for a problem."""
+def tiling(spec: Specification, operands: Operands, scores: int) -> Tiling:
+    """The tile sizes for a problem, a step of at most `scores` scores where a head has no more."""
     batch, t, n, _ = operands.query.shape
     s, k = operands.key.shape[1:3]
     size = 1 if spec.is_causal or spec.window != (None, None) else 2
     rows = min(t, max(size * TILE_ROWS // (n // k), 1))
     columns = min(s, size * TILE_COLUMNS)
-    units = max(TILE_SCORES // (n // k * rows * columns), 1)
+    units = max(scores // (n // k * rows * columns), 1)
     key_heads = _largest_divisor(k, units)
     batch_rows = _largest_divisor(batch, units // k) if key_heads == k else 1
     return Tiling(batch_rows, key_heads, rows, columns)
@@ -180,9 +183,11 @@ class _Step:
         """`x`, [B, S, K, H|V], with `part`, [R, E, H|V, S], as the step's share."""
         return _put(x, jnp.moveaxis(part, 3, 1), self.row0, 0, self.head0, 0)
 
-    def keys_like(self, name: str):
-        """`[rows, S, K, ...]` as `[R|1, E, S, ...]` in the accumulation dtype."""
-        x = _slice(self.rows(name), self.head0, self.p.tiles.key_heads, 2)
+    def keys_like(self, name: str, j):
+        """The columns of tile `j` of `[rows, S, K, ...]`, as `[R|1, E, columns, ...]` in the accumulation dtype."""
+        c = self.p.tiles
+        x = _slice(getattr(self.p.operands, name), self.column_start(j), c.columns, 1)
+        x = self.take_rows(_slice(x, self.head0, c.key_heads, 2), getattr(self.p.repeats, name))
         return jnp.moveaxis(x, 1, 2).astype(self.p.acc)
 
     def clean(self, x):
@@ -330,13 +335,13 @@ class _Step:
 
     # --- products and scores
 
-    def product(self, a, b):
-        """`[R, E, G, rows, x] · [R|1, E, x, y]`: the heads of a group are rows of one product."""
+    def product(self, a, b, transpose: bool = False):
+        """`[R, E, G, rows, x] · [R|1, E, x, y]`, or `[R|1, E, y, x]` to transpose: a group's heads are rows of one
+        product."""
         r, e, g, t, x = a.shape
-        b = jnp.broadcast_to(b, (r, e, *b.shape[2:]))
-        return lax.dot_general(
-            a.reshape(r * e, g * t, x), b.reshape(r * e, x, b.shape[3]), (((2,), (1,)), ((0,), (0,)))
-        ).reshape(r, e, g, t, b.shape[3])
+        b = jnp.broadcast_to(b, (r, e, *b.shape[2:])).reshape(r * e, *b.shape[2:])
+        dimensions = ((2,), (2 if transpose else 1,)), ((0,), (0,))
+        return lax.dot_general(a.reshape(r * e, g * t, x), b, dimensions).reshape(r, e, g, t, -1)
 
     def transposed_product(self, a, b):
         """`[R, E, x, G, rows] · [R, E, G, rows, y]`, summed over the rows of the group: [R, E, x, y]."""
@@ -348,7 +353,7 @@ class _Step:
 
     def scores(self, q, keys, i, j):
         """Scores of a tile after bias, slopes and soft cap, and the derivative of the cap (None without one)."""
-        x = self.product(q, keys)
+        x = self.product(q, keys, transpose=True)
         if self.bias is not None:
             x = x + self.tile_of(self.bias, i, j).astype(x.dtype)
         if self.slopes is not None:
@@ -402,7 +407,7 @@ def forward(spec: Specification, operands: Operands):
       out: [B, T, N, V] of the query's dtype.
       statistic: [B, T, N], the log-sum-exp, or `empty_statistic` for a row that sees nothing; float32 (float64).
     """
-    c = tiling(spec, operands)
+    c = tiling(spec, operands, FORWARD_SCORES)
     p = _Problem(spec, operands, c)
     acc = p.acc
 
@@ -419,9 +424,6 @@ def forward(spec: Specification, operands: Operands):
 
     def step(index, results):
         w = p.step(index)
-        # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
-        keys = jnp.swapaxes(w.keys_like("key"), 2, 3)
-        values = w.clean(w.keys_like("value"))
         sinks = None if operands.sinks is None else w.per_head(w.rows("sinks"))[..., 0]
 
         def row_tile(i, results):
@@ -429,8 +431,8 @@ def forward(spec: Specification, operands: Operands):
 
             def column_tile(j, carry, whole):
                 def visit(carry):
-                    keys_j = _slice(keys, w.column_start(j), c.columns, 3)
-                    values_j = _slice(values, w.column_start(j), c.columns, 2)
+                    # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
+                    keys_j, values_j = w.keys_like("key", j), w.clean(w.keys_like("value", j))
                     x, _ = w.scores(q_i, keys_j, i, j)
                     see = None if whole else w.visible(i, j)
                     if see is not None:
@@ -487,7 +489,7 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
       out, statistic: results of `forward`.
       d_out: [B, T, N, V]; d_statistic: [B, T, N]. What they hold for rows that see nothing is ignored.
     """
-    c = tiling(spec, operands)
+    c = tiling(spec, operands, BACKWARD_SCORES)
     if "bias" in wanted and operands.bias.shape[0] > 1:
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
     p = _Problem(spec, operands, c)
@@ -509,10 +511,6 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
 
     def step(index, results):
         w = p.step(index)
-        keys = w.clean(w.keys_like("key"))
-        keys_transposed = jnp.swapaxes(w.keys_like("key"), 2, 3)
-        # a value that is not finite spoils only dp, which is overwritten where nobody may see it
-        values_transposed = jnp.swapaxes(w.keys_like("value"), 2, 3)
 
         def row_tile(i, carry):
             d_query, d_keys, d_values, d_slopes, d_bias = carry
@@ -530,9 +528,10 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
                 def visit(carry):
                     d_q_i, d_keys, d_values, d_slopes, d_bias = carry
                     column = w.column_start(j)
-                    columns = lambda x, axis: _slice(x, column, c.columns, axis)
-                    x, d_cap = w.scores(q_i, columns(keys_transposed, 3), i, j)
-                    d_p = w.product(do_i, columns(values_transposed, 3))
+                    keys_j = w.keys_like("key", j)
+                    x, d_cap = w.scores(q_i, keys_j, i, j)
+                    # a value that is not finite spoils only dp, which is overwritten where nobody may see it
+                    d_p = w.product(do_i, w.keys_like("value", j), transpose=True)
                     see = None if whole else w.visible(i, j)
                     if own is not None:
                         see = own if see is None else see & own
@@ -551,9 +550,10 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
                     def add(total, part):
                         if p.row_tiles == 1 and p.column_tiles == 1:
                             return part
-                        return lax.dynamic_update_slice_in_dim(total, columns(total, 3) + part, column, 3)
+                        old = _slice(total, column, c.columns, 3)
+                        return lax.dynamic_update_slice_in_dim(total, old + part, column, 3)
 
-                    part = w.product(d_x, columns(keys, 2))
+                    part = w.product(d_x, w.clean(keys_j))
                     d_q_i = part if p.column_tiles == 1 else d_q_i + part
                     d_keys = add(d_keys, w.transposed_product(q_transposed_i, d_x))
                     d_values = add(d_values, w.transposed_product(do_transposed_i, dropped))

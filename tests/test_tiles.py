@@ -21,7 +21,8 @@ def tiles(monkeypatch):
     def cut(rows, columns, scores):
         monkeypatch.setattr(blockwise, "TILE_ROWS", rows)
         monkeypatch.setattr(blockwise, "TILE_COLUMNS", columns)
-        monkeypatch.setattr(blockwise, "TILE_SCORES", scores)
+        monkeypatch.setattr(blockwise, "FORWARD_SCORES", scores)
+        monkeypatch.setattr(blockwise, "BACKWARD_SCORES", scores)
         jax.clear_caches()
 
     yield cut
