@@ -364,11 +364,11 @@ class _Step:
         y = jnp.tanh(x / cap)
         return cap * y, 1 - y * y
 
-    def kept(self, i, j):
-        """1 / (1 − rate) for the scores of a tile that dropout keeps, 0 for the others; None without dropout."""
+    def dropped(self, probability, i, j):
+        """The probabilities of a tile after dropout."""
         o, c, p = self.p.operands, self.p.tiles, self.p
         if o.dropout is None:
-            return None
+            return probability
         seed0, seed1, batch = (self.rows("dropout")[:, w].reshape(-1, 1, 1, 1, 1) for w in range(3))
         head = jnp.arange(p.n, dtype=jnp.uint32).reshape(1, p.k, p.g, 1, 1)
         head = _slice(head, self.head0, c.key_heads, 1)
@@ -376,7 +376,8 @@ class _Step:
         keep = keep_mask(
             p.spec.dropout_rate, (seed0, seed1), batch, head, row.astype(jnp.uint32), self.column_start(j), c.columns
         )
-        return jnp.where(keep, p.acc.type(1 / (1 - p.spec.dropout_rate)), p.acc.type(0))
+        # a division, because XLA on CPU would compute a product, and the mask with it, once for each of its uses
+        return probability / jnp.where(keep, p.acc.type(1 - p.spec.dropout_rate), p.acc.type(np.inf))
 
 
 def _rows_that_see(p: _Problem, columns):
@@ -441,9 +442,7 @@ def forward(spec: Specification, operands: Operands):
                     shift = jnp.where(new_high == -np.inf, acc.type(0), new_high)
                     probability = jnp.exp(x - shift[..., None])
                     new_total = probability.sum(-1)
-                    kept = w.kept(i, j)
-                    if kept is not None:
-                        probability = probability * kept
+                    probability = w.dropped(probability, i, j)
                     new_sums = w.product(probability, values_j)
                     if carry is not None:
                         high, total, sums = carry
@@ -494,7 +493,7 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
     p = _Problem(spec, operands, c)
     acc = p.acc
-    # d(score) = p · (d(p) − shift), with shift = Σ d_out · out − d_statistic
+    # d(score) = dropped(p) · d(p) − p · shift, with shift = Σ d_out · out − d_statistic
     # (written as a product: XLA's CPU backend of JAX 0.10 takes seventy times as long for the sum)
     shift = jnp.einsum("...v,...v->...", d_out.astype(acc), out.astype(acc), precision="highest")
     shift = shift - d_statistic.astype(acc)
@@ -538,10 +537,8 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
                     if see is not None:
                         x = jnp.where(see, x, acc.type(-np.inf))
                     probability = jnp.exp(x - statistic_i[..., None])
-                    kept = w.kept(i, j)
-                    dropped = probability if kept is None else probability * kept
-                    d_p = d_p if kept is None else d_p * kept
-                    d_x = probability * (d_p - shift_i[..., None])
+                    dropped = w.dropped(probability, i, j)
+                    d_x = dropped * d_p - probability * shift_i[..., None]
                     if d_cap is not None:
                         d_x = d_x * d_cap
                     if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
