@@ -179,9 +179,19 @@ class _Step:
         part = part.reshape(*part.shape[:2], -1, *x.shape[3:]).astype(x.dtype)
         return _put(x, part, self.row0, self.row_start(i), self.head0 * self.p.g, *(0,) * (x.ndim - 3))
 
-    def put_keys(self, x, part):
-        """`x`, [B, S, K, H|V], with `part`, [R, E, H|V, S], as the step's share."""
-        return _put(x, jnp.moveaxis(part, 3, 1), self.row0, 0, self.head0, 0)
+    def add(self, x, part, column=0, once: bool = False):
+        """`x`, [B, K, ...], with `part`, [R, E, ...], added at the step's rows and heads and from `column` on.
+
+        Args:
+          once: nothing was added there before.
+        """
+        start = self.row0, self.head0, 0, column
+        if not once:
+            old = x
+            for axis in range(x.ndim):
+                old = _slice(old, start[axis], part.shape[axis], axis)
+            part = old + part
+        return _put(x, part, *start[: x.ndim])
 
     def keys_like(self, name: str, j):
         """The columns of tile `j` of `[rows, S, K, ...]`, as `[R|1, E, columns, ...]` in the accumulation dtype."""
@@ -505,14 +515,15 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
         statistic = jnp.where(idle & ~empty, acc.type(-empty_statistic(acc)), statistic)
         shift = jnp.where(idle, acc.type(0), shift)
 
+    once = p.row_tiles == 1 and p.s % c.columns == 0  # each column is met once then
     bias_gradient = "bias" in wanted
     slope_gradient = "alibi_slopes" in wanted
 
     def step(index, results):
         w = p.step(index)
 
-        def row_tile(i, carry):
-            d_query, d_keys, d_values, d_slopes, d_bias = carry
+        def row_tile(i, results):
+            d_query, d_key, d_value, d_slopes, d_bias = results
             start = w.row_start(i)
             # scores are computed from the same numbers as in `forward`: XLA then shares those of a problem of one tile
             q_i = w.queries_like(operands.query, i).astype(acc) * w.scale
@@ -525,7 +536,7 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
 
             def column_tile(j, carry, whole):
                 def visit(carry):
-                    d_q_i, d_keys, d_values, d_slopes, d_bias = carry
+                    d_q_i, d_key, d_value, d_slopes, d_bias = carry
                     column = w.column_start(j)
                     keys_j = w.keys_like("key", j)
                     x, d_cap = w.scores(q_i, keys_j, i, j)
@@ -544,41 +555,30 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
                     if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
                         d_x = jnp.where(see, d_x, acc.type(0))
 
-                    def add(total, part):
-                        if p.row_tiles == 1 and p.column_tiles == 1:
-                            return part
-                        old = _slice(total, column, c.columns, 3)
-                        return lax.dynamic_update_slice_in_dim(total, old + part, column, 3)
-
                     part = w.product(d_x, w.clean(keys_j))
                     d_q_i = part if p.column_tiles == 1 else d_q_i + part
-                    d_keys = add(d_keys, w.transposed_product(q_transposed_i, d_x))
-                    d_values = add(d_values, w.transposed_product(do_transposed_i, dropped))
+                    d_key = w.add(d_key, w.transposed_product(q_transposed_i, d_x), column, once)
+                    d_value = w.add(d_value, w.transposed_product(do_transposed_i, dropped), column, once)
                     if slope_gradient:
                         distance = (w.columns(j) - w.positions(i)).astype(acc)
-                        d_slopes = d_slopes + (d_x * distance).sum((3, 4))
+                        d_slopes = w.add(d_slopes, (d_x * distance).sum((3, 4)))
                     if bias_gradient:
                         d_bias = _add_bias_gradient(w, d_bias, d_x, start, column)
-                    return d_q_i, d_keys, d_values, d_slopes, d_bias
+                    return d_q_i, d_key, d_value, d_slopes, d_bias
 
                 return w.unless_empty(i, j, visit, carry)
 
             low, end = w.column_tiles(i)
-            init = jnp.zeros(q_i.shape, acc), d_keys, d_values, d_slopes, d_bias
-            d_q_i, d_keys, d_values, d_slopes, d_bias = w.over_columns(i, low, end, column_tile, init)
+            init = jnp.zeros(q_i.shape, acc), d_key, d_value, d_slopes, d_bias
+            d_q_i, d_key, d_value, d_slopes, d_bias = w.over_columns(i, low, end, column_tile, init)
             if own is not None:  # rows that the tile shares with its neighbour are zero here
                 d_q_i = d_q_i + w.queries_like(d_query, i)
-            return w.put_queries(d_query, d_q_i, i), d_keys, d_values, d_slopes, d_bias
+            return w.put_queries(d_query, d_q_i, i), d_key, d_value, d_slopes, d_bias
 
-        d_query, d_key, d_value, d_slopes, d_bias = results
-        heads = (c.batch_rows, c.key_heads)
-        zeros = (*heads, p.h, p.s), (*heads, p.v, p.s), (*heads, p.g)
-        init = d_query, *(jnp.zeros(shape, acc) for shape in zeros), d_bias
-        d_query, d_keys_i, d_values_i, d_slopes_i, d_bias = _loop(0, p.row_tiles, row_tile, init)
-        d_slopes = _put(d_slopes, d_slopes_i.reshape(c.batch_rows, -1), w.row0, w.head0 * p.g)
-        return d_query, w.put_keys(d_key, d_keys_i), w.put_keys(d_value, d_values_i), d_slopes, d_bias
+        return _loop(0, p.row_tiles, row_tile, results)
 
-    results = (p.batch, p.t, p.n, p.h), (p.batch, p.s, p.k, p.h), (p.batch, p.s, p.k, p.v), (p.batch, p.n)
+    # keys and values stay transposed till the end: XLA transposes a whole array several times as fast as a part of one
+    results = (p.batch, p.t, p.n, p.h), (p.batch, p.k, p.h, p.s), (p.batch, p.k, p.v, p.s), (p.batch, p.k, p.g)
     init = *(jnp.zeros(shape, acc) for shape in results), jnp.zeros(operands.bias.shape if bias_gradient else (), acc)
     # the gradient of the scaled product; the scale itself follows outside
     d_query, d_key, d_value, d_slopes, d_bias = _loop(0, p.steps, step, init)
@@ -589,16 +589,16 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
             scale = p.spec.scale if operands.scale is None else _per_batch_row(p, operands.scale, "scale").astype(acc)
             x = d_query * scale
         elif name == "key":
-            x = d_key
+            x = jnp.moveaxis(d_key, 3, 1)
         elif name == "value":
-            x = d_value
+            x = jnp.moveaxis(d_value, 3, 1)
         elif name == "bias":
             return d_bias.astype(operand.dtype)
         elif name == "scale":
             q = operands.query.astype(acc)
             x = ((_finite(q) if p.masked else q) * d_query).sum((1, 2, 3))
         elif name == "alibi_slopes":
-            x = d_slopes
+            x = d_slopes.reshape(-1, p.n)
         elif name == "sinks":
             sinks = _per_batch_row(p, operands.sinks, "sinks").astype(acc)
             x = -(jnp.exp(sinks.reshape(-1, 1, p.n) - statistic) * shift).sum(1)
