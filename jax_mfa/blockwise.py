@@ -47,13 +47,13 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 
 def tiling(spec: Specification, operands: Operands, scores: int) -> Tiling:
-    """The tile sizes for a problem, a step of at most `scores` scores where a head has no more."""
-    batch, t, n, _ = operands.query.shape
-    s, k = operands.key.shape[1:3]
+    """The tile sizes for a problem; a step has at most `scores` scores, or numbers in keys, where a head has no more."""
+    batch, t, n, h = operands.query.shape
+    s, k, v = operands.value.shape[1:]
     size = 1 if spec.is_causal or spec.window != (None, None) else 2
     rows = min(t, max(size * TILE_ROWS // (n // k), 1))
     columns = min(s, size * TILE_COLUMNS)
-    units = max(scores // (n // k * rows * columns), 1)
+    units = max(scores // (columns * max(n // k * rows, h, v)), 1)
     key_heads = _largest_divisor(k, units)
     batch_rows = _largest_divisor(batch, units // k) if key_heads == k else 1
     return Tiling(batch_rows, key_heads, rows, columns)
