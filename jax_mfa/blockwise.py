@@ -47,7 +47,7 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 
 def tiling(spec: Specification, operands: Operands, scores: int) -> Tiling:
-    """The tile sizes for a problem; a step has at most `scores` scores, or numbers in keys, where a head has no more."""
+    """The tile sizes for a problem; a step has at most `scores` scores, or elements of keys, if a head has no more."""
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
     size = 1 if spec.is_causal or spec.window != (None, None) else 2
