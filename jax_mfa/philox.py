@@ -62,7 +62,9 @@ def keep_mask(rate: float, seed, batch, head, row, first_column, columns: int):
     Returns:
       bool array of the broadcast shape, last axis `columns`.
     """
+    rank = max(x.ndim for x in (*seed, batch, head, row))
     column = jnp.asarray(first_column, jnp.uint32) + jnp.arange(columns, dtype=jnp.uint32)
+    column = column.reshape((1,) * (rank - 1) + (columns,))
     # each column makes its group's four words and takes its own: interleaving words made once is slower on CPU
     words = philox(seed, (column // 4, row, head, batch))
     word = words[3]
