@@ -82,11 +82,23 @@ def _finite(x):
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
+def _corner(start):
+    return [jnp.asarray(i, jnp.int32) for i in start]
+
+
+def _cut(x, shape: tuple[int, ...], *start):
+    """The part of `x` of this shape from `start` on."""
+    return x if x.shape == shape else lax.dynamic_slice(x, _corner(start), shape)
+
+
 def _put(x, part, *start):
-    """`x` with `part` in it, from `start` on; all of it where `part` is as large."""
-    if x.shape == part.shape:
-        return part
-    return lax.dynamic_update_slice(x, part, [jnp.asarray(i, jnp.int32) for i in start])
+    """`x` with `part` in it, from `start` on."""
+    return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, _corner(start))
+
+
+def _add(x, part, *start):
+    """`x` with `part` added to it, from `start` on."""
+    return _put(x, _cut(x, part.shape, *start) + part, *start)
 
 
 def _slice(x, start, size: int, axis: int):
@@ -168,16 +180,19 @@ class _Step:
 
     def queries_like(self, x, i):
         """The rows of tile `i` of `[B, T, N, ...]`: `[R, E, G, rows, ...]`."""
-        c, g = self.p.tiles, self.p.g
-        for axis, size in enumerate((c.batch_rows, c.rows, c.key_heads * g)):
-            x = _slice(x, (self.row0, self.row_start(i), self.head0 * g)[axis], size, axis)
-        return jnp.moveaxis(x.reshape(*x.shape[:2], c.key_heads, g, *x.shape[3:]), 1, 3)
+        c, g, tail = self.p.tiles, self.p.g, x.shape[3:]
+        x = _cut(x, (c.batch_rows, c.rows, c.key_heads * g, *tail), *self.queries_start(x, i))
+        return jnp.moveaxis(x.reshape(c.batch_rows, c.rows, c.key_heads, g, *tail), 1, 3)
+
+    def queries_start(self, x, i):
+        """Where the rows of tile `i` begin in `x`, [B, T, N, ...]."""
+        return self.row0, self.row_start(i), self.head0 * self.p.g, *(0,) * (x.ndim - 3)
 
     def put_queries(self, x, part, i):
         """`x`, [B, T, N, ...], with `part`, [R, E, G, rows, ...], as the rows of tile `i`."""
         part = jnp.moveaxis(part, 3, 1)
         part = part.reshape(*part.shape[:2], -1, *x.shape[3:]).astype(x.dtype)
-        return _put(x, part, self.row0, self.row_start(i), self.head0 * self.p.g, *(0,) * (x.ndim - 3))
+        return _put(x, part, *self.queries_start(x, i))
 
     def add(self, x, part, column=0, once: bool = False):
         """`x`, [B, K, ...], with `part`, [R, E, ...], added at the step's rows and heads and from `column` on.
@@ -185,13 +200,8 @@ class _Step:
         Args:
           once: nothing was added there before.
         """
-        start = self.row0, self.head0, 0, column
-        if not once:
-            old = x
-            for axis in range(x.ndim):
-                old = _slice(old, start[axis], part.shape[axis], axis)
-            part = old + part
-        return _put(x, part, *start[: x.ndim])
+        start = (self.row0, self.head0, 0, column)[: x.ndim]
+        return _put(x, part, *start) if once else _add(x, part, *start)
 
     def keys_like(self, name: str, j):
         """The columns of tile `j` of `[rows, S, K, ...]`, as `[R|1, E, columns, ...]` in the accumulation dtype."""
@@ -628,6 +638,4 @@ def _add_bias_gradient(w: _Step, d_bias, d_x, row, column):
         row if t > 1 else 0,
         column if s > 1 else 0,
     )
-    where = tuple(jnp.asarray(x, jnp.int32) for x in start)
-    old = lax.dynamic_slice(d_bias, where, d_x.shape)
-    return lax.dynamic_update_slice(d_bias, old + d_x, where)
+    return _add(d_bias, d_x, *start)
