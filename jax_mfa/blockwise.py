@@ -389,9 +389,9 @@ class _Step:
         o, c, p = self.p.operands, self.p.tiles, self.p
         if o.dropout is None:
             return probability
-        seed0, seed1, batch = (self.rows("dropout")[:, w].reshape(-1, 1, 1, 1, 1) for w in range(3))
+        seed0, seed1, batch, head0 = (self.rows("dropout")[:, w].reshape(-1, 1, 1, 1, 1) for w in range(4))
         head = jnp.arange(p.n, dtype=jnp.uint32).reshape(1, p.k, p.g, 1, 1)
-        head = _slice(head, self.head0, c.key_heads, 1)
+        head = head0 + _slice(head, self.head0, c.key_heads, 1)
         row = self.row_start(i) + jnp.arange(c.rows).reshape(1, 1, 1, -1, 1)
         keep = keep_mask(
             p.spec.dropout_rate, (seed0, seed1), batch, head, row.astype(jnp.uint32), self.column_start(j), c.columns

@@ -102,8 +102,8 @@ def attention(spec: Specification, operands: Operands):
 
     # 6: dropout
     if o.dropout is not None:
-        seed0, seed1, index = (o.dropout[:, i].reshape(-1, 1, 1, 1) for i in range(3))
-        head = jnp.arange(n, dtype=jnp.uint32).reshape(1, -1, 1, 1)
+        seed0, seed1, index, head0 = (o.dropout[:, i].reshape(-1, 1, 1, 1) for i in range(4))
+        head = head0 + jnp.arange(n, dtype=jnp.uint32).reshape(1, -1, 1, 1)
         row = jnp.arange(t, dtype=jnp.uint32).reshape(1, 1, -1, 1)
         keep = keep_mask(spec.dropout_rate, (seed0, seed1), index, head, row, 0, k.shape[1])
         p = jnp.where(keep, p / (1.0 - spec.dropout_rate), jnp.zeros_like(p))

@@ -60,14 +60,9 @@ class _Problem:
 
         return self.batch % parts == 0 and all(fits(name) for name in self.shapes)
 
-    @property
-    def counts_heads(self) -> bool:
-        """Whether a head must know its number among all, as the random counter of dropout does."""
-        return "dropout" in self.shapes
-
     def heads_split(self, parts: int) -> bool:
         heads = [shape[_HEAD_AXIS[name]] for name, shape in self.shapes.items() if self.has_heads(name)]
-        return not self.counts_heads and self.has_heads("query") and all(n % parts == 0 for n in heads)
+        return self.has_heads("query") and all(n % parts == 0 for n in heads)
 
     def divide(self, mesh: Mesh, sharding: NamedSharding | None) -> _Division:
         """Over the mesh axes that split the query's batch rows and heads, as far as all arrays follow."""
@@ -90,13 +85,13 @@ class _Problem:
             found = [next(own) for _ in self.shapes[name]]
             if self.has_rows(name) and self.shapes[name][0] == self.batch:
                 found[0] = "b"
-            if self.has_heads(name) and not self.counts_heads:
+            if self.has_heads(name):
                 of_keys = name in ("key", "value")
                 found[_HEAD_AXIS[name]] = "k" if of_keys or k == n else "(k g)" if grouped else "g"
             return " ".join(found)
 
         listed = lambda names: ", ".join(factors(name) for name in names)
-        sizes = {"g": n // k} if grouped and not self.counts_heads else {}
+        sizes = {"g": n // k} if grouped else {}
         return f"{listed(names)} -> {listed(results)}", sizes
 
 
@@ -116,6 +111,15 @@ class _Division:
         if self.heads and self.problem.has_heads(name):
             entries[_HEAD_AXIS[name]] = self.heads
         return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+    def numbered(self, names, arrays):
+        """A device's arrays, with the number of its first head among all where random bits depend on it."""
+        if not self.heads or "dropout" not in names:
+            return arrays
+        own = dict(zip(names, arrays))
+        first = lax.axis_index(self.heads) * own["query"].shape[_HEAD_AXIS["query"]]
+        own["dropout"] = own["dropout"].at[:, 3].add(first.astype(own["dropout"].dtype))
+        return tuple(own.values())
 
     def shared(self, name: str) -> tuple[str, ...]:
         """The mesh axes over whose devices an array is the same, though their work differs."""
@@ -144,7 +148,7 @@ def partitioned(fun: Callable, spec: Specification, names: tuple[str, ...], resu
 
         def own_share(*arrays):
             with _no_mesh():
-                parts = zip(results, fun(*arrays))
+                parts = zip(results, fun(*division.numbered(names, arrays)))
                 return tuple(lax.psum(x, division.shared(name)) if division.shared(name) else x for name, x in parts)
 
         shardings = lambda names: tuple(division.sharding(name) for name in names)

@@ -47,7 +47,7 @@ class Operands(NamedTuple):
     key_ranges: Any = None  # [rows, T, 2], int32: first visible column, and the one after the last
     alibi_slopes: Any = None  # [rows, N], float
     sinks: Any = None  # [rows, N], float
-    dropout: Any = None  # [rows, 3], uint32: two words of seed, and the batch index that the random counter uses
+    dropout: Any = None  # [rows, 4], uint32: two words of seed, then batch index and first head of the random counter
 
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "alibi_slopes", "sinks")
@@ -384,7 +384,8 @@ def specify(
         if dropout_seed is None:
             raise ValueError(f"dropout_seed must be given with dropout_rate = {dropout_rate}, got None")
         seed = jnp.broadcast_to(_seed(dropout_seed)[None], (batch, 2))
-        dropout = jnp.concatenate([seed, jnp.arange(batch, dtype=jnp.uint32)[:, None]], axis=1)
+        index = jnp.arange(batch, dtype=jnp.uint32)[:, None]
+        dropout = jnp.concatenate([seed, index, jnp.zeros_like(index)], axis=1)
 
     spec = Specification(
         is_causal=_bool("is_causal", is_causal),

@@ -99,19 +99,21 @@ struct Dropout {
   constant Parameters& p;
   uint2 seed;
   uint batch;
+  uint first_head;
   uint head;
 
   Dropout(constant Parameters& p, device const uint* dropout, int batch_row, int head)
-      : p(p), seed(0), batch(0), head(head) {
+      : p(p), seed(0), batch(0), first_head(0), head(head) {
     if (has_dropout) {
-      device const uint* of_row = dropout + ulong(batch_row) * 3;
+      device const uint* of_row = dropout + ulong(batch_row) * 4;
       seed = uint2(of_row[0], of_row[1]);
       batch = of_row[2];
+      first_head = of_row[3];
     }
   }
 
   uint4 words(int row, int column) const {
-    uint4 c = uint4(uint(column) / 4, uint(row), head, batch);
+    uint4 c = uint4(uint(column) / 4, uint(row), first_head + head, batch);
     uint2 k = seed;
     for (int round = 0; round < 10; ++round) {
       const uint high0 = mulhi(0xD2511F53u, c.x);

@@ -490,7 +490,7 @@ def forward(
         bias, mask, blocks: [rows, 1|N, 1|T, 1|S] (blocks: in units of the specification's mask_block).
         query_segments, key_segments: int32 [B, T] and [B, S].
         key_ranges: int32 [B, T, 2].
-        dropout: uint32 [B, 3], two words of seed and the batch index that the random counter uses.
+        dropout: uint32 [B, 4], two words of seed, and the batch index and first head of its random counter.
     """
     found = _key(query, key, value, uses, optional)
     t, s = query.shape[1], key.shape[1]

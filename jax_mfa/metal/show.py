@@ -53,7 +53,7 @@ _MEANINGS = {
     "query_segments": "[B, T]: a row sees the columns of its own segment",
     "key_segments": "[B, S]",
     "key_ranges": "[B, T, 2]: first visible column of a row, and the one after the last",
-    "dropout": "[B, 3]: two words of the seed, and the batch index that the random counter uses",
+    "dropout": "[B, 4]: two words of the seed, and the batch index and first head of its random counter",
     "out": "[B, T, N, V]: softmax(scale * q k^T) v; zeros where a row sees nothing",
     "statistic": "[B, T, N]: natural log-sum-exp of a row's scores; 3.40282347e+38 where it sees nothing",
     "d_out": "[B, T, N, V]: cotangent of out",
