@@ -1,13 +1,15 @@
 """Times attention against stock JAX, in one run.
 
 For each length, mask and pass every candidate is compiled, its temporary memory is read from the compiler, and all are
-timed in turns, so that the ratio holds on a machine whose speed drifts. Writes a table, `bench.json` and `bench.png`.
+timed in turns, so that the ratio holds on a machine whose speed drifts. Prints a table, and writes `bench.json` and
+`bench.png`. A candidate that cannot run a problem is listed with its reason, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import pathlib
 import platform
@@ -18,6 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_mfa.api import IMPLEMENTATIONS, dot_product_attention
+from jax_mfa.command_line import positive, positives
+from jax_mfa.metal import runtime
 from jax_mfa.specification import DTYPES
 
 HELP = "time attention against stock jax.nn over a sweep of lengths"
@@ -25,15 +29,8 @@ STOCK = "jax.nn"
 SHORTEST = 0.5  # seconds of timing for each set of candidates
 
 
-def _integers(text: str) -> list[int]:
-    values = [int(x) for x in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"positive integers, got {text!r}")
-    return values
-
-
 def _names(text: str) -> list[str]:
-    names = text.split(",")
+    names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in IMPLEMENTATIONS:
             raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
@@ -43,17 +40,33 @@ def _names(text: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m jax_mfa bench`."""
     parser.add_argument(
-        "--lengths", type=_integers, default=[256, 512, 1024, 2048, 4096], help="T = S, comma separated"
+        "--lengths",
+        type=positives,
+        default="256,512,1024,2048,4096",
+        help="T = S, comma separated; default: %(default)s",
     )
-    parser.add_argument("--implementations", type=_names, default=["blockwise"], help="comma separated")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--key-value-heads", type=int, help="default: --heads")
-    parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--dtype", choices=DTYPES[:3], default="float32")
-    parser.add_argument("--rounds", type=int, default=5, help="timed turns of each candidate, at least")
+    parser.add_argument(
+        "--implementations",
+        type=_names,
+        help="comma separated, of "
+        + ", ".join(IMPLEMENTATIONS)
+        + "; default: metal where it can be used, and blockwise",
+    )
+    parser.add_argument("--batch", type=positive, default=1, help="B, default: %(default)s")
+    parser.add_argument("--heads", type=positive, default=8, help="N, default: %(default)s")
+    parser.add_argument("--key-value-heads", type=positive, help="K, a divisor of N, default: --heads")
+    parser.add_argument("--head-size", type=positive, default=64, help="H = V, default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES[:3], default="float32", help="default: %(default)s")
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="timed turns of each candidate, at least; default: %(default)s"
+    )
     parser.add_argument("--no-stock", action="store_true", help="leave jax.nn out, for lengths that it cannot hold")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"), help="folder of the two files")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("results"),
+        help="folder of the two files, default: %(default)s",
+    )
 
 
 def _passes(attention):
@@ -83,6 +96,40 @@ def _median_seconds(programs, arrays, rounds: int) -> list[float]:
     return [statistics.median(seconds) for seconds in times]
 
 
+def _arrays(options, length: int) -> list[jax.Array]:
+    """Query, key, value and the cotangent of the output, random."""
+    keys = jax.random.split(jax.random.key(length), 4)
+    heads = [options.heads, *[options.key_value_heads or options.heads] * 2, options.heads]
+    return [
+        jax.random.normal(key, (options.batch, length, n, options.head_size), jnp.dtype(options.dtype))
+        for key, n in zip(keys, heads)
+    ]
+
+
+def _time(functions: dict, arrays, rounds: int, progress) -> dict[str, dict]:
+    """For each candidate its time in seconds and temporary memory, or the failure that kept it from running."""
+    found: dict[str, dict] = {}
+    programs = {}
+    for name, function in functions.items():
+        found[name] = dict(seconds=None, temporary_bytes=None, speedup=None, failure="")
+        try:
+            program = jax.jit(function).lower(*arrays()).compile()
+            jax.block_until_ready(program(*arrays()))
+        except Exception as error:  # whatever keeps a candidate from running belongs in the table
+            found[name]["failure"] = f"{type(error).__name__}: {error}"
+        else:
+            programs[name] = program
+            found[name]["temporary_bytes"] = getattr(program.memory_analysis(), "temp_size_in_bytes", None)
+        progress()
+    if programs:
+        found_seconds = _median_seconds(list(programs.values()), arrays(), rounds)
+        for name, seconds in zip(programs, found_seconds):
+            found[name]["seconds"] = seconds
+            if STOCK in programs:
+                found[name]["speedup"] = found[STOCK]["seconds"] / seconds
+    return found
+
+
 def measure(options, progress) -> list[dict]:
     """One row for each length, mask, pass and candidate."""
     candidates = {} if options.no_stock else {STOCK: jax.nn.dot_product_attention}
@@ -90,26 +137,14 @@ def measure(options, progress) -> list[dict]:
         candidates[name] = functools.partial(dot_product_attention, implementation=name)
     rows = []
     for length in options.lengths:
-        keys = jax.random.split(jax.random.key(length), 4)
-        heads = [options.heads, *[options.key_value_heads or options.heads] * 2, options.heads]
-        arrays = [
-            jax.random.normal(key, (options.batch, length, n, options.head_size), jnp.dtype(options.dtype))
-            for key, n in zip(keys, heads)
-        ]
-        for mask in ("dense", "causal"):
-            for kind in ("forward", "forward+backward"):
-                programs = []
-                for attention in candidates.values():
-                    function = _passes(functools.partial(attention, is_causal=mask == "causal"))[kind]
-                    programs.append(jax.jit(function).lower(*arrays).compile())
-                seconds = _median_seconds(programs, arrays, options.rounds)
-                for name, program, taken in zip(candidates, programs, seconds):
-                    memory = program.memory_analysis()
-                    row = dict(length=length, mask=mask, kind=kind, implementation=name, seconds=taken)
-                    row["temporary_bytes"] = getattr(memory, "temp_size_in_bytes", None)
-                    row["speedup"] = None if options.no_stock else seconds[0] / taken
-                    rows.append(row)
-                    progress()
+        arrays = functools.cache(functools.partial(_arrays, options, length))
+        for mask, kind in itertools.product(("dense", "causal"), ("forward", "forward+backward")):
+            functions = {
+                name: _passes(functools.partial(attention, is_causal=mask == "causal"))[kind]
+                for name, attention in candidates.items()
+            }
+            found = _time(functions, arrays, options.rounds, progress)
+            rows += [dict(length=length, mask=mask, kind=kind, implementation=name, **x) for name, x in found.items()]
     return rows
 
 
@@ -120,13 +155,23 @@ def table(rows: list[dict]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        memory = "–" if r["temporary_bytes"] is None else f"{r['temporary_bytes'] / 2**20:.1f} MiB"
-        speedup = "–" if r["speedup"] is None else f"{r['speedup']:.2f}×"
-        lines.append(
-            f"| {r['length']} | {r['mask']} | {r['kind']} | {r['implementation']} | {r['seconds'] * 1e3:.1f} ms "
-            f"| {speedup} | {memory} |"
-        )
+        cell = lambda name, text: "–" if r[name] is None else text(r[name])
+        cells = [r["length"], r["mask"], r["kind"], r["implementation"]]
+        cells.append(cell("seconds", lambda x: f"{x * 1e3:.1f} ms"))
+        cells.append(cell("speedup", lambda x: f"{x:.2f}×"))
+        cells.append(cell("temporary_bytes", lambda x: f"{x / 2**20:.1f} MiB"))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def failures(rows: list[dict]) -> list[str]:
+    """What could not run, and why: a line for each candidate and reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for r in rows:
+        if r["failure"]:
+            why = " ".join(r["failure"].split())[:300]
+            reasons.setdefault((r["implementation"], why), []).append(f"{r['length']} {r['mask']} {r['kind']}")
+    return [f"{name} did not run {', '.join(where)}: {why}" for (name, why), where in reasons.items()]
 
 
 def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
@@ -141,7 +186,8 @@ def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
     for column, kind in enumerate(("forward", "forward+backward")):
         for name in names:
             for mask, style in (("dense", "-"), ("causal", "--")):
-                line = [r for r in rows if (r["implementation"], r["mask"], r["kind"]) == (name, mask, kind)]
+                wanted = (name, mask, kind, "")
+                line = [r for r in rows if (r["implementation"], r["mask"], r["kind"], r["failure"]) == wanted]
                 x = [r["length"] for r in line]
                 look = dict(color=f"C{names.index(name)}", linestyle=style, marker="o", label=f"{name}, {mask}")
                 axes[0, column].plot(x, [r["seconds"] * 1e3 for r in line], **look)
@@ -163,23 +209,30 @@ def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
 
 
 def run(options) -> int:
-    """Measures, prints the table and writes both files."""
+    """Measures, prints the table and writes both files. 1 where one of our implementations failed."""
     try:
         import matplotlib  # noqa: F401
         from tqdm import tqdm
     except ImportError as error:
         print(f"bench needs the extra `bench`: pip install 'jax-mfa[bench]' ({error})")
         return 2
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"--out: {error}")
+        return 2
+    if options.implementations is None:
+        options.implementations = [*([] if runtime.get().reason else ["metal"]), "blockwise"]
     total = len(options.lengths) * 4 * (len(options.implementations) + (not options.no_stock))
     with tqdm(total=total, desc="bench", unit="program") as bar:
         rows = measure(options, bar.update)
-    print(table(rows))
+    failed = failures(rows)
+    print("\n".join([table(rows), "", *failed]))
     heads = f"{options.heads}" if options.key_value_heads is None else f"{options.heads}/{options.key_value_heads}"
     problem = f"B{options.batch} N{heads} H{options.head_size} {options.dtype}"
     title = f"{problem}; {jax.default_backend()}, {platform.machine()}, JAX {jax.__version__}"
-    options.out.mkdir(parents=True, exist_ok=True)
     facts = dict(problem=problem, backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
     (options.out / "bench.json").write_text(json.dumps(dict(**facts, rounds=options.rounds, rows=rows), indent=1))
     plot(rows, options.out / "bench.png", title)
-    print(f"\nwrote {options.out / 'bench.json'} and {options.out / 'bench.png'}")
-    return 0
+    print(f"wrote {options.out / 'bench.json'} and {options.out / 'bench.png'}")
+    return 1 if any(r["failure"] and r["implementation"] != STOCK for r in rows) else 0

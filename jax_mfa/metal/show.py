@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mfa import metal
+from jax_mfa.command_line import positive
 from jax_mfa.metal import DTYPES, kernels, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
 from jax_mfa.specification import DIFFERENTIABLE, Operands, Specification, specify
@@ -206,23 +207,17 @@ def _json(body: dict[str, Any]) -> str:
     return re.sub(r"\[[\s\d,]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a positive integer, got {text}")
-    return value
-
-
 def _window(text: str) -> tuple[int | None, int | None]:
-    sides = [None if x.strip() in ("", "none") else int(x) for x in text.split(",")]
-    if len(sides) != 2:
-        raise argparse.ArgumentTypeError(f"LEFT,RIGHT, either may be empty for no limit; got {text!r}")
-    return sides[0], sides[1]
+    sides = [x.strip() for x in text.split(",")]
+    if len(sides) != 2 or not all(x in ("", "none") or x.isdecimal() for x in sides):
+        raise argparse.ArgumentTypeError(f"expected LEFT,RIGHT, either empty for no limit, got {text!r}")
+    left, right = (int(x) if x.isdecimal() else None for x in sides)
+    return left, right
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m jax_mfa source`."""
-    size = lambda flag, default, help: parser.add_argument(flag, type=_positive, default=default, help=help)
+    size = lambda flag, default, help: parser.add_argument(flag, type=positive, default=default, help=help)
     size("--batch", 1, "B, default: %(default)s")
     size("--queries", 512, "T, default: %(default)s")
     size("--keys", None, "S, default: --queries")
@@ -273,12 +268,16 @@ def run(options: argparse.Namespace) -> int:
         return 2
     msl, text = program(plan), _json(described(plan))
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
         written = [("program.metal", msl)] if options.what != "plan" else []
         written += [("plan.json", text)] if options.what != "msl" else []
-        for name, content in written:
-            (options.output / name).write_text(content, encoding="utf-8")
-            print(f"wrote {options.output / name}")
+        try:
+            options.output.mkdir(parents=True, exist_ok=True)
+            for name, content in written:
+                (options.output / name).write_text(content, encoding="utf-8")
+                print(f"wrote {options.output / name}")
+        except OSError as error:
+            print(f"source: --output: {error}", file=sys.stderr)
+            return 2
         return 0
     if options.what != "plan":
         print(msl, end="")
