@@ -155,12 +155,14 @@ def table(rows: list[dict]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        cell = lambda name, text: "–" if r[name] is None else text(r[name])
-        cells = [r["length"], r["mask"], r["kind"], r["implementation"]]
-        cells.append(cell("seconds", lambda x: f"{x * 1e3:.1f} ms"))
-        cells.append(cell("speedup", lambda x: f"{x:.2f}×"))
-        cells.append(cell("temporary_bytes", lambda x: f"{x / 2**20:.1f} MiB"))
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        cells = [str(r[name]) for name in ("length", "mask", "kind", "implementation")]
+        for name, factor, form in (
+            ("seconds", 1e3, "{:.1f} ms"),
+            ("speedup", 1, "{:.2f}×"),
+            ("temporary_bytes", 2**-20, "{:.1f} MiB"),
+        ):
+            cells.append("–" if r[name] is None else form.format(r[name] * factor))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -186,8 +188,7 @@ def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
     for column, kind in enumerate(("forward", "forward+backward")):
         for name in names:
             for mask, style in (("dense", "-"), ("causal", "--")):
-                wanted = (name, mask, kind, "")
-                line = [r for r in rows if (r["implementation"], r["mask"], r["kind"], r["failure"]) == wanted]
+                line = [r for r in rows if (r["implementation"], r["mask"], r["kind"]) == (name, mask, kind)]
                 x = [r["length"] for r in line]
                 look = dict(color=f"C{names.index(name)}", linestyle=style, marker="o", label=f"{name}, {mask}")
                 axes[0, column].plot(x, [r["seconds"] * 1e3 for r in line], **look)
@@ -233,6 +234,9 @@ def run(options) -> int:
     title = f"{problem}; {jax.default_backend()}, {platform.machine()}, JAX {jax.__version__}"
     facts = dict(problem=problem, backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
     (options.out / "bench.json").write_text(json.dumps(dict(**facts, rounds=options.rounds, rows=rows), indent=1))
-    plot(rows, options.out / "bench.png", title)
-    print(f"wrote {options.out / 'bench.json'} and {options.out / 'bench.png'}")
+    print(f"wrote {options.out / 'bench.json'}")
+    ran = [r for r in rows if not r["failure"]]
+    if ran:
+        plot(ran, options.out / "bench.png", title)
+        print(f"wrote {options.out / 'bench.png'}")
     return 1 if any(r["failure"] and r["implementation"] != STOCK for r in rows) else 0
