@@ -26,7 +26,7 @@ template <typename T, int COUNT, int BLOCKS>
 struct GroupRows {
   Fragment<T> kept[BLOCKS][COUNT];
 
-  Fragment<T> fragment(int block, int i) const {
+  Fragment<T> part(int block, int i) const {
     return kept[block][i];
   }
 };
@@ -163,7 +163,7 @@ template <typename T, int V, int SIMDGROUPS>
     float x = 0;
     for (int split = 0; split < splits; ++split) {
       const float shrink = fast::exp2(split_state[((first + split) * rows + r) * 2] - zero);
-      x += shrink == 0 ? 0.0f : split_out[((first + split) * rows + r) * V + i] * shrink;
+      x += split_out[((first + split) * rows + r) * V + i] * shrink;
     }
     out[at * V + i] = T(x * inverse);
   }

@@ -60,3 +60,27 @@ def test_bad_lengths_are_named():
         jax_mfa.decode_attention(query, key, value, np.ones(2, np.int32))
     with pytest.raises(ValueError, match="is_causal must not be given"):
         jax_mfa.decode_attention(query, key, value, LENGTHS, is_causal=False)
+
+
+@pytest.mark.parametrize("S", [16384, 16640, 20011])
+def test_each_key_of_a_long_cache_counts_once(implementation, S):
+    query, key, value = qkv(B=1, T=1, S=S, N=2, K=1, H=8, V=8)
+    wanted = attention(query, key, value)
+    out, lse = jax.jit(lambda *x: decode(implementation, *x, S))(query, key, value)
+    assert_close(out, wanted.out, "float32", terms=S, largest_score=wanted.largest_score)
+    assert_close(lse, wanted.lse, "float32", terms=S, largest_score=wanted.largest_score)
+
+
+def test_a_visible_infinite_value_shows_however_small_its_weight(implementation):
+    query, key, value = problem(T=1)
+    key[:, 600:650] += 400 * query[:, :, :1] / np.linalg.norm(query[:, :, :1], axis=-1, keepdims=True)
+    value[:, 5] = np.inf
+    out, _ = decode(implementation, query, key, value, 720)
+    wanted = implementation_of_all(query, key, value)
+    np.testing.assert_array_equal(np.isfinite(out), np.isfinite(wanted))
+    assert not np.isfinite(out).all()
+
+
+def implementation_of_all(query, key, value):
+    """What the definition says of a cache that is full."""
+    return jax_mfa.dot_product_attention(query, key, value, implementation="reference")

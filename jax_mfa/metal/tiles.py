@@ -113,8 +113,8 @@ def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | None:
 
 
 def split_keys(keys: int, step: int) -> int:
-    """Columns of a split: enough splits to fill a GPU, and none so short that merging costs more than it saves."""
-    return max(256, padded(-(-keys // 64)), step)
+    """Columns of a split, a multiple of `step`: enough splits to fill a GPU, none so short that merging costs more."""
+    return -(-max(256, -(-keys // 64)) // step) * step
 
 
 @dataclasses.dataclass(frozen=True)
