@@ -30,6 +30,7 @@ TILE_ROWS = 512
 TILE_COLUMNS = 512
 FORWARD_SCORES = 2**20
 BACKWARD_SCORES = 2**19
+_MOST = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,16 @@ def _clip(x, low, high):
     if all(isinstance(v, int) for v in (x, low, high)):
         return max(low, min(x, high))
     return jnp.clip(x, low, high)
+
+
+def _before(position, side: int):
+    """`position − side`, or 0 where that is negative; no sum on the way leaves int32."""
+    return _clip(position, side, _MOST) - side
+
+
+def _after(position, side: int, end: int):
+    """`position + side + 1`, or `end` where that is more; no sum on the way leaves int32."""
+    return _clip(position, -_MOST, end - 1 - side) + side + 1
 
 
 def _finite(x):
@@ -245,9 +256,9 @@ class _Step:
         size, (left, right) = self.p.tiles.columns, self.p.spec.band
         low, high = 0, self.p.s
         if left is not None:
-            low = _clip(self.outermost_positions(i)[0] - left, 0, self.p.s)
+            low = _clip(_before(self.outermost_positions(i)[0], left), 0, self.p.s)
         if right is not None:
-            high = _clip(self.outermost_positions(i)[1] + right + 1, 0, self.p.s)
+            high = _clip(_after(self.outermost_positions(i)[1], right, self.p.s), 0, self.p.s)
         if self.key_lengths is not None:
             high = _clip(self.key_lengths.max(), 0, high)
         if self.query_lengths is not None:
@@ -262,9 +273,9 @@ class _Step:
             return low, low
         high = self.p.s // size  # the last tile of a ragged length repeats columns of its neighbour
         if left is not None:
-            low = _clip(-((left - self.outermost_positions(i)[1]) // size), low, end)
+            low = _clip(-(-_before(self.outermost_positions(i)[1], left) // size), low, end)
         if right is not None:
-            high = _clip((self.outermost_positions(i)[0] + right + 1) // size, 0, high)
+            high = _clip(_after(self.outermost_positions(i)[0], right, self.p.s) // size, 0, high)
         if self.key_lengths is not None:
             high = jnp.minimum(high, self.key_lengths.min() // size)
         return low, _clip(high, low, end)

@@ -65,23 +65,32 @@ struct Visibility {
     blocks_of_head = has_blocks ? blocks + broadcast_offset(p->blocks, batch, head) : blocks;
   }
 
+  // Distances between positions fit an int; a position and a side of the window added up may not. These do it safely.
+  int before(int position, int side) const {
+    return max(position, side) - side;  // position - side, or 0
+  }
+
+  int after(int position, int side, int end) const {
+    return side < end - position ? position + side + 1 : end;  // at most
+  }
+
   // The columns that any of the rows first … last may see lie in column_begin … column_end - 1.
   int column_begin(int first) const {
-    return has_left ? max(first + offset - p->left, 0) : 0;
+    return has_left ? before(first + offset, p->left) : 0;
   }
 
   int column_end(int first, int last) const {
-    const int end = has_right ? min(columns, last + offset + p->right + 1) : columns;
+    const int end = has_right ? after(last + offset, p->right, columns) : columns;
     return first < rows ? end : 0;
   }
 
   // The rows that may see any of the columns first … last lie in row_begin … row_end - 1.
   int row_begin(int first) const {
-    return has_right ? max(first - offset - p->right, 0) : 0;
+    return has_right ? before(first - offset, p->right) : 0;
   }
 
   int row_end(int first, int last) const {
-    const int end = has_left ? min(rows, last - offset + p->left + 1) : rows;
+    const int end = has_left ? after(last - offset, p->left, rows) : rows;
     return first < columns ? end : 0;
   }
 
@@ -92,10 +101,10 @@ struct Visibility {
     }
     bool whole = row + n <= rows && column + m <= columns;
     if (has_right) {
-      whole = whole && column + m - 1 <= row + offset + p->right;
+      whole = whole && column + m - 1 - (row + offset) <= p->right;
     }
     if (has_left) {
-      whole = whole && column >= row + n - 1 + offset - p->left;
+      whole = whole && row + n - 1 + offset - column <= p->left;
     }
     return whole ? all_visible : some_visible;
   }
@@ -186,10 +195,10 @@ struct Visibility {
   bool visible(int row, int column) const {
     bool result = row < rows && column < columns;
     if (has_right) {
-      result = result && column <= row + offset + p->right;
+      result = result && column - (row + offset) <= p->right;
     }
     if (has_left) {
-      result = result && column >= row + offset - p->left;
+      result = result && row + offset - column <= p->left;
     }
     if (has_segments) {
       result = result && query_segments[row] == key_segments[column];
