@@ -65,8 +65,10 @@ void StagingPool::give(MTL::Buffer* buffer, bool marked) {
     idle_.clear();
     idle_bytes_ = 0;
   }
-  idle_[key_of(bytes, marked)].push_back(buffer);
-  idle_bytes_ += cost_of(bytes);
+  std::vector<MTL::Buffer*>& alike = idle_[key_of(bytes, marked)];
+  alike.push_back(buffer);
+  if (cost_of(bytes) > kMostIdleBytes) drop(alike);
+  else idle_bytes_ += cost_of(bytes);
 }
 
 Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes, Use use, const NS::String* marker,

@@ -122,9 +122,9 @@ void finish(std::unique_ptr<Flight> flight, MTL::CommandBuffer* commands) noexce
 }
 
 void start(std::string_view text, const std::vector<Memory>& operands, const std::vector<Memory>& results, Done&& done) {
+  Pool pool;
   auto flight = std::make_unique<Flight>();
   flight->device = Device::get();
-  Pool pool;
   flight->prepared = flight->device->prepare(text);
   const Plan& plan = flight->prepared->plan;
   check(plan, plan.operands, operands, "operand");

@@ -154,7 +154,7 @@ template <
             if (whole || visibility.visible(row, at + e)) {
               const float x = score.logit(product, row, at + e);
               if (!score.may_hide() || x != -INFINITY) {
-                d = score.derivative(fast::exp2(x - row_statistic[block]) * (d_weight - row_shift[block]), x);
+                d = score.derivative(probability(x, row_statistic[block]) * (d_weight - row_shift[block]), x);
                 if (wants_scale) {
                   scale_sum[block] += d * product;
                 }
@@ -341,7 +341,7 @@ template <
             if (whole || visibility.visible(at, column)) {
               const float x = score.logit(s[block][c].thread_elements()[e], at, column);
               if (!score.may_hide() || x != -INFINITY) {
-                weight = fast::exp2(x - row_statistic);
+                weight = probability(x, row_statistic);
                 hand = score.derivative(weight, x);
                 if (has_dropout) {
                   const bool keep = drop.keeps(at, column);
@@ -481,7 +481,7 @@ template <typename T, int H, int V, int COLUMNS>
                   if (has_dropout) {
                     d_weight = drop.keeps(own_row, at) ? d_weight * p.keep_factor : 0.0f;
                   }
-                  sums[c][e] += score.derivative(fast::exp2(x - row_statistic) * (d_weight - row_shift), x);
+                  sums[c][e] += score.derivative(probability(x, row_statistic) * (d_weight - row_shift), x);
                 }
               }
             }

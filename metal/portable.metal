@@ -167,7 +167,7 @@ inline Pair pair_of(
   Pair result = {invisible_weight(), invisible_weight()};
   const float x = score.logit(product, row, column);
   if (x != -INFINITY) {
-    result.weight = fast::exp2(x - row_statistic * log2_e);
+    result.weight = probability(x, row_statistic * log2_e);
     float factor = 1;
     if (has_dropout) {
       factor = drop.keeps(row, column) ? drop.p.keep_factor : 0.0f;

@@ -51,7 +51,7 @@ struct Score {
     return float(column - (row + offset));
   }
 
-  // Minus infinity hides a pair as a mask does.
+  // Minus infinity hides a pair as a mask does; what only becomes infinite by the change of base must not.
   float logit(float product, int row, int column) const {
     if (bias_type == 0 && !has_slopes && !has_cap) {
       return product * (scale * log2_e);
@@ -66,7 +66,8 @@ struct Score {
     if (has_cap) {
       x = p->cap * precise::tanh(x / p->cap);
     }
-    return x * log2_e;
+    const float logit = x * log2_e;
+    return bias_type != 0 && abs(x) < INFINITY ? clamp(logit, -most_logit, most_logit) : logit;
   }
 
   // Whether a pair that masks allow may still be hidden by its logit.
@@ -92,6 +93,12 @@ inline void store_bias(device uchar* d_bias, ulong at, float x) {
   } else {
     reinterpret_cast<device bfloat*>(d_bias)[at] = bfloat(x);
   }
+}
+
+// What is left of a logit after its row's log-sum-exp, both to base 2. Rounding must not lift it above 1: where logits are
+// huge, a unit in the last place is a large power of two.
+inline float probability(float logit, float statistic) {
+  return logit > statistic ? 1.0f : fast::exp2(logit - statistic);
 }
 
 // Philox-4×32-10 (Salmon et al., SC 2011); jax_mfa/philox.py says which counter belongs to which score.

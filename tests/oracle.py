@@ -147,7 +147,7 @@ def attention(
         total = np.exp(y - high).sum() + (0 if sink is None else np.exp(sink[b, n] - high))
         lse[b, t, n] = high + np.log(total)
         largest = max(largest, abs(high))
-        p = np.exp(y - lse[b, t, n])
+        p = np.exp(y - high) / total  # lse has not the digits for it where scores are huge
         keep = np.ones(len(p))
         if dropout_rate:
             keep = kept(dropout_rate, seed_words(dropout_seed), b, n, t, S)[see] / (1 - dropout_rate)
@@ -160,8 +160,9 @@ def attention(
         d_p = keep * (values @ do)
         d_y = p * (d_p - p @ d_p + dl)
         if sink is not None:
-            d_sinks[b, n] += np.exp(sink[b, n] - lse[b, t, n]) * (dl - p @ d_p)
-            squares["sinks"] += (np.exp(sink[b, n] - lse[b, t, n]) * (dl - p @ d_p)) ** 2
+            d_sink = np.exp(sink[b, n] - high) / total * (dl - p @ d_p)
+            d_sinks[b, n] += d_sink
+            squares["sinks"] += d_sink**2
         d_x = d_y if logits_soft_cap is None else d_y * (1 - (y / logits_soft_cap) ** 2)
         dq[b, t, n] += factor * (d_x @ keys)
         dk[b, see, head] += factor * np.outer(d_x, q[b, t, n])

@@ -608,3 +608,46 @@ def test_rows_before_the_end_of_a_causal_range_are_normalised(implementation):
     np.testing.assert_allclose(
         implementation.attend(q, k, ones, key_value_seq_lengths=np.array([1, 40])), 1, rtol=2**-20
     )
+
+
+# --- numbers at the ends of their ranges
+
+FAR = 2**30 - 1000
+WIDE = {
+    "right, almost without limit": {"local_window_size": (None, 2**31 - 4)},
+    "left from afar": {"local_window_size": (2 * FAR, None), "query_offset": FAR},
+    "left from before": {"local_window_size": (2 * FAR, None), "query_offset": -5},
+    "right from afar": {"local_window_size": (None, 2 * FAR), "query_offset": FAR},
+    "right from before": {"local_window_size": (3, FAR + 4), "query_offset": -FAR},
+    "both": {"local_window_size": (2 * FAR, 2 * FAR), "query_offset": 200_000_000},
+    "none reached": {"local_window_size": (FAR - 100, None), "query_offset": FAR},
+}
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["one offset", "offsets"])
+@pytest.mark.parametrize("name", WIDE)
+def test_positions_and_windows_may_be_huge_together(implementation, name, each):
+    q, k, v = qkv(T=40, S=36, N=2, K=2)
+    arguments = {"query": q, "key": k, "value": v, **WIDE[name]}
+    if each:
+        arguments["query_offset"] = np.array([arguments.get("query_offset", 0), 0], np.int32)
+    assert_matches_oracle(implementation, arguments)
+
+
+@pytest.mark.parametrize("lowest", [-1e30, -2.5e38, float(np.finfo(np.float32).min)])
+def test_a_huge_negative_bias_everywhere_hides_nothing(implementation, lowest):
+    """Rows that are masked by a finite number see all columns alike, as they do in `jax.nn`."""
+    q, k, v = qkv()
+    (bias,) = arrays((2, 1, 7, 9))
+    bias[0, :, 3:] = lowest
+    bias[1, :, :, 5:] = lowest
+    d_out, _ = cotangents({"query": q, "value": v})
+    d_out[0, 3:] = 0
+    run = lambda *x: jax.vjp(lambda *x: implementation.flash(*x), *x)
+    (out, lse), pullback = quick_jit(run)(q, k, v, bias)
+    wanted = oracle.attention(q, k, v, bias, d_out=d_out, d_lse=np.zeros(lse.shape, np.float32))
+    assert_close(out, wanted.out, "float32", terms=17, largest_score=20)
+    assert np.isfinite(lse).all()
+    got = pullback((jnp.asarray(d_out), jnp.zeros_like(lse)))
+    for x, name in zip(got, ("query", "key", "value", "bias")):
+        assert_close(x, wanted.gradients[name], "float32", terms=17, largest_score=20, gradient=True, what=name)

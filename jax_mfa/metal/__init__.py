@@ -96,6 +96,9 @@ def features(o: Operands) -> tuple[str, ...]:
 
 
 def _checked(plan):
+    widest = max(max(d.threadgroups[1:]) for d in plan.dispatches)  # `vmap` and groups multiply what `unsupported` saw
+    if widest > MAX_GRID:
+        raise Failed(f"a grid axis of {widest} threadgroups; no more than {MAX_GRID} is known to be safe")
     failure = runtime.failure(plan)
     if failure:
         raise Failed(failure)

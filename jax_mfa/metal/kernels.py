@@ -135,7 +135,7 @@ def _parameters(spec: Specification, x: Shapes) -> bytes:
         *broadcast("bias", repeats.bias),
         *broadcast("mask", repeats.mask),
         *broadcast("blocks", repeats.block_mask),
-        *block,
+        *(min(size, MAX_POSITION) for size in block),
         spec.logits_soft_cap or 0.0,
         drop_below(spec.dropout_rate),
         1 / (1 - spec.dropout_rate),

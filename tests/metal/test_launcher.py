@@ -173,10 +173,11 @@ def test_staging_buffers_are_used_again(native: types.ModuleType, metal: device.
     assert metal.totals()["buffers_allocated"] == 2
 
 
-def test_idle_staging_memory_is_bounded(native: types.ModuleType, metal: device.Control) -> None:
+@pytest.mark.parametrize("n, calls", [(5_000_000, 5), (17_000_000, 1)], ids=["together", "alone"])  # of 8n bytes each
+def test_idle_staging_memory_is_bounded(native: types.ModuleType, metal: device.Control, n: int, calls: int) -> None:
     with metal.fault(Fault.BUFFER_NO_COPY), metal.option(Option.CHECKED, 0):
-        for n in range(5_000_000, 5_000_005):  # 40 MB for each
-            jax.block_until_ready(jax.jit(scale(n))(jnp.ones(n, jnp.float32)))
+        for size in range(n, n + calls):
+            jax.block_until_ready(jax.jit(scale(size))(jnp.ones(size, jnp.float32)))
     assert native.statistics()["staging_bytes"] <= 64 * 1024 * 1024
 
 

@@ -59,6 +59,7 @@ class Rewriter {
 
   Rewritten run() {
     tokenise();
+    stage_keywords();
     literals();
     strings();
     conditionals();
@@ -373,6 +374,16 @@ class Rewriter {
       i = end;
     }
     return found;
+  }
+
+  // `vertex` and `fragment` are keywords of Metal before a function's type or in an attribute, and no names.
+  void stage_keywords() {
+    for (size_t i = 1; i + 1 < tokens_.size(); i++) {
+      if (!is(i, "vertex") && !is(i, "fragment")) continue;
+      const bool attribute = is(i - 1, "[") && is(i + 1, "]");
+      const bool qualifier = tokens_[i + 1].kind == kIdentifier && tokens_[i - 1].kind != kIdentifier && !is(i - 1, ".") && !is(i - 1, "->");
+      if (!attribute && !qualifier) error(i, "'" + tokens_[i].text + "' is a keyword and cannot name anything");
+    }
   }
 
   // ---- declarations ----

@@ -520,6 +520,9 @@ def test_lambdas_arrays_pragmas_and_unroll():
         ("device float *p = new float;", "'new' is not supported"),
         ("float4 v = float4(1); out[0] = v.q;", "no member named 'q'"),
         ("long x = simd_sum(long(1));", "no matching function"),
+        ("int fragment = 3;", "'fragment' is a keyword"),
+        ("struct S { float vertex(int i) { return i; } };", "'vertex' is a keyword"),
+        ("struct S { float x; } s; out[0] = s.fragment;", "'fragment' is a keyword"),
     ],
 )
 def test_bad_sources_fail_with_their_line(body, message):
