@@ -26,7 +26,7 @@ template <typename T, int COUNT, int BLOCKS>
 struct GroupRows {
   Fragment<T> kept[BLOCKS][COUNT];
 
-  Fragment<T> part(int block, int i) const {
+  Fragment<T> at(int block, int i) const {
     return kept[block][i];
   }
 };

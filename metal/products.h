@@ -19,7 +19,7 @@ inline void clear(thread Fragment<float> (&sums)[BLOCKS][COUNT]) {
   }
 }
 
-// result = own rows · (rows 8·part … of the tile)ᵀ, where own.part(block, i) gives a fragment of the rows
+// result = own rows · (rows 8·part … of the tile)ᵀ, where own.at(block, i) gives a fragment of the rows
 template <typename T, int SIZE, int BLOCKS, int COLUMNS, bool STAGED, typename Own>
 inline void multiply_rows(
     thread Fragment<float> (&result)[BLOCKS][COLUMNS],
@@ -31,7 +31,7 @@ inline void multiply_rows(
   for (int i = 0; i < Padded<T, SIZE>::width / 8; ++i) {
     Fragment<T> rows[BLOCKS];
     for (int block = 0; block < BLOCKS; ++block) {
-      rows[block] = own.part(block, i);
+      rows[block] = own.at(block, i);
     }
     for (int c = 0; c < COLUMNS; ++c) {
       const Fragment<T> operand = tile.transposed(part + c, i);

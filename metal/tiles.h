@@ -159,7 +159,7 @@ struct OwnRows {
     return load_rows(source + ulong(block * 8) * stride + ulong(i * 8), stride, rows - block * 8, size - i * 8, lane);
   }
 
-  Fragment<T> part(int block, int i) const {
+  Fragment<T> at(int block, int i) const {
     if (CACHED) {
       return kept[CACHED ? block : 0][CACHED ? i : 0];
     }
