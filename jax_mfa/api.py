@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,16 @@ def _named(implementation: str | None) -> None:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
-def _choose(implementation: str | None, spec, operands) -> Explanation:
-    refusal = metal.refusal(spec, operands)
+def _elsewhere() -> str:
+    """Why Metal cannot run what is compiled for the default device; empty where it can."""
+    config: Any = jax.config
+    device = config.jax_default_device  # a device, a platform, or None
+    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
+    return "" if platform == "cpu" else f"it runs on JAX's platform cpu, and the default backend is {platform}"
+
+
+def _choose(implementation: str | None, spec, operands, elsewhere: str = "") -> Explanation:
+    refusal = metal.refusal(spec, operands) or elsewhere
     reasons = {
         "metal": refusal or f"{metal.runtime.get().device.get('name', 'Metal')}, on JAX's platform cpu",
         "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",
@@ -126,8 +134,10 @@ def dot_product_attention(
         t + query_offset − left … t + query_offset + right (Longformer, arXiv:2004.05150).
       query_offset: integer or integers `[B]`: the position of the first row.
       logits_soft_cap: scores become `cap · tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2).
-      alibi_slopes: `[N]`, positive: adds `slope · (s − t − query_offset)` (ALiBi, arXiv:2108.12409, section 3).
-      sinks: `[N]`: the logit of one more column that has no value (arXiv:2309.17453; one learnt logit per head).
+      alibi_slopes: `[N]` or `[B, N]`, positive: adds `slope · (s − t − query_offset)` (ALiBi, arXiv:2108.12409,
+        section 3).
+      sinks: `[N]` or `[B, N]`: the logit of one more column that has no value (arXiv:2309.17453; one learnt logit per
+        head).
       query_segment_ids: integers `[B, T]`, with
       key_value_segment_ids: integers `[B, S]`: a row sees columns of its own segment (packed sequences).
       key_value_ranges: integers `[B, T, 2]`: row t sees columns `ranges[t, 0]` … `ranges[t, 1] − 1`, a mask in O(T).
@@ -141,7 +151,8 @@ def dot_product_attention(
 
     Returns:
       `[B, T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp of each row's scores,
-      `[B, T, N]` float32 (float64 for float64), −inf for a row that sees nothing.
+      `[B, T, N]` float32 (float64 for float64). It includes the sink where sinks are given, and is −inf for a row that
+      sees nothing, sink or not.
 
     Raises:
       ValueError, TypeError: naming the argument, what was seen and what was expected.
@@ -167,12 +178,34 @@ def flash_attention(
 
     Returns:
       out: `[B, T, N, V]` of the query's dtype.
-      lse: `[B, T, N]`, natural logarithm, float32 (float64 for float64); −inf for a row that sees nothing.
-        See FlashAttention-2, arXiv:2307.08691, section 3.1.
+      lse: `[B, T, N]`, natural logarithm, float32 (float64 for float64); see FlashAttention-2, arXiv:2307.08691,
+        section 3.1. It includes the sink where sinks are given, and is −inf for a row that sees nothing, sink or not.
     """
     return dot_product_attention(
         query, key, value, bias, mask, implementation=implementation, return_residual=True, **keywords
     )
+
+
+def _filled(lengths, lead: tuple[int, ...], limit: int):
+    """The lengths that `decode_attention` was given, of shape `lead`; those known by now lie in 0..limit."""
+    given = lengths
+    if not hasattr(lengths, "dtype"):
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(lengths))
+        try:
+            lengths = (jnp if traced else np).asarray(lengths)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"lengths must be integers [B], got {given!r}") from error
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        seen = f"{lengths.dtype.name}{list(lengths.shape)}" if given is lengths else repr(given)
+        raise TypeError(f"lengths must be integers [B], got {seen}")
+    if lengths.shape not in ((), lead):
+        raise ValueError(f"lengths must have shape [B] = {list(lead)}, got {list(lengths.shape)}")
+    if not isinstance(lengths, jax.core.Tracer) and getattr(lengths, "is_fully_addressable", True):
+        values = np.asarray(lengths)
+        if values.size and (values.min() < 0 or values.max() > limit):
+            raise ValueError(f"lengths must lie in 0..{limit}, got {values.tolist()}")
+    full = np.broadcast_to if isinstance(lengths, np.ndarray) else jnp.broadcast_to
+    return full(lengths, lead) if lead else lengths
 
 
 def decode_attention(
@@ -207,15 +240,9 @@ def decode_attention(
     taken = {"is_causal", "query_offset", "key_value_seq_lengths"} & keywords.keys()
     if taken:
         raise ValueError(f"{sorted(taken)[0]} must not be given: decode_attention derives it from lengths")
-    if not hasattr(lengths, "dtype"):
-        lengths = np.asarray(lengths)
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(f"lengths must be integers [B], got {lengths.dtype.name}{list(lengths.shape)}")
-    lead = np.shape(query)[:-3]
-    if lengths.shape not in ((), lead):
-        raise ValueError(f"lengths must have shape [B] = {list(lead)}, got {list(lengths.shape)}")
-    full = np.broadcast_to if isinstance(lengths, np.ndarray) else jnp.broadcast_to
-    lengths = full(lengths, lead) if lead else lengths
+    if np.ndim(query) < 3 or np.ndim(key) < 3:
+        specify(query, key, value)  # says what is wrong with them
+    lengths = _filled(lengths, np.shape(query)[:-3], np.shape(key)[-3])
     return dot_product_attention(
         query,
         key,
@@ -230,25 +257,34 @@ def decode_attention(
 
 
 def explain(query, key, value, bias=None, mask=None, *, implementation: Implementation | None = None, **keywords):
-    """Which implementation `dot_product_attention` would take for the same arguments, and why.
+    """Which implementation `dot_product_attention` would take on the default device for the same arguments, and why.
 
     Arguments are checked as there; arrays may be `jax.ShapeDtypeStruct`s, and nothing is computed.
 
     Returns:
       An `Explanation`; print it.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as there.
     """
     keywords.pop("return_residual", None)
+    for name in sorted(keywords.keys() - set(_SPECIFIED)):
+        raise TypeError(
+            f"explain() got an unexpected keyword argument {name!r}: it takes those of dot_product_attention"
+        )
     _named(implementation)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    abstract = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    leaves, tree = jax.tree.flatten(arguments)
+    abstract = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
     known = {}
 
     def check(arrays):
-        known["spec"], operands = specify(**{**arguments, **arrays})
+        whole = [arrays.get(i, x) for i, x in enumerate(leaves)]
+        known["spec"], operands = specify(**jax.tree.unflatten(tree, whole))
         return operands
 
     operands = jax.eval_shape(check, abstract)
-    return _choose(implementation, known["spec"], operands)
+    return _choose(implementation, known["spec"], operands, _elsewhere())
 
 
 _SPECIFIED = tuple(inspect.signature(specify).parameters)[5:]

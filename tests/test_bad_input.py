@@ -181,3 +181,9 @@ def test_keys_of_several_seeds_are_refused():
 def test_a_good_call_stays_good():
     # the base that every bad call changes in one place
     assert jax_mfa.dot_product_attention(Q, K, V).shape == (2, 7, 4, 8)
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, lambda *x, **y: jax_mfa.decode_attention(*x, 9, **y)])
+def test_an_unknown_argument_is_named_beside_a_public_function(function):
+    with pytest.raises(TypeError, match=r"(explain|dot_product_attention)\(\) got an unexpected .*'foo'"):
+        function(Q, K, V, foo=1)

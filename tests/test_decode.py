@@ -1,5 +1,7 @@
 """Decoding: a few queries at the end of a padded cache, each batch row with a length of its own."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,3 +86,36 @@ def test_a_visible_infinite_value_shows_however_small_its_weight(implementation)
 def implementation_of_all(query, key, value):
     """What the definition says of a cache that is full."""
     return jax_mfa.dot_product_attention(query, key, value, implementation="reference")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        (None, TypeError, "lengths must be integers [B], got None"),
+        (True, TypeError, "lengths must be integers [B], got True"),
+        ([1, 2.5, 3], TypeError, "lengths must be integers [B], got [1, 2.5, 3]"),
+        ([[1], [2, 3], [4]], ValueError, "lengths must be integers [B], got [[1], [2, 3], [4]]"),
+        ([1, 721, 3], ValueError, "lengths must lie in 0..720, got [1, 721, 3]"),
+        (jnp.array([1, -1, 3]), ValueError, "lengths must lie in 0..720, got [1, -1, 3]"),
+        (2**40, ValueError, f"lengths must lie in 0..720, got {2**40}"),
+    ],
+    ids=str,
+)
+def test_lengths_that_cannot_be_are_named_with_what_was_seen(lengths, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        jax_mfa.decode_attention(*problem(), lengths)
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+@pytest.mark.parametrize(("bad", "error"), [(None, TypeError), (np.ones((6, 24), np.float32), ValueError)])
+def test_bad_arrays_are_named_before_lengths(name, bad, error):
+    arguments = {**dict(zip(("query", "key", "value"), problem())), name: bad}
+    with pytest.raises(error, match=f"^{name} must"):
+        jax_mfa.decode_attention(**arguments, lengths=LENGTHS)
+
+
+def test_lengths_may_be_a_list_of_what_is_traced():
+    query, key, value = problem()
+    wanted = jax_mfa.decode_attention(query, key, value, LENGTHS)
+    out = jax.jit(lambda a, b: jax_mfa.decode_attention(query, key, value, [a, 3, b]))(*LENGTHS[::2])
+    np.testing.assert_allclose(out, wanted, atol=1e-6)

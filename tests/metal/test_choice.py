@@ -1,5 +1,6 @@
 """Which implementation runs, and what a caller sees when the device fails: a driver never breaks a user's program."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -63,6 +64,25 @@ def test_none_takes_blockwise_for_what_metal_lacks_and_says_why():
     with pytest.raises(NotImplementedError, match=r"metal.*H = 600"):
         jax_mfa.explain(x, x, x, implementation="metal")
     assert "custom_call" not in jax.jit(jax_mfa.dot_product_attention).lower(x, x, x).as_text()
+
+
+@pytest.mark.parametrize("how", ["the default backend", "the default device"])
+def test_explain_names_blockwise_where_the_default_device_is_no_cpu(monkeypatch, how):
+    x = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.float32)
+    place = contextlib.nullcontext()
+    if how == "the default backend":
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        with jax.default_device(jax.devices("cpu")[0]):
+            assert jax_mfa.explain(x, x, x).implementation == "metal"
+    else:
+        place = jax.default_device("gpu")
+    with place:
+        explanation = jax_mfa.explain(x, x, x)
+        assert explanation.implementation == "blockwise"
+        assert "runs on JAX's platform cpu, and the default backend is gpu" in explanation.reasons["metal"]
+        with pytest.raises(NotImplementedError, match=r"implementation='metal' .* default backend is gpu"):
+            jax_mfa.explain(x, x, x, implementation="metal")
+        assert jax_mfa.explain(x, x, x, implementation="reference").implementation == "reference"
 
 
 def test_a_program_for_several_platforms_is_metal_on_cpu_and_jnp_elsewhere():
