@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def _integer(name: str, x, least: int | None = 0) -> int:
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {x!r}")
+    if least is not None and x < least:
+        raise ValueError(f"{name} must be at least {least}, got {x}")
+    return int(x)
+
+
 @jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no one answer to ==
 class BlockMask:
     """A boolean mask in blocks of rows and columns.
 
@@ -48,24 +57,31 @@ class BlockMask:
         return cls(children[0], block_size)
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """Blocks that both allow."""
-        return BlockMask(self.blocks & self._alike(other), self.block_size)
+        """Blocks that both allow. Raises ValueError where block sizes differ."""
+        return self._combined(other, operator.and_)
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """Blocks that either allows."""
-        return BlockMask(self.blocks | self._alike(other), self.block_size)
+        """Blocks that either allows. Raises ValueError where block sizes differ."""
+        return self._combined(other, operator.or_)
 
-    def _alike(self, other: BlockMask):
+    def _combined(self, other: BlockMask, rule: Callable[[Any, Any], Any]) -> BlockMask:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
         if self.block_size != other.block_size:
             raise ValueError(f"block masks must share a block size, got {self.block_size} and {other.block_size}")
-        return other.blocks
+        return BlockMask(rule(self.blocks, other.blocks), self.block_size)
 
     # --- builders: the smallest block mask that holds a pattern. A block counts as a whole: where a pattern cuts
     # through blocks, give the exact rule (is_causal, local_window_size, mask, segment ids) beside the block mask.
 
     @classmethod
     def from_mask(cls, mask, block_size: tuple[int, int]) -> BlockMask:
-        """From a bool mask `[..., T, S]`: blocks in which something is visible."""
+        """From a bool mask `[..., T, S]`: blocks in which something is visible.
+
+        Raises:
+          TypeError: for a mask of another dtype or fewer axes.
+          ValueError: for a bad block size, here and below.
+        """
         mask = np.asarray(mask) if not isinstance(mask, jax.Array) else mask
         if mask.ndim < 2 or mask.dtype != np.bool_:
             raise TypeError(f"mask must be bool [..., T, S], got {mask.dtype.name}{list(mask.shape)}")
@@ -80,8 +96,13 @@ class BlockMask:
     def from_function(
         cls, function: Callable[[Any, Any], Any], queries: int, keys: int, block_size: tuple[int, int]
     ) -> BlockMask:
-        """From `function(i, j) -> bool` of integer arrays of block indices, row `[·, 1]` and column `[1, ·]`."""
+        """From `function(i, j) -> bool` of integer arrays of block indices, row `[·, 1]` and column `[1, ·]`.
+
+        Raises:
+          TypeError, ValueError: for a size that is no integer, or negative.
+        """
         rows, columns = cls(None, block_size).block_size
+        queries, keys = _integer("queries", queries), _integer("keys", keys)
         i, j = np.arange(-(-queries // rows))[:, None], np.arange(-(-keys // columns))[None, :]
         return cls(np.broadcast_to(np.asarray(function(i, j), bool), (i.size, j.size)), block_size)
 
@@ -98,37 +119,63 @@ class BlockMask:
 
     @classmethod
     def causal(cls, queries: int, keys: int, block_size: tuple[int, int], query_offset: int = 0) -> BlockMask:
-        """Columns up to the row's position, t + query_offset."""
+        """Columns up to the row's position, t + query_offset.
+
+        Raises:
+          TypeError, ValueError: for a size or an offset that is no integer, or a negative size.
+        """
+        query_offset = _integer("query_offset", query_offset, None)
         return cls._of_distances(None, query_offset, queries, keys, block_size)
 
     @classmethod
     def window(
         cls, queries: int, keys: int, block_size: tuple[int, int], left: int, right: int = 0, query_offset: int = 0
     ) -> BlockMask:
-        """Columns from `left` before the row's position to `right` after it."""
+        """Columns from `left` before the row's position, t + query_offset, to `right` after it.
+
+        Raises:
+          TypeError, ValueError: for a size or an offset that is no integer, or a negative size.
+        """
+        left, right = _integer("left", left), _integer("right", right)
+        query_offset = _integer("query_offset", query_offset, None)
         return cls._of_distances(query_offset - left, query_offset + right, queries, keys, block_size)
 
     @classmethod
     def strided(cls, queries: int, keys: int, block_size: tuple[int, int], stride: int) -> BlockMask:
-        """The diagonal, and every `stride`-th block column before it (Sparse Transformer, arXiv:1904.10509)."""
-        if stride < 1:
-            raise ValueError(f"stride must be at least 1, got {stride}")
+        """The diagonal, and every `stride`-th block column before it (Sparse Transformer, arXiv:1904.10509).
+
+        Raises:
+          TypeError, ValueError: for a size that is no integer, or negative, or a stride below 1.
+        """
+        stride = _integer("stride", stride, 1)
         every = cls.from_function(lambda _, j: j % stride == stride - 1, queries, keys, block_size)
         diagonal = cls._of_distances(0, 0, queries, keys, block_size)
         return diagonal | (every & cls.causal(queries, keys, block_size))
 
     @classmethod
     def prefix_lm(cls, queries: int, keys: int, block_size: tuple[int, int], prefix: int) -> BlockMask:
-        """Causal, and the first `prefix` columns for every row (arXiv:1910.10683, section 3.2)."""
+        """Causal, and the first `prefix` columns for every row (arXiv:1910.10683, section 3.2).
+
+        Raises:
+          TypeError, ValueError: for a size that is no integer, or negative.
+        """
         _, columns = cls(None, block_size).block_size
+        prefix = _integer("prefix", prefix)
         start = cls.from_function(lambda i, j: j * columns < prefix, queries, keys, block_size)
         return start | cls.causal(queries, keys, block_size)
 
     @classmethod
     def documents(cls, lengths: Sequence[int], block_size: tuple[int, int]) -> BlockMask:
-        """Documents of these lengths one after another, each of which sees itself alone; T = S = their sum."""
+        """Documents of these lengths one after another, each of which sees itself alone; T = S = their sum.
+
+        Raises:
+          TypeError, ValueError: for lengths that are no integers, or negative, or none at all.
+        """
         rows, columns = cls(None, block_size).block_size
-        ends = np.cumsum(np.asarray(lengths, np.int64))
+        given = np.asarray(lengths, object)  # also what numpy would round, or could not stack
+        if given.ndim != 1 or not given.size:
+            raise ValueError(f"lengths must be a sequence of at least one integer, got {lengths!r}")
+        ends = np.cumsum([_integer(f"lengths[{i}]", x) for i, x in enumerate(given)], dtype=np.int64)
         total = int(ends[-1])
         document = np.searchsorted(ends, np.arange(total), side="right")
 

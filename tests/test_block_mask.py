@@ -1,9 +1,11 @@
 """Builders of block masks: each allows a block exactly where its pattern allows one of the block's scores."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_mfa
 from jax_mfa import BlockMask
 
 SIZES = [(4, 4), (3, 5), (8, 2), (64, 64)]
@@ -70,3 +72,70 @@ def test_bad_input_is_named():
         BlockMask.causal(3, 4, (2, 0))
     with pytest.raises(ValueError, match="stride must be at least 1"):
         BlockMask.strided(3, 4, (2, 2), 0)
+
+
+BAD = {
+    "negative queries": (lambda: BlockMask.causal(-1, 4, (2, 2)), ValueError, "queries must be at least 0, got -1"),
+    "negative keys": (lambda: BlockMask.strided(3, -4, (2, 2), 1), ValueError, "keys must be at least 0, got -4"),
+    "queries": (lambda: BlockMask.prefix_lm(3.0, 4, (2, 2), 1), TypeError, "queries must be an integer, got 3.0"),
+    "offset": (lambda: BlockMask.causal(3, 4, (2, 2), 0.5), TypeError, "query_offset must be an integer, got 0.5"),
+    "window's offset": (
+        lambda: BlockMask.window(3, 4, (2, 2), 1, query_offset="1"),
+        TypeError,
+        "query_offset must be an integer, got '1'",
+    ),
+    "left": (lambda: BlockMask.window(3, 4, (2, 2), -1), ValueError, "left must be at least 0, got -1"),
+    "right": (lambda: BlockMask.window(3, 4, (2, 2), 1, None), TypeError, "right must be an integer, got None"),
+    "stride": (lambda: BlockMask.strided(3, 4, (2, 2), 1.5), TypeError, "stride must be an integer, got 1.5"),
+    "prefix": (lambda: BlockMask.prefix_lm(3, 4, (2, 2), -2), ValueError, "prefix must be at least 0, got -2"),
+    "prefix of truth": (lambda: BlockMask.prefix_lm(3, 4, (2, 2), True), TypeError, "prefix must be an integer"),
+    "no documents": (lambda: BlockMask.documents([], (2, 2)), ValueError, r"lengths must .* at least one .* \[\]"),
+    "negative document": (lambda: BlockMask.documents([3, -1], (2, 2)), ValueError, r"lengths\[1\] must be .*, got -1"),
+    "half a document": (lambda: BlockMask.documents([2.5], (2, 2)), TypeError, r"lengths\[0\] must be .*, got 2.5"),
+    "ragged documents": (lambda: BlockMask.documents([[1], [2, 3]], (2, 2)), TypeError, r"lengths\[0\] .*, got \[1\]"),
+    "one number": (lambda: BlockMask.documents(3, (2, 2)), ValueError, "lengths must be a sequence .*, got 3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_sizes_of_a_builder_are_integers_in_range(name):
+    build, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    "lengths", [np.array([3, 0, 2]), jnp.array([3, 0, 2]), (3, 0, 2), [np.int32(3), 0, 2]], ids=str
+)
+def test_documents_take_any_sequence_of_integers_some_perhaps_empty(lengths):
+    wanted = BlockMask.documents([3, 2], (2, 1)).blocks
+    np.testing.assert_array_equal(BlockMask.documents(lengths, (2, 1)).blocks, wanted)
+
+
+def test_a_mask_combines_with_masks_only():
+    mask = BlockMask.causal(3, 4, (2, 2))
+    for combine in (lambda: mask & 3, lambda: 3 | mask, lambda: mask | mask.blocks):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            combine()
+
+
+def test_a_mask_is_equal_to_itself_and_can_be_hashed():
+    one, other = BlockMask.causal(8, 8, (4, 4)), BlockMask.causal(8, 8, (4, 4))
+    assert one == one and one != other and len({one, other}) == 2
+
+
+def test_a_mask_is_a_pytree():
+    mask = BlockMask.causal(8, 8, (4, 4))
+    back = jax.jit(lambda x: x & x)(mask)
+    assert isinstance(back, BlockMask) and back.block_size == (4, 4)
+    np.testing.assert_array_equal(back.blocks, mask.blocks)
+    abstract = jax.eval_shape(lambda x: x, mask)
+    assert abstract.blocks.shape == (2, 2) and jax.tree.structure(abstract) == jax.tree.structure(mask)
+
+
+def test_explain_takes_a_mask_of_abstract_blocks():
+    x = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.float32)
+    blocks = jax.ShapeDtypeStruct((2, 2), bool)
+    assert jax_mfa.explain(x, x, x, block_mask=BlockMask(blocks, (4, 4))).implementation in ("metal", "blockwise")
+    with pytest.raises(ValueError, match=r"block_mask .* \[2, 4\] .*, got shape \[2, 2\]"):
+        jax_mfa.explain(x, x, x, block_mask=BlockMask(blocks, (4, 2)))
