@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from test_flax_shared import SETTINGS, causal, normal, numpy_module, perturbed, tolerance
+from test_flax_shared import OF_THE_WRONG_KIND, SETTINGS, causal, normal, numpy_module, perturbed, tolerance
 
 import jax_mfa
 from jax_mfa.flax import linen as mfa
@@ -216,9 +216,10 @@ def test_dropout_of_module_trains_without_stock(no_stock):
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
 
 
-def test_dropout_without_rng_is_an_error():
-    with pytest.raises(ValueError, match="dropout_rng"):
-        mfa.attention_fn(*qkv(), dropout_rate=0.5, broadcast_dropout=False)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_dropout_without_rng_is_an_error(broadcast):
+    with pytest.raises(ValueError, match=r"dropout_rng must be given .*, got None"):
+        mfa.attention_fn(*qkv(), dropout_rate=0.5, broadcast_dropout=broadcast)
 
 
 STOCK_ONLY = {
@@ -513,6 +514,12 @@ def test_decoding_errors():
 )
 def test_flash_settings_errors(settings, match):
     with pytest.raises(ValueError, match=match):
+        flash(**settings).init(KEY, normal(0, (B, T, FEATURES)))
+
+
+@pytest.mark.parametrize(("settings", "error", "match"), OF_THE_WRONG_KIND)
+def test_flash_settings_of_the_wrong_kind(settings, error, match):
+    with pytest.raises(error, match=match):
         flash(**settings).init(KEY, normal(0, (B, T, FEATURES)))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_flax_shared import SETTINGS, causal, normal, numpy_module, perturbed, tolerance
+from test_flax_shared import OF_THE_WRONG_KIND, SETTINGS, causal, normal, numpy_module, perturbed, tolerance
 
 import jax_mfa
 from jax_mfa.flax import linen as mfa_linen
@@ -210,8 +210,9 @@ def test_dropout_without_broadcast(no_stock):
     one, other = module(x, deterministic=False), module(x, deterministic=False)
     assert np.abs(one - other).max() > 0.01
     np.testing.assert_allclose(module(x, deterministic=True), reference(x, deterministic=True), **tolerance())
-    with pytest.raises(ValueError, match="dropout_rng"):
-        mfa.attention_fn(*qkv(), dropout_rate=0.5, broadcast_dropout=False)
+    for broadcast in (False, True):
+        with pytest.raises(ValueError, match=r"dropout_rng must be given .*, got None"):
+            mfa.attention_fn(*qkv(), dropout_rate=0.5, broadcast_dropout=broadcast)
 
 
 def test_sown_weights_are_those_of_flax(stock_calls):
@@ -473,3 +474,9 @@ def test_flash_errors(monkeypatch):
     ):
         with pytest.raises(ValueError, match=match):
             flash(**settings)
+
+
+@pytest.mark.parametrize(("settings", "error", "match"), OF_THE_WRONG_KIND)
+def test_flash_settings_of_the_wrong_kind(settings, error, match):
+    with pytest.raises(error, match=match):
+        flash(**settings)(normal(0, (B, T, FEATURES)))

@@ -66,6 +66,18 @@ def causal(t, s=None, offset=0, left=None):
     return (distance >= 0) & (distance <= (np.inf if left is None else left))
 
 
+# settings that no module of either flavour takes, the error, and its message
+OF_THE_WRONG_KIND = [
+    ({"num_heads": 2.0}, TypeError, "^num_heads must be an integer, got 2.0"),
+    ({"num_heads": None}, TypeError, "^num_heads must be an integer, got None"),
+    ({"num_key_value_heads": True}, TypeError, "^num_key_value_heads must be an integer, got True"),
+    ({"head_dim": 4.0}, TypeError, "^head_dim must be an integer, got 4.0"),
+    ({"qkv_features": "24"}, TypeError, "^qkv_features must be an integer, got '24'"),
+    ({"rotary_base": 1e4, "rotary_fraction": float("nan")}, ValueError, "^rotary_fraction must .*, got nan"),
+    ({"rotary_base": 1e4, "rotary_fraction": "x"}, TypeError, "^rotary_fraction must be a number, got 'x'"),
+    ({"rotary_base": 10**400}, ValueError, "^rotary_base must be a positive finite number, got 1000"),
+]
+
 # modules of either flavour that differ in what they compute: attributes, and numpy_module's arguments for T tokens
 SETTINGS = {
     "plain": ({}, lambda t: {}),
@@ -138,14 +150,21 @@ def test_rotary_under_strict_rank_promotion():
 @pytest.mark.parametrize(
     ("keywords", "positions", "error", "match"),
     [
-        ({"fraction": 0.3}, np.arange(4), ValueError, "rotary_fraction"),
-        ({"fraction": 0.0}, np.arange(4), ValueError, "rotary_fraction"),
-        ({"fraction": 1.5}, np.arange(4), ValueError, "rotary_fraction"),
-        ({"base": -1.0}, np.arange(4), ValueError, "rotary_base"),
+        ({"fraction": 0.3}, np.arange(4), ValueError, "^fraction must .*, got 0.3"),
+        ({"fraction": 0.0}, np.arange(4), ValueError, "^fraction must"),
+        ({"fraction": 1.5}, np.arange(4), ValueError, "^fraction must"),
+        ({"fraction": float("nan")}, np.arange(4), ValueError, "^fraction must .*, got nan"),
+        ({"fraction": "x"}, np.arange(4), TypeError, "^fraction must be a number, got 'x'"),
+        ({"base": -1.0}, np.arange(4), ValueError, "^base must be .*, got -1.0"),
+        ({"base": 10**400}, np.arange(4), ValueError, "^base must be a positive finite number, got 1000"),
+        ({"base": None}, np.arange(4), TypeError, "^base must be a number, got None"),
+        ({"x": [[[1.0, 2.0]]]}, np.arange(1), TypeError, r"^x must be a floating array \[..., T, N, H\], got list"),
+        ({"x": np.ones((4, 1, 8), np.int32)}, np.arange(4), TypeError, r"^x must be .*, got int32\[4, 1, 8\]"),
+        ({"x": np.ones((4, 8), np.float32)}, np.arange(4), ValueError, r"^x must have .*, got \[4, 8\]"),
         ({}, np.arange(5), ValueError, r"positions.*\[2, 4\].*\[5\]"),
         ({}, np.arange(4.0, dtype=np.float32), TypeError, "positions must be integers"),
     ],
 )
 def test_rotary_errors_name_the_argument(keywords, positions, error, match):
     with pytest.raises(error, match=match):
-        rotary_embedding(jnp.asarray(normal(0, (2, 4, 1, 8))), positions, **keywords)
+        rotary_embedding(**{"x": jnp.asarray(normal(0, (2, 4, 1, 8))), "positions": positions, **keywords})

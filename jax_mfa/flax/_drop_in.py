@@ -48,6 +48,14 @@ def _precision_met(precision) -> bool:
     return levels == {jax.lax.Precision.DEFAULT} or jax.default_backend() == "cpu"
 
 
+def drops(deterministic, dropout_rate, dropout_rng) -> bool:
+    """Whether dropout is on, which needs a random key whoever runs the call."""
+    on = not deterministic and dropout_rate > 0
+    if on and dropout_rng is None:
+        raise ValueError(f"dropout_rng must be given with dropout_rate = {dropout_rate}, got None")
+    return on
+
+
 def why_stock(query, key, value, bias, mask, *, broadcast_dropout, dropping, precision, module, custom) -> str | None:
     """Why flax's own function must run a call, starting with the argument's name; None where jax_mfa can.
 
@@ -109,8 +117,6 @@ def attend(query, key, value, bias, mask, *, dropout_rng, dropout_rate, is_causa
     """jax_mfa's attention with flax's conventions for bias, mask and dropout."""
     dropout = {}
     if dropout_rate > 0:
-        if dropout_rng is None:
-            raise ValueError(f"dropout_rng must be given with dropout_rate = {dropout_rate}, got None")
         dropout = {"dropout_rate": dropout_rate, "dropout_seed": seed_of(dropout_rng)}
     if bias is not None:
         bias = jnp.asarray(bias)

@@ -34,9 +34,15 @@ def head_sizes(
     """K and H of a module, from what its user said about them.
 
     Raises:
+      TypeError: where a number is no integer.
       ValueError: where heads do not divide, or head_dim and qkv_features contradict each other.
     """
     heads = num_heads if num_key_value_heads is None else num_key_value_heads
+    given = {"num_heads": num_heads, "num_key_value_heads": heads, "head_dim": head_dim, "qkv_features": qkv_features}
+    for name, x in given.items():
+        left_out = x is None and name in ("head_dim", "qkv_features")
+        if not left_out and (isinstance(x, bool) or not isinstance(x, numbers.Integral)):
+            raise TypeError(f"{name} must be an integer, got {x!r}")
     if num_heads < 1 or heads < 1 or num_heads % heads:
         raise ValueError(
             f"num_heads must be a positive multiple of num_key_value_heads, got {num_heads} and {num_key_value_heads}"
@@ -73,6 +79,28 @@ def key_value_inputs(inputs_q, inputs_k, inputs_v):
 # Rotary embedding
 
 
+def _number(name: str, x) -> float:
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {x!r}")
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf
+
+
+def _turned(h: int, base, fraction, prefix: str = "") -> int:
+    """How many of H features are turned. The arguments are called `prefix` + their names."""
+    number, part = _number(f"{prefix}base", base), _number(f"{prefix}fraction", fraction)
+    r = round(part * h) if 0 < part <= 1 else 0
+    if r < 2 or r % 2 or abs(r - part * h) > 1e-6 * h:
+        raise ValueError(
+            f"{prefix}fraction must lie in (0, 1] and make an even number of the H = {h} features, got {fraction!r}"
+        )
+    if not 0 < number < math.inf:
+        raise ValueError(f"{prefix}base must be a positive finite number, got {base!r}")
+    return r
+
+
 def rotary_embedding(x, positions, *, base: float = 10000.0, fraction: float = 1.0):
     """Turns pairs of features by angles that grow with the position (RoFormer, arXiv:2104.09864, equation 34).
 
@@ -90,16 +118,16 @@ def rotary_embedding(x, positions, *, base: float = 10000.0, fraction: float = 1
       `[..., T, N, H]` of x's dtype; computed in float32 (float64 for float64) and rounded once.
 
     Raises:
-      ValueError: for a base or fraction out of range, or positions of the wrong shape.
+      TypeError: for an argument of another kind.
+      ValueError: for a base or fraction out of range, or an array of the wrong shape.
     """
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        seen = f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+        raise TypeError(f"x must be a floating array [..., T, N, H], got {seen}")
+    if x.ndim < 3:
+        raise ValueError(f"x must have shape [..., T, N, H], got {list(x.shape)}")
     h = x.shape[-1]
-    r = round(fraction * h)
-    if not 0 < fraction <= 1 or r < 2 or r % 2 or abs(r - fraction * h) > 1e-6 * h:
-        raise ValueError(
-            f"rotary_fraction must lie in (0, 1] and make an even number of the H = {h} features, got {fraction!r}"
-        )
-    if not isinstance(base, numbers.Real) or not base > 0 or not math.isfinite(base):
-        raise ValueError(f"rotary_base must be a positive number, got {base!r}")
+    r = _turned(h, base, fraction)
     positions = jnp.asarray(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"positions must be integers [..., T], got {positions.dtype.name}{list(positions.shape)}")
@@ -108,8 +136,8 @@ def rotary_embedding(x, positions, *, base: float = 10000.0, fraction: float = 1
     if len(shape) != len(lead) or any(d not in (1, full) for d, full in zip(shape, lead)) or shape[-1] != lead[-1]:
         raise ValueError(f"positions must broadcast to [..., T] = {list(lead)}, got {list(positions.shape)}")
     acc = accumulation_dtype(x.dtype)
-    frequencies = np.float64(base) ** (-np.arange(0, r, 2) / r)
-    frequencies = jnp.asarray(frequencies.astype(acc)).reshape((1,) * len(shape) + (1, r // 2))
+    powers = np.float64(base) ** (-np.arange(0, r, 2) / r)
+    frequencies = jnp.asarray(powers.astype(acc)).reshape((1,) * len(shape) + (1, r // 2))
     angles = positions.reshape(*shape, 1, 1).astype(acc) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = x[..., : r // 2].astype(acc), x[..., r // 2 : r].astype(acc)
@@ -202,6 +230,7 @@ def attend(
             raise ValueError("query_offset must not be given while decoding: the cache knows its position")
         query_offset = key_offset = cache.index
     if rotary_base is not None:
+        _turned(query.shape[-1], rotary_base, rotary_fraction, "rotary_")  # by the names that modules have for them
         rotate = lambda x, offset: rotary_embedding(
             x, _positions(offset, x.shape[-3]), base=rotary_base, fraction=rotary_fraction
         )

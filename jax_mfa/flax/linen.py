@@ -84,7 +84,7 @@ def attention_fn(
       NotImplementedError: where only flax's own function can run a call and an implementation is named.
     """
     query, key, value = _promote_dtype(query, key, value, dtype=dtype)
-    dropping = not deterministic and dropout_rate > 0
+    dropping = _drop_in.drops(deterministic, dropout_rate, dropout_rng)
     reason = _drop_in.why_stock(
         query,
         key,

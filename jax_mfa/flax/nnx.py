@@ -79,7 +79,7 @@ def attention_fn(
       NotImplementedError: where only flax's own function can run a call and an implementation is named.
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    dropping = not deterministic and dropout_rate > 0
+    dropping = _drop_in.drops(deterministic, dropout_rate, dropout_rng)
     reason = _drop_in.why_stock(
         query,
         key,
@@ -189,6 +189,7 @@ class FlashMultiHeadAttention(nnx.Module):
       keep_rngs: keep a stream for dropout in the module; without, each call that drops needs `rngs`.
 
     Raises:
+      TypeError: where a number of heads or features is no integer.
       ValueError: where heads do not divide, or head_dim and qkv_features contradict each other.
     """
 
