@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from jax_mfa import bench, check
 from jax_mfa.metal import show
+
+READER_GONE = 141  # what a shell reports of a program that SIGPIPE ends
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,7 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
         tool.add_arguments(command)
         command.set_defaults(run=tool.run)
     options = parser.parse_args(arguments)
-    return options.run(options)
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # as with `| head`; what is still buffered must not fail once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    return status
 
 
 if __name__ == "__main__":

@@ -237,7 +237,12 @@ def _bar(items: list[Problem]):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was found and the table. 0: everything passed; 1: something did not."""
+    """Prints what was found and the table. 0: everything passed; 1: something did not; 2: nothing could be run."""
+    try:
+        runtime.get()
+    except ValueError as error:
+        print(f"{'Metal':15} {error}")
+        return 2
     for name, value in findings():
         print(f"{name:15} {value}")
     print("\nimplementations")
@@ -250,7 +255,9 @@ def run(options: argparse.Namespace) -> int:
     if options.quick:
         todo = [p for p in todo if p.dtype == "float16" and p.head_size <= 64]
     start, verdicts, current = time.perf_counter(), [], None
-    with contextlib.ExitStack() as chosen:
+    # Metal runs what is compiled for cpu, whatever else JAX has here
+    pinned = jax.default_device(jax.local_devices(backend="cpu")[0]) if usable else contextlib.nullcontext()
+    with pinned, contextlib.ExitStack() as chosen:
         for problem in _bar(todo):
             if usable and problem.variant != current:
                 chosen.close()

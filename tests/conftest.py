@@ -11,6 +11,8 @@ _flags = os.environ.get("XLA_FLAGS")
 if "xla_force_host_platform_device_count" not in (_flags or ""):
     os.environ["XLA_FLAGS"] = f"{_flags or ''} --xla_force_host_platform_device_count=4".strip()
 
+_left_out = ""  # why no test of `metal` runs; empty where they do, or the caller chose
+
 # every test of `metal` runs the real C++ and kernels: on the device of a Mac, elsewhere on the emulated one
 if "JAX_MFA_DEVICE" not in os.environ and sys.platform != "darwin":
     try:
@@ -19,7 +21,7 @@ if "JAX_MFA_DEVICE" not in os.environ and sys.platform != "darwin":
         host_module.build()
         os.environ["JAX_MFA_DEVICE"] = "emulator"
     except (ImportError, RuntimeError) as reason:
-        print(f"the emulated Metal device is left out: {reason}", file=sys.stderr)
+        _left_out = f"the emulated Metal device is left out: {reason}"
         os.environ["JAX_MFA_DEVICE"] = "none"
 
 import jax  # noqa: E402
@@ -31,6 +33,12 @@ if _flags is None:
     os.environ.pop("XLA_FLAGS", None)
 else:
     os.environ["XLA_FLAGS"] = _flags
+
+
+def pytest_terminal_summary(terminalreporter):
+    # at the end, and by the process that reports: `-q` hides headers, and what a worker prints is lost
+    if _left_out:
+        terminalreporter.write_line(_left_out, yellow=True)
 
 
 def pytest_configure(config):

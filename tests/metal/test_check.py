@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jax_mfa import check
+from jax_mfa.__main__ import READER_GONE
 from jax_mfa.metal import DTYPES, runtime, tiles
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -39,6 +40,50 @@ def test_without_metal_it_says_so_and_checks_blockwise():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "JAX_MFA_DEVICE=none forbids Metal" in done.stdout and "Metal was not checked" in done.stdout
     assert "float32: blockwise" in done.stdout and "all passed: blockwise" in done.stdout and rows(done.stdout)
+
+
+def test_a_device_that_there_is_not_is_a_finding():
+    done = command("bogus", "--quick")
+    assert done.returncode == 2 and not done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.split(None, 1) == ["Metal", "JAX_MFA_DEVICE must be unset, 'none' or 'emulator', got 'bogus'"]
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    line = [sys.executable, "-m", "jax_mfa", "source"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_MFA_DEVICE": "none"}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout and process.stderr
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert not process.stderr.read()
+    assert process.returncode == READER_GONE
+
+
+def test_metal_is_judged_on_cpu_whatever_the_default_device(monkeypatch, capsys):
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=object(), device={"families": ["apple7"]}))
+    places = []
+
+    def judge(problem, implementation):
+        places.append((implementation, getattr(jax.config.jax_default_device, "platform", None)))
+        return check.Verdict(problem, dict.fromkeys(check.RESULTS, 0.0), dict.fromkeys(check.RESULTS, 0.0))
+
+    monkeypatch.setattr(check, "judge", judge)
+    assert check.run(check.argparse.Namespace(quick=True)) == 0
+    assert places and set(places) == {("metal", "cpu")}
+    assert "all passed: metal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_report_says_where_metal_is_left_out(tmp_path, workers):
+    (tmp_path / "no_emulator.py").write_text("import sys\nsys.modules['emulator'] = None\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    environment.pop("JAX_MFA_DEVICE", None)
+    line = [sys.executable, "-m", "pytest", "-p", "no_emulator", "-n", str(workers)]
+    line += ["tests/test_philox.py", "-k", "agrees_with_64_bit"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the emulated Metal device is left out: ") == 1
 
 
 def test_every_entry_of_every_table_is_among_the_problems():
