@@ -21,7 +21,7 @@ import numpy as np
 from jax_mfa.block_mask import BlockMask
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# lengths and static offsets stay below this, so that the distance of any two positions fits 32 bits
+# lengths and offsets stay below this, so that the distance of any two positions fits 32 bits
 MAX_POSITION = 2**30 - 1
 
 
@@ -132,10 +132,14 @@ def _shape(x) -> str:
     return f"{x.dtype.name}{list(x.shape)}"
 
 
-def _array(name: str, x, kinds: str, expected: str):
-    """`x` as an array whose dtype kind is one of `kinds` ('f' floating, 'i' integer, 'b' bool)."""
+def _as_given(name: str, x, kinds: str, expected: str):
+    """`x` as an array, of numpy or JAX, whose dtype kind is one of `kinds` ('f' floating, 'i' integer, 'b' bool)."""
     if isinstance(x, (list, tuple, numbers.Number)):
-        x = np.asarray(x)
+        numpy: Any = jnp if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)) else np
+        try:
+            x = numpy.asarray(x)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} must be an array ({expected}), got a {type(x).__name__}: {error}") from error
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"{name} must be an array ({expected}), got {type(x).__name__}")
     ok = {
@@ -145,15 +149,53 @@ def _array(name: str, x, kinds: str, expected: str):
     }
     if not any(ok[kind] for kind in kinds):
         raise TypeError(f"{name} must be {expected}, got {_shape(x)}")
+    if not all(isinstance(d, numbers.Integral) for d in x.shape):
+        raise NotImplementedError(
+            f"{name} must have a known shape: symbolic dimensions are not supported, got {_shape(x)}"
+        )
+    return x
+
+
+def _array(name: str, x, kinds: str, expected: str):
+    """`x` as an array of JAX whose dtype kind is one of `kinds`."""
+    x = _as_given(name, x, kinds, expected)
     if isinstance(x, np.ndarray) and x.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
         x = x.astype(np.float32)
     return jnp.asarray(x)
 
 
-def _static_float(name: str, x, expected: str) -> float:
-    if isinstance(x, bool) or not isinstance(x, numbers.Real) or not math.isfinite(x):
-        raise (ValueError if isinstance(x, float) else TypeError)(f"{name} must be {expected}, got {x!r}")
-    return float(x)
+def _in_range(name: str, x, low: int, high: int) -> None:
+    """Refuses integers outside low..high where their values are known; as given, for JAX would narrow numpy's."""
+    info = jnp.iinfo(x.dtype)
+    values = None if low <= info.min and info.max <= high else _concrete(x)
+    if values is not None and values.size:
+        least, most = int(values.min()), int(values.max())
+        if least < low or most > high:
+            raise ValueError(f"{name} must lie in {low}..{high}, got {least if least < low else most}")
+
+
+def _widened(x):
+    """Integers of 32 bits or more."""
+    return x.astype(np.int32) if x.dtype.itemsize < 4 else x
+
+
+def _clipped(x, low: int, high: int):
+    """Integers as int32, brought within low..high before they become so."""
+    numpy: Any = jnp if isinstance(x, jax.Array) else np
+    x = _widened(x)
+    return numpy.clip(x, max(low, int(jnp.iinfo(x.dtype).min)), high).astype(np.int32)
+
+
+def _static_float(name: str, x, expected: str, dtype=np.float64) -> float:
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise TypeError(f"{name} must be {expected}, got {x!r}")
+    try:
+        x = float(x)
+    except OverflowError:
+        x = math.inf
+    if not abs(x) <= float(jnp.finfo(dtype).max):
+        raise ValueError(f"{name} must be {expected}, finite in {np.dtype(dtype).name}, got {x}")
+    return x
 
 
 def _bool(name: str, x) -> bool:
@@ -200,12 +242,15 @@ def _scores_like(name: str, x, lead, n: int, t: int, s: int):
 
 
 def _lengths(name: str, x, lead, limit: int):
-    values = _concrete(x)  # before it becomes an array of a trace
-    x = _array(name, x, "i", "integers [B]")
-    x = _per_row(name, x, lead, (), "[B]")
-    if values is not None and values.size and (values.min() < 0 or values.max() > limit):
-        raise ValueError(f"{name} must lie in 0..{limit}, got {values.tolist()}")
-    return x.astype(jnp.int32)
+    x = _as_given(name, x, "i", "integers [B]")
+    _in_range(name, x, 0, limit)
+    return jnp.asarray(_per_row(name, _clipped(x, 0, limit), lead, (), "[B]"))
+
+
+def _segment_ids(name: str, x, lead, length: int, letters: str):
+    x = _as_given(name, x, "i", f"integers {letters}")
+    _in_range(name, x, -(2**31), 2**31 - 1)
+    return jnp.asarray(_per_row(name, x.astype(np.int32), lead, (length,), letters))
 
 
 def _window(x) -> tuple[int | None, int | None]:
@@ -228,21 +273,24 @@ def _window(x) -> tuple[int | None, int | None]:
 
 
 def _seed(x):
-    """A dropout seed as uint32[2]: an int, integers of shape [] or [2], or a `jax.random` key."""
+    """A dropout seed as uint32[2]: low and high word of an integer, integers of shape [2], or a `jax.random` key."""
     if isinstance(x, numbers.Integral) and not isinstance(x, bool):
-        x = int(x) & (2**64 - 1)
-        return jnp.asarray(np.array([x & 0xFFFFFFFF, x >> 32], np.uint32))
+        x = np.asarray(int(x) & (2**64 - 1), np.uint64)
     if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         if x.shape != ():
             raise ValueError(f"dropout_seed must be a single key, got keys of shape {list(x.shape)}")
         words = jax.random.key_data(x).astype(jnp.uint32)
         return words[-2:] if words.size >= 2 else jnp.concatenate([words, words])
-    x = _array("dropout_seed", x, "i", "an integer, integers [2] or a jax.random key")
+    x = _as_given("dropout_seed", x, "i", "an integer, integers [2] or a jax.random key")
     if x.shape == ():
-        return jnp.stack([x.astype(jnp.uint32), jnp.uint32(0)])
+        numpy = jnp if isinstance(x, jax.Array) else np
+        x = _widened(x)
+        half = x.dtype.type(16)  # twice, for the high word of 32 bits is their sign
+        return jnp.asarray(numpy.stack([x, x >> half >> half]).astype(np.uint32))
     if x.shape != (2,):
         raise ValueError(f"dropout_seed must have shape [] or [2], got {list(x.shape)}")
-    return x.astype(jnp.uint32)
+    _in_range("dropout_seed", x, -(2**31), 2**32 - 1)
+    return jnp.asarray(x.astype(np.uint32))
 
 
 def specify(
@@ -270,7 +318,9 @@ def specify(
 ) -> tuple[Specification, Operands]:
     """Checks the arguments of `jax_mfa.dot_product_attention` and brings them into the layout of `Operands`.
 
-    Raises `ValueError` or `TypeError` naming the argument, what was seen and what was expected.
+    Raises `ValueError` or `TypeError` naming the argument, what was seen and what was expected. Values can be checked
+    only where they are known: traced lengths, offsets and ranges are clipped to what is allowed, of traced 64-bit
+    segment ids the low 32 bits count.
     """
     query = _array("query", query, "f", "floating [..., T, N, H]")
     key = _array("key", key, "f", "floating [..., S, K, H]")
@@ -313,35 +363,44 @@ def specify(
 
     static_scale = 1.0 / math.sqrt(h)
     if isinstance(scale, numbers.Real):
-        static_scale, scale = _static_float("scale", scale, "a finite number"), None
+        static_scale, scale = _static_float("scale", scale, "a number", acc), None
     elif scale is not None:
         scale = _array("scale", scale, "f", "a floating scalar")
         if scale.shape != ():
             raise ValueError(f"scale must be a scalar, got shape {list(scale.shape)}")
         scale = scale.reshape(1).astype(acc)
 
-    static_offset = 0
-    if isinstance(query_offset, numbers.Integral) and not isinstance(query_offset, bool):
-        static_offset, query_offset = int(query_offset), None
-        if abs(static_offset) > MAX_POSITION - t:
-            raise ValueError(f"query_offset must keep positions within ±{MAX_POSITION}, got {static_offset}")
-    elif query_offset is not None:
-        query_offset = _array("query_offset", query_offset, "i", "an integer or integers [B]")
-        query_offset = _per_row("query_offset", query_offset, lead, (), "[B]").astype(jnp.int32)
-
     if query_seq_lengths is not None:
         query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, lead, t)
     if key_value_seq_lengths is not None:
         key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, lead, s)
 
+    static_offset, farthest = 0, MAX_POSITION - t
+    if isinstance(query_offset, numbers.Integral) and not isinstance(query_offset, bool):
+        static_offset, query_offset = int(query_offset), None
+        if abs(static_offset) > farthest:
+            raise ValueError(f"query_offset must lie in {-farthest}..{farthest}, got {static_offset}")
+    elif query_offset is not None:
+        query_offset = _as_given("query_offset", query_offset, "i", "an integer or integers [B]")
+        _in_range("query_offset", query_offset, -farthest, farthest)
+        query_offset = _clipped(query_offset, -farthest, farthest)
+        query_offset = jnp.asarray(_per_row("query_offset", query_offset, lead, (), "[B]"))
+
     if logits_soft_cap is not None:
-        logits_soft_cap = _static_float("logits_soft_cap", logits_soft_cap, "a positive static number or None")
+        logits_soft_cap = _static_float("logits_soft_cap", logits_soft_cap, "a positive static number or None", acc)
         if logits_soft_cap <= 0:
             raise ValueError(f"logits_soft_cap must be positive or None, got {logits_soft_cap}")
+        # below, the cap is flushed to zero, and so are, above, scores over the cap that still count
+        low = float(jnp.finfo(acc).tiny)
+        high = float(jnp.finfo(acc).eps) / low
+        if not low <= logits_soft_cap <= high:
+            raise ValueError(
+                f"logits_soft_cap must lie in {low:.2g}..{high:.2g} in {acc.name} or be None, got {logits_soft_cap}"
+            )
 
     def per_head(name, x):
         x = _array(name, x, "f", "floating [N]")
-        return _per_row(name, x, lead, (n,), "[N]")
+        return _per_row(name, x, lead, (n,), f"[N] = [{n}] or [..., N]")
 
     alibi_slopes = None if alibi_slopes is None else per_head("alibi_slopes", alibi_slopes)
     sinks = None if sinks is None else per_head("sinks", sinks)
@@ -350,17 +409,13 @@ def specify(
         missing = "query_segment_ids" if query_segment_ids is None else "key_value_segment_ids"
         raise ValueError(f"{missing} must be given too: segment ids need both sides")
     if query_segment_ids is not None:
-        query_segment_ids = _array("query_segment_ids", query_segment_ids, "i", "integers [..., T]")
-        query_segment_ids = _per_row("query_segment_ids", query_segment_ids, lead, (t,), "[..., T]").astype(jnp.int32)
-        key_value_segment_ids = _array("key_value_segment_ids", key_value_segment_ids, "i", "integers [..., S]")
-        key_value_segment_ids = _per_row("key_value_segment_ids", key_value_segment_ids, lead, (s,), "[..., S]").astype(
-            jnp.int32
-        )
+        query_segment_ids = _segment_ids("query_segment_ids", query_segment_ids, lead, t, "[..., T]")
+        key_value_segment_ids = _segment_ids("key_value_segment_ids", key_value_segment_ids, lead, s, "[..., S]")
 
     if key_value_ranges is not None:
-        key_value_ranges = _array("key_value_ranges", key_value_ranges, "i", "integers [..., T, 2]")
-        key_value_ranges = _per_row("key_value_ranges", key_value_ranges, lead, (t, 2), "[..., T, 2]")
-        key_value_ranges = jnp.clip(key_value_ranges, 0, s).astype(jnp.int32)
+        key_value_ranges = _as_given("key_value_ranges", key_value_ranges, "i", "integers [..., T, 2]")
+        key_value_ranges = _per_row("key_value_ranges", _clipped(key_value_ranges, 0, s), lead, (t, 2), "[..., T, 2]")
+        key_value_ranges = jnp.asarray(key_value_ranges)
 
     mask_block = None
     if block_mask is not None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import AVAILABLE, qkv
+from harness import AVAILABLE, qkv, types_of, x64
 
 import jax_mfa
 from jax_mfa import BlockMask
@@ -50,6 +50,8 @@ BAD = {
     "scale_integer_array": ({"scale": i32(1)[0:1].reshape(())}, TypeError, ["scale", "int32", "float"]),
     "scale_nan": ({"scale": float("nan")}, ValueError, ["scale", "nan", "finite"]),
     "scale_infinite": ({"scale": float("inf")}, ValueError, ["scale", "inf", "finite"]),
+    "scale_beyond_its_dtype": ({"scale": 1e39}, ValueError, ["scale", "1e+39", "finite in float32"]),
+    "scale_beyond_any_dtype": ({"scale": 10**400}, ValueError, ["scale", "inf", "finite in float32"]),
     "scale_text": ({"scale": "0.5"}, TypeError, ["scale", "str"]),
     "scale_true": ({"scale": True}, TypeError, ["scale", "True"]),
     "causal_array": ({"is_causal": np.array([True, False])}, TypeError, ["is_causal", "bool"]),
@@ -65,16 +67,31 @@ BAD = {
     "lengths_shape": ({"key_value_seq_lengths": i32(1, 2, 3)}, ValueError, ["key_value_seq_lengths", "[3]", "[2]"]),
     "lengths_float": ({"query_seq_lengths": f32(2)}, TypeError, ["query_seq_lengths", "float32", "integers"]),
     "lengths_bool": ({"query_seq_lengths": np.ones(2, bool)}, TypeError, ["query_seq_lengths", "bool", "integers"]),
+    "lengths_ragged": ({"query_seq_lengths": [[1], [1, 2]]}, ValueError, ["query_seq_lengths", "list", "integers"]),
+    "length_of_64_bits": ({"query_seq_lengths": np.array([2**32, 3])}, ValueError, ["query_seq_lengths", str(2**32)]),
     "lengths_rank": ({"query_seq_lengths": np.ones((2, 1), np.int32)}, ValueError, ["query_seq_lengths", "[2, 1]"]),
     "offset_float": ({"query_offset": 1.5}, TypeError, ["query_offset", "float", "integer"]),
     "offset_bool": ({"query_offset": True}, TypeError, ["query_offset", "bool", "integer"]),
     "offset_shape": ({"query_offset": i32(1, 2, 3)}, ValueError, ["query_offset", "[3]", "[2]"]),
-    "offset_too_far": ({"query_offset": 2**31}, ValueError, ["query_offset", str(2**31)]),
+    "offset_too_far": ({"query_offset": 2**31}, ValueError, ["query_offset", str(2**31), f"..{2**30 - 8}"]),
+    "offset_array_too_far": (
+        {"query_offset": i32(1, 2**30)},
+        ValueError,
+        ["query_offset", str(2**30), f"..{2**30 - 8}"],
+    ),
+    "offset_array_too_low": ({"query_offset": jnp.array([-(2**30), 1])}, ValueError, ["query_offset", str(-(2**30))]),
+    "offset_of_64_bits": ({"query_offset": np.array([2**32, 1])}, ValueError, ["query_offset", str(2**32)]),
+    "offset_list_of_64_bits": ({"query_offset": [0, -(2**40)]}, ValueError, ["query_offset", str(-(2**40))]),
     "cap_zero": ({"logits_soft_cap": 0.0}, ValueError, ["logits_soft_cap", "0.0", "positive"]),
     "cap_negative": ({"logits_soft_cap": -5.0}, ValueError, ["logits_soft_cap", "-5.0", "positive"]),
     "cap_array": ({"logits_soft_cap": f32(2)}, TypeError, ["logits_soft_cap", "static"]),
     "cap_nan": ({"logits_soft_cap": float("nan")}, ValueError, ["logits_soft_cap", "nan"]),
-    "slopes_shape": ({"alibi_slopes": f32(2)}, ValueError, ["alibi_slopes", "[2]", "4"]),
+    "cap_beyond_its_dtype": ({"logits_soft_cap": 1e39}, ValueError, ["logits_soft_cap", "1e+39", "finite in float32"]),
+    "cap_beyond_any_dtype": ({"logits_soft_cap": 10**400}, ValueError, ["logits_soft_cap", "finite in float32"]),
+    "cap_without_effect": ({"logits_soft_cap": 1e38}, ValueError, ["logits_soft_cap", "1e+38", "..1e+31", "None"]),
+    "cap_of_nothing": ({"logits_soft_cap": 1e-40}, ValueError, ["logits_soft_cap", "1e-40", "1.2e-38.."]),
+    "slopes_shape": ({"alibi_slopes": f32(2)}, ValueError, ["alibi_slopes", "[2]", "[N] = [4]", "[..., N] = [2, 4]"]),
+    "slopes_ragged": ({"alibi_slopes": [[1.0], [1.0, 2.0]]}, ValueError, ["alibi_slopes", "list", "[N]"]),
     "slopes_integer": ({"alibi_slopes": i32(1, 2, 3, 4)}, TypeError, ["alibi_slopes", "int32", "floating"]),
     "sinks_shape": ({"sinks": f32(4, 2)}, ValueError, ["sinks", "[4, 2]"]),
     "sinks_integer": ({"sinks": i32(1, 2, 3, 4)}, TypeError, ["sinks", "int32", "floating"]),
@@ -88,6 +105,16 @@ BAD = {
         {"query_segment_ids": np.ones((2, 9), np.int32), "key_value_segment_ids": np.ones((2, 9), np.int32)},
         ValueError,
         ["query_segment_ids", "[2, 9]", "[2, 7]"],
+    ),
+    "query_segments_of_64_bits": (
+        {"query_segment_ids": np.full((2, 7), 2**32), "key_value_segment_ids": np.zeros((2, 9), np.int32)},
+        ValueError,
+        ["query_segment_ids", str(2**32), f"{-(2**31)}..{2**31 - 1}"],
+    ),
+    "key_segments_of_64_bits": (
+        {"query_segment_ids": np.zeros((2, 7), np.int32), "key_value_segment_ids": np.full((2, 9), -(2**40))},
+        ValueError,
+        ["key_value_segment_ids", str(-(2**40)), f"{-(2**31)}..{2**31 - 1}"],
     ),
     "ranges_shape": ({"key_value_ranges": np.ones((2, 9, 2), np.int32)}, ValueError, ["key_value_ranges", "[2, 9, 2]"]),
     "ranges_float": ({"key_value_ranges": f32(2, 7, 2)}, TypeError, ["key_value_ranges", "float32", "integers"]),
@@ -114,6 +141,16 @@ BAD = {
     "dropout_text": ({"dropout_rate": "0.1", "dropout_seed": 1}, TypeError, ["dropout_rate", "0.1"]),
     "seed_float": ({"dropout_rate": 0.1, "dropout_seed": 1.5}, TypeError, ["dropout_seed", "float", "integer"]),
     "seed_shape": ({"dropout_rate": 0.1, "dropout_seed": i32(1, 2, 3)}, ValueError, ["dropout_seed", "[3]", "[2]"]),
+    "seed_word_too_large": (
+        {"dropout_rate": 0.1, "dropout_seed": [1, 2**33]},
+        ValueError,
+        ["dropout_seed", str(2**33), f"..{2**32 - 1}"],
+    ),
+    "seed_word_too_low": (
+        {"dropout_rate": 0.1, "dropout_seed": [-(2**40), 1]},
+        ValueError,
+        ["dropout_seed", str(-(2**40))],
+    ),
     "seed_bool": ({"dropout_rate": 0.1, "dropout_seed": True}, TypeError, ["dropout_seed", "bool"]),
     "implementation": ({"implementation": "cudnn"}, ValueError, ["implementation", "cudnn", "blockwise"]),
     "unknown_argument": ({"causal": True}, TypeError, ["causal"]),
@@ -170,6 +207,46 @@ def test_a_length_out_of_range_that_is_traced_sees_no_more_than_there_is():
         run = jax.jit(lambda x, f=implementation: f.attend(Q, K, V, key_value_seq_lengths=x))
         wanted = jax.jit(lambda x, f=implementation: f.attend(Q, K, V, key_value_seq_lengths=x))(i32(9, 0))
         np.testing.assert_array_equal(run(i32(1000, -5)), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_an_offset_out_of_range_that_is_traced_is_as_far_as_one_may_be(dtype):
+    # values cannot be checked while tracing: from too far right all is seen, from too far left nothing
+    limits = np.iinfo(dtype)
+    for implementation in AVAILABLE:
+        with types_of("float64" if dtype == "int64" else "float32"):
+            run = jax.jit(lambda x, f=implementation: f.attend(Q, K, V, is_causal=True, query_offset=x))
+            got = run(np.array([limits.max, limits.min], dtype))
+        wanted = implementation.attend(Q, K, V, key_value_seq_lengths=i32(9, 0))
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [2e-38, 1e30])
+def test_a_soft_cap_at_its_limits_is_a_soft_cap(cap):
+    for implementation in AVAILABLE:
+        got = implementation.attend(Q, K, V, logits_soft_cap=cap)
+        # caps all scores to nothing, or none
+        keywords = {"scale": 0.0} if cap < 1 else {}
+        np.testing.assert_allclose(got, implementation.attend(Q, K, V, **keywords), rtol=0, atol=1e-5)
+
+
+def test_what_float32_cannot_hold_float64_can():
+    with x64():
+        wide = [np.asarray(x, np.float64) for x in (Q, K, V)]
+        got = jax_mfa.dot_product_attention(*wide, logits_soft_cap=1e39)
+        np.testing.assert_allclose(got, jax_mfa.dot_product_attention(*wide), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "mask"])
+def test_symbolic_dimensions_are_refused_by_name(name):
+    from jax import export
+
+    arguments = {"query": Q, "key": K, "value": V, "mask": np.ones((2, 1, 7, 9), bool)}
+    shape = export.symbolic_shape(", ".join(["batch", *map(str, arguments[name].shape[1:])]))
+    symbolic = jax.ShapeDtypeStruct(shape, arguments[name].dtype)
+    run = jax.jit(lambda x: jax_mfa.dot_product_attention(**{**arguments, name: x}))
+    with pytest.raises(NotImplementedError, match=rf"{name} .*symbolic dimensions.*\[batch, "):
+        export.export(run)(symbolic)
 
 
 def test_keys_of_several_seeds_are_refused():

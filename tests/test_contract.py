@@ -450,17 +450,32 @@ def test_a_window_is_inclusive_and_one_sided_with_none(implementation, window, c
     assert_close(got, wanted.out, "float32", terms=18, largest_score=wanted.largest_score)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32"])
-def test_lengths_offsets_and_segments_may_have_any_integer_dtype(implementation, dtype):
-    q, k, v = qkv()
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
+def test_lengths_offsets_segments_and_ranges_may_have_any_integer_dtype(implementation, dtype):
+    s = 300  # more than 8 bits hold
+    q, k, v = qkv(S=s)
+    rng = np.random.default_rng(0)
     arguments = {"query": q, "key": k, "value": v, "is_causal": True}
-    arguments["query_offset"] = np.array([1, 2], dtype)
+    arguments["query_offset"] = np.array([100, 120], dtype)
     arguments["query_seq_lengths"], arguments["key_value_seq_lengths"] = (
         np.array([7, 4], dtype),
-        np.array([3, 9], dtype),
+        np.array([93, 127], dtype),
     )
-    arguments["query_segment_ids"], arguments["key_value_segment_ids"] = np.ones((2, 7), dtype), np.ones((1, 9), dtype)
+    arguments["query_segment_ids"], arguments["key_value_segment_ids"] = np.ones((2, 7), dtype), np.ones((1, s), dtype)
+    arguments["key_value_ranges"] = rng.integers([0, 60], [50, 128], (2, 7, 2)).astype(dtype)
     assert_matches_oracle(implementation, arguments)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64"])
+def test_lengths_and_ranges_as_far_as_their_dtype_goes_are_all_there_is(implementation, dtype):
+    q, k, v = qkv()
+    limits = np.iinfo(dtype)
+    wanted = oracle.attention(q, k, v).out
+    ranges = np.broadcast_to(np.array([limits.min, limits.max], dtype), (2, 7, 2))
+    assert_close(implementation.attend(q, k, v, key_value_ranges=ranges), wanted, "float32", terms=17, largest_score=4)
+    with types_of("float64" if limits.bits == 64 else "float32"):  # traced values, which are not refused
+        run = quick_jit(lambda x: implementation.attend(q, k, v, key_value_seq_lengths=x))
+        assert_close(run(np.full(2, limits.max, dtype)), wanted, "float32", terms=17, largest_score=4)
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 4)], ids=str)

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from harness import qkv, types_of
 
 from jax_mfa.philox import keep_mask, philox
+from jax_mfa.specification import specify
 
 # Philox4×32-10 from the known-answer file of Random123 (Salmon et al., SC 2011): key, counter, words
 KNOWN = {
@@ -80,3 +82,20 @@ def test_seed_batch_row_and_head_each_give_independent_bits(other):
     a = _mask(0.5, (1, 2), 0, 0, np.arange(100), 0, 100)
     b = _mask(0.5, *other, np.arange(100), 0, 100)
     assert abs((a == b).mean() - 0.5) < 5 * 0.5 / 100
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["32_bits", "64_bits"])
+@pytest.mark.parametrize("seed", [0, 5, -1, -7, 2**31 + 3, 2**32 - 1, 2**40 + 7, -(2**40), 2**63 + 1])
+def test_the_words_of_a_seed_do_not_depend_on_its_form(seed, wide):
+    q, k, v = qkv(B=1, T=1, S=1, N=1, K=1, H=1)
+    wanted = oracle.seed_words(seed)
+    words = lambda x: specify(q, k, v, dropout_rate=0.5, dropout_seed=x)[1].dropout[0, :2]
+    dtypes = (np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64)
+    dtypes = [t for t in dtypes if np.iinfo(t).min <= seed <= np.iinfo(t).max]
+    with types_of("float64" if wide else "float32"):
+        arrays = [jnp.asarray(seed, t) for t in dtypes if wide or np.iinfo(t).bits <= 32]
+        arrays.append(jnp.asarray(wanted, jnp.uint32))
+        for x in (seed, list(wanted), *(t(seed) for t in dtypes), *(np.asarray(seed, t) for t in dtypes), *arrays):
+            assert tuple(int(word) for word in words(x)) == wanted, repr(x)
+        for x in arrays:
+            assert tuple(int(word) for word in jax.jit(words)(x)) == wanted, repr(x)

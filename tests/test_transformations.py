@@ -110,6 +110,14 @@ def test_python_lists_and_numpy_scalars_are_arrays_too(implementation):
     close(implementation.attend(*lists, key_value_seq_lengths=[1]), implementation.attend(q, k, v, mask=[True, False]))
 
 
+def test_python_lists_may_hold_traced_values(implementation):
+    q, k, v = qkv()
+    run = lambda length, sink: implementation.attend(q, k, v, key_value_seq_lengths=[length, 4], sinks=[sink] * 4)
+    wanted = implementation.attend(q, k, v, key_value_seq_lengths=[6, 4], sinks=[0.5] * 4)
+    close(run(jnp.int32(6), jnp.float32(0.5)), wanted)
+    close(jax.jit(run)(6, 0.5), wanted)
+
+
 # --- vmap
 
 # an argument set without the leading batch axis, and for each argument the axes it may be mapped over
