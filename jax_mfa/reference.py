@@ -71,8 +71,10 @@ def attention(spec: Specification, operands: Operands):
         q, k, v = (jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in (q, k, v))
 
     # 1-3: scores
+    # invisible ones may be infinite, and so would derivatives: they are hidden from every product and function
+    hidden = lambda x: jnp.where(see, x, jnp.zeros_like(x))
     scale = spec.scale if o.scale is None else o.scale.astype(acc).reshape(-1, 1, 1, 1)
-    x = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+    x = scale * hidden(jnp.einsum("btnh,bsnh->bnts", q, k))
     if o.bias is not None:
         x = x + o.bias.astype(acc)
     if o.alibi_slopes is not None:
@@ -80,7 +82,7 @@ def attention(spec: Specification, operands: Operands):
         position = jnp.arange(t).reshape(1, 1, -1, 1) + offset
         distance = jnp.arange(k.shape[1]).reshape(1, 1, 1, -1) - position
         x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * distance.astype(acc)
-    x = jnp.where(see, x, jnp.zeros_like(x))  # invisible scores may be infinite, and so would derivatives below
+    x = hidden(x)
     if spec.logits_soft_cap is not None:
         x = spec.logits_soft_cap * jnp.tanh(x / spec.logits_soft_cap)
 
@@ -108,9 +110,9 @@ def attention(spec: Specification, operands: Operands):
         keep = keep_mask(spec.dropout_rate, (seed0, seed1), index, head, row, 0, k.shape[1])
         p = jnp.where(keep, p / (1.0 - spec.dropout_rate), jnp.zeros_like(p))
 
-    # 7; p is 0 already where nothing is visible, and so is, with this, its cotangent, which a huge value makes infinite
-    p = jnp.where(see, p, jnp.zeros_like(p))
-    out = jnp.einsum("bnts,bsnv->btnv", p, v)
+    # 7; p is 0 already where hidden, and so is, with this, its cotangent, which a huge value makes infinite
+    out = jnp.einsum("bnts,bsnv->btnv", hidden(p), v)
+    out = jnp.where(empty.transpose(0, 2, 1, 3), jnp.zeros_like(out), out)  # whatever its cotangent may be
     lse = lse.transpose(0, 2, 1)
     if tainted is not None:
         tainted = tainted.transpose(0, 2, 1)

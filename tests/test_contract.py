@@ -176,6 +176,18 @@ def test_a_row_that_sees_nothing_gives_zeros_and_no_gradient(implementation, rea
     assert_matches_oracle(implementation, arguments, d_out=d_out, d_lse=d_lse, answer=answer)
 
 
+@pytest.mark.parametrize("reason", ["mask", "causal", "key_lengths"])
+def test_the_cotangent_of_a_row_that_sees_nothing_may_be_nan(implementation, reason):
+    q, k, v = qkv()
+    arguments = {"query": q, "key": k, "value": v, **BLIND[reason], "sinks": arrays((4,), seed=9)[0]}
+    d_out, d_lse = cotangents(arguments)
+    blind = oracle.attention(**arguments).lse == -np.inf
+    wanted = evaluate(implementation, arguments, d_out, d_lse)[2]
+    d_out[blind], d_lse[blind] = np.nan, np.nan
+    for name, got in evaluate(implementation, arguments, d_out, d_lse)[2].items():
+        np.testing.assert_array_equal(got, wanted[name], err_msg=name)
+
+
 # --- what nobody sees may be anything
 
 HIDDEN = {  # arguments that hide some columns of batch row 0 from every row, and which
@@ -198,7 +210,9 @@ SPOILS = {"nan": np.nan, "inf": np.inf, "minus_inf": -np.inf, "largest": np.finf
 
 # masks and values with no other feature, and other features with two masks and two values
 CROSSED = [(by, spoil, "plain") for by in HIDDEN for spoil in SPOILS]
-CROSSED += itertools.product(("key_lengths", "segments"), ("nan", "largest"), ("cap", "dropout", "sinks_alibi_bias"))
+CROSSED += itertools.product(
+    ("key_lengths", "segments"), ("nan", "largest"), ("cap", "dropout", "scale", "sinks_alibi_bias")
+)
 
 
 @pytest.mark.parametrize("by,spoil,extra", CROSSED)
@@ -210,6 +224,8 @@ def test_what_a_mask_hides_reaches_neither_output_nor_gradient(implementation, b
         arguments["logits_soft_cap"] = 3.0
     elif extra == "dropout":
         arguments |= {"dropout_rate": 0.25, "dropout_seed": np.array([3, 4], np.uint32)}
+    elif extra == "scale":
+        arguments["scale"] = np.float32(0.3)
     elif extra == "sinks_alibi_bias":
         sinks, bias = arrays((4,), (4, 7, 9), seed=8)
         arguments |= {"sinks": sinks, "bias": bias, "alibi_slopes": np.array([0.5, 0.25, 0.125, 0.0625], np.float32)}

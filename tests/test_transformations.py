@@ -564,6 +564,28 @@ def test_a_hessian_is_symmetric_however_it_is_taken(implementation):
         assert max(np.abs(x).max() for x in jax.tree.leaves(hessian)) > 1e-3
 
 
+@pytest.mark.parametrize("hidden", ["key", "value"])
+def test_what_is_huge_and_hidden_does_not_reach_second_derivatives(implementation, hidden):
+    if not implementation.forward_mode:
+        pytest.skip("has no second derivatives")
+    arguments = dict(zip(("query", "key", "value"), qkv(B=1, T=2, S=4, N=1, K=1, H=2)))
+    arguments["query"] *= 4  # products beyond float32
+    mask = np.array([True, True, False, True])
+
+    def hessian(arguments):
+        def loss(query, scale):
+            out, lse = implementation.flash(**{**arguments, "query": query}, scale=scale, mask=mask)
+            return jnp.sin(out).sum() + jnp.cos(lse).sum()
+
+        return jax.hessian(loss, argnums=(0, 1))(jnp.asarray(arguments["query"]), 0.7)
+
+    wanted = hessian(arguments)
+    arguments[hidden] = arguments[hidden].copy()
+    arguments[hidden][:, 2] = 3e38
+    for got, expected in zip(jax.tree.leaves(hessian(arguments)), jax.tree.leaves(wanted)):
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_jvp_and_linearize_are_the_transpose_of_the_gradient(implementation):
     with x64():
         arguments = BY_NAME["everything"].arguments("float64")
@@ -697,6 +719,7 @@ def test_x64_mode_keeps_32_bit_inputs_in_32_bits(implementation):
         (test_export_round_trip_with_gradient, {}),
         (test_gradients_equal_finite_differences, {"name": "everything"}),
         (test_second_derivatives_equal_finite_differences, {}),
+        (test_what_is_huge_and_hidden_does_not_reach_second_derivatives, {"hidden": "key"}),
         (test_no_implicit_rank_promotion, {"name": "everything"}),
         (test_rows_that_see_nothing_trip_no_alarm, {"reason": "mask", "jit": True, "mode": "debug_infs"}),
         (test_rows_that_see_nothing_trip_no_alarm, {"reason": "mask", "jit": False, "mode": "debug_nans"}),
