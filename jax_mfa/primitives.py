@@ -177,12 +177,21 @@ def _unfold(x, size: int):
     return x.reshape(size, x.shape[0] // size, *x.shape[1:])
 
 
-def _axis_size(arrays, dims) -> int:
-    return next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
+def _batched(rule, shapes):
+    """A primitive's batching rule from a `rule` for axes that are not empty and the `shapes` of its results."""
+
+    def batch(arrays, dims, **params):
+        size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
+        if size > 0:
+            return rule(arrays, dims, size, **params)
+        one = [ShapedArray(tuple(n for i, n in enumerate(x.shape) if i != d), x.dtype) for x, d in zip(arrays, dims)]
+        results = shapes(*one, **params)
+        return tuple(jnp.zeros((0, *x.shape), x.dtype) for x in results), (0,) * len(results)
+
+    return batch
 
 
-def _attention_batching(arrays, dims, *, spec, names, implementation):
-    size = _axis_size(arrays, dims)
+def _attention_batching(arrays, dims, size: int, *, spec, names, implementation):
     operands, spec, _ = _fold_operands(arrays, dims, size, spec, names)
     results = attention_p.bind(*operands, spec=spec, names=names, implementation=implementation)
     return tuple(_unfold(x, size) for x in results), (0, 0)
@@ -193,8 +202,8 @@ def _fold_results(arrays, dims, size: int, batch: int):
     return [_mapped(x, d, size).reshape(size * batch, *_mapped(x, d, size).shape[2:]) for x, d in zip(arrays, dims)]
 
 
-def _transpose_batching(arrays, dims, *, spec, names, wanted, implementation):
-    size, n = _axis_size(arrays, dims), len(names)
+def _transpose_batching(arrays, dims, size: int, *, spec, names, wanted, implementation):
+    n = len(names)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
     extra = _fold_results(arrays[n:], dims[n:], size, batch)
     static = {"spec": folded, "names": names, "wanted": wanted, "implementation": implementation}
@@ -210,8 +219,8 @@ def _transpose_batching(arrays, dims, *, spec, names, wanted, implementation):
     return tuple(out), (0,) * len(out)
 
 
-def _tangent_batching(arrays, dims, *, spec, names, wanted, implementation):
-    size, n = _axis_size(arrays, dims), len(names)
+def _tangent_batching(arrays, dims, size: int, *, spec, names, wanted, implementation):
+    n = len(names)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
     results = _fold_results(arrays[n : n + 2], dims[n : n + 2], size, batch)
     tangents = [
@@ -326,7 +335,7 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
 
     primitive.def_impl(run)
     primitive.def_abstract_eval(shapes)
-    batching.primitive_batchers[primitive] = batch
+    batching.primitive_batchers[primitive] = _batched(batch, shapes)
     portable = _lowering(fun, static, shares=on_metal is not None)
 
     def elsewhere(ctx, *args, **params):

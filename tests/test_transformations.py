@@ -1,6 +1,7 @@
 """Every transformation of JAX gives what plain calls give: jit, grad, vmap, scan, remat, sharding, export and more."""
 
 import functools
+import inspect
 import itertools
 
 import jax
@@ -253,6 +254,27 @@ def test_gradients_of_each_example_by_vmap_of_grad(implementation):
     close(got, np.stack([jax.grad(loss)(shared, q[i], v[i]) for i in range(4)]))
     total = jax.grad(lambda k: jax.vmap(loss, in_axes=(None, 0, 0))(k, q, v).sum())(shared)
     close(total, np.asarray(got).sum(0))
+
+
+def test_vmap_over_an_axis_of_size_0(implementation):
+    q, k, v = qkv(B=3)
+    attend = functools.partial(implementation.attend, is_causal=True)
+    loss = lambda k, q, v: jnp.sin(attend(q, k, v)).sum()
+    none = [x[:0] for x in (q, k, v)]
+    out, lse = jax.vmap(implementation.flash)(*none)
+    assert out.shape == (0, 7, 4, 8) and out.dtype == q.dtype and lse.shape == (0, 7, 4)
+    mapped = quick_jit(jax.vmap(attend, in_axes=(2, None, None), out_axes=2))
+    assert mapped(*arrays((3, 7, 0, 4, 8)), k, v).shape == (3, 7, 0, 4, 8)
+    gradients = jax.vmap(jax.grad(loss, argnums=(0, 1, 2)))(none[1], none[0], none[2])
+    assert [x.shape for x in gradients] == [(0, *x.shape[1:]) for x in (k, q, v)]
+    total = jax.grad(lambda k: jax.vmap(loss, in_axes=(None, 0, 0))(k, q[:0], v[:0]).sum())(k[0])
+    np.testing.assert_array_equal(total, np.zeros_like(k[0]))
+    if implementation.forward_mode:
+        moved = jax.vmap(lambda *x: jax.jvp(attend, x, x)[1])(*none)
+        assert moved.shape == (0, 7, 4, 8)
+    if "batch_size" in inspect.signature(jax.lax.map).parameters:  # its remainder is such an axis
+        batched = jax.lax.map(lambda x: attend(*x), (q[:2], k[:2], v[:2]), batch_size=2)
+        close(batched, attend(q[:2], k[:2], v[:2]))
 
 
 # --- scan, while loops, remat
@@ -713,6 +735,7 @@ def test_x64_mode_keeps_32_bit_inputs_in_32_bits(implementation):
     [
         (test_vmap_over_any_axis, {"axes": {name: 0 for name in MAPPED}, "batch": 2}),
         (test_vmap_over_any_axis, {"axes": {"query": 1, "key": 2, "bias": 2}, "batch": None}),
+        (test_vmap_over_an_axis_of_size_0, {}),
         (test_scan_over_layers_equals_a_loop, {}),
         (test_remat_changes_no_gradient, {"policy": "dots"}),
         (test_shard_map_over_batch_and_heads_with_its_default_checks, {"mesh": (2, 2), "jit": True}),
