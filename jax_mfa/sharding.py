@@ -168,13 +168,14 @@ def partitioned(fun: Callable, spec: Specification, names: tuple[str, ...], resu
 
 
 def automatically(run: Callable, arguments: dict, with_statistic: bool):
-    """`run(arguments)`, and where the query is explicitly sharded, with sharding left to the compiler inside.
+    """`run(arguments)`, and where an argument is explicitly sharded, with sharding left to the compiler inside.
 
-    The output is then sharded like the query but for its last axis; with `with_statistic`, the second result likewise.
+    The output is then sharded like the query but for its last axis, and replicated where the query has no sharding;
+    with `with_statistic`, the second result likewise.
     """
-    spec = _explicit_spec(arguments["query"])
-    if spec is None:
+    if all(_explicit_spec(x) is None for x in jax.tree.leaves(arguments)):
         return run(arguments)
+    spec = _explicit_spec(arguments["query"]) or PartitionSpec()
     placed = {n: x for n, x in arguments.items() if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
     rows = PartitionSpec(*spec[:-1])
     out = PartitionSpec(*rows, None)

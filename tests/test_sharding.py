@@ -7,6 +7,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case
@@ -201,6 +202,29 @@ def test_explicit_sharding_keeps_the_axes_of_the_query(implementation):
     (_, wanted), wanted_moved = wanted
     for a, b in zip((*results, *moved), (*wanted, *wanted_moved)):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no explicit sharding")
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("names", [("key", "value"), ("key_value_seq_lengths",), ("mask",), ()], ids=str)
+def test_a_query_without_a_sharding_may_meet_explicitly_sharded_arguments(implementation, names, jit):
+    case = Case("constant", B=4, T=6, S=7, N=4, K=2, H=8, is_causal=True, key_lengths=(7, 2, 5, 6), mask="BNTS")
+    x = case.arguments()
+    wanted = implementation.flash(**x)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.sharding.set_mesh(mesh):
+        arrays = {name: jax.device_put(x[name], NamedSharding(mesh, P("data"))) for name in names}
+        for query in (x["query"], jnp.asarray(x["query"])):
+            run = lambda arrays, query=query: implementation.flash(**{**x, "query": query, **arrays})
+            got = (quick_jit(run) if jit else run)(arrays)
+            assert jax.typeof(got[0]).sharding.is_fully_replicated
+            for a, b in zip(got, wanted):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+        if "key" in names:
+            loss = lambda arrays: (run(arrays)[0] ** 2).sum()
+            moved = jax.grad(loss)(arrays)["key"]
+            assert jax.typeof(moved).sharding.spec == jax.typeof(arrays["key"]).sharding.spec
+            np.testing.assert_allclose(moved, jax.grad(loss)({n: x[n] for n in names})["key"], rtol=0, atol=2e-6)
 
 
 @own
