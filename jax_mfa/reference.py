@@ -1,7 +1,21 @@
-"""The definition: attention as CONTRACT.md numbers it, O(T·S) memory, differentiable by JAX in every mode.
+"""The definition of attention: O(T·S) memory, differentiable by JAX in every mode.
 
 Everything else in the package is judged against this page. It is written for reading, shares no code with the
 implementations it judges but the random bits of dropout, and is slow on purpose.
+
+For query row t of head n, at position(t) = t + query_offset, and key column s:
+
+1. x = scale · Σ q[t, ·] k[s, ·], summed in float32 (float64 for float64).
+2. x += bias[t, s], and slope[n] · (s − position(t)) with ALiBi.
+3. x = cap · tanh(x / cap) with a soft cap.
+4. Column s is visible to row t where every mask given allows it: boolean mask, causality (s ≤ position(t)), window
+   (position(t) − left ≤ s ≤ position(t) + right), lengths, equal segment ids, range of columns, block mask. What is
+   invisible takes no part: nothing of it, not even NaN or ∞, reaches a result or a gradient.
+5. p = softmax(x) over the visible columns, and one more of logit sink[n] without a value where there are sinks.
+6. Dropout multiplies p by 0 or 1 / (1 − rate), which of them a function of seed, batch row, n, t and s (`philox`).
+7. out = Σ p v[s, ·], rounded once to the query's dtype.
+
+A row that sees nothing gives zeros, a log-sum-exp of −∞, and no gradient.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention and its gradients in float64, one row of scores at a time, in plain numpy.
 
-The oracle shares no line with the package: it takes the arguments of `jax_mfa.flash_attention`, writes CONTRACT's
+The oracle shares no line with the package: it takes the arguments of `jax_mfa.flash_attention`, writes the definition's
 mathematics out for a single query row, and derives each gradient by hand. Columns a row does not see are never
 touched, so what they hold cannot matter.
 """

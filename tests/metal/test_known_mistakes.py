@@ -180,7 +180,7 @@ MISTAKES = {
 
 
 def noticed(ran: plans.Ran, arguments: dict[str, Any]) -> bool:
-    """Whether the checker reports something, or a result lies beyond the tolerance of the contract's tests."""
+    """Whether the checker reports something, or a result lies beyond the tolerance of test_contract.py."""
     if ran.reports:
         return True
     d_out, d_lse = harness.cotangents(arguments)

@@ -1,6 +1,6 @@
 """Lists of visible tiles: each names the tiles in which something is visible, and kernels that walk over them agree.
 
-Sizes here are of many tiles; those of the contract's tests mostly fit in one.
+Sizes here are of many tiles; those of test_contract.py mostly fit in one.
 """
 
 from __future__ import annotations
