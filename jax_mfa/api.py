@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_mfa import metal, primitives, reference, sharding
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.specification import accumulation_dtype, specify
+from jax_mfa.specification import accumulation_dtype, known_lengths, specify
 
 Implementation = Literal["metal", "blockwise", "reference"]
 IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
@@ -186,28 +186,6 @@ def flash_attention(
     )
 
 
-def _filled(lengths, lead: tuple[int, ...], limit: int):
-    """The lengths that `decode_attention` was given, of shape `lead`; those known by now lie in 0..limit."""
-    given = lengths
-    if not hasattr(lengths, "dtype"):
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(lengths))
-        try:
-            lengths = (jnp if traced else np).asarray(lengths)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"lengths must be integers [B], got {given!r}") from error
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        seen = f"{lengths.dtype.name}{list(lengths.shape)}" if given is lengths else repr(given)
-        raise TypeError(f"lengths must be integers [B], got {seen}")
-    if lengths.shape not in ((), lead):
-        raise ValueError(f"lengths must have shape [B] = {list(lead)}, got {list(lengths.shape)}")
-    if not isinstance(lengths, jax.core.Tracer) and getattr(lengths, "is_fully_addressable", True):
-        values = np.asarray(lengths)
-        if values.size and (values.min() < 0 or values.max() > limit):
-            raise ValueError(f"lengths must lie in 0..{limit}, got {values.tolist()}")
-    full = np.broadcast_to if isinstance(lengths, np.ndarray) else jnp.broadcast_to
-    return full(lengths, lead) if lead else lengths
-
-
 def decode_attention(
     query,
     key,
@@ -242,7 +220,12 @@ def decode_attention(
         raise ValueError(f"{sorted(taken)[0]} must not be given: decode_attention derives it from lengths")
     if np.ndim(query) < 3 or np.ndim(key) < 3:
         specify(query, key, value)  # says what is wrong with them
-    lengths = _filled(lengths, np.shape(query)[:-3], np.shape(key)[-3])
+    lead = np.shape(query)[:-3]
+    lengths = known_lengths("lengths", lengths, np.shape(key)[-3])
+    if lengths.shape not in ((), lead):
+        raise ValueError(f"lengths must have shape [B] = {list(lead)}, got {list(lengths.shape)}")
+    if lead:
+        lengths = (jnp if isinstance(lengths, jax.Array) else np).broadcast_to(lengths, lead)
     return dot_product_attention(
         query,
         key,

@@ -241,9 +241,15 @@ def _scores_like(name: str, x, lead, n: int, t: int, s: int):
     return _flatten_lead(x, x.shape[:-3], lead or (1,), x.shape[-3:])
 
 
-def _lengths(name: str, x, lead, limit: int):
+def known_lengths(name: str, x, limit: int):
+    """Integers as they were given; within 0..limit where their values are known."""
     x = _as_given(name, x, "i", "integers [B]")
     _in_range(name, x, 0, limit)
+    return x
+
+
+def _lengths(name: str, x, lead, limit: int):
+    x = known_lengths(name, x, limit)
     return jnp.asarray(_per_row(name, _clipped(x, 0, limit), lead, (), "[B]"))
 
 

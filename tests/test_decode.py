@@ -91,18 +91,18 @@ def implementation_of_all(query, key, value):
 @pytest.mark.parametrize(
     ("lengths", "error", "message"),
     [
-        (None, TypeError, "lengths must be integers [B], got None"),
-        (True, TypeError, "lengths must be integers [B], got True"),
-        ([1, 2.5, 3], TypeError, "lengths must be integers [B], got [1, 2.5, 3]"),
-        ([[1], [2, 3], [4]], ValueError, "lengths must be integers [B], got [[1], [2, 3], [4]]"),
-        ([1, 721, 3], ValueError, "lengths must lie in 0..720, got [1, 721, 3]"),
-        (jnp.array([1, -1, 3]), ValueError, "lengths must lie in 0..720, got [1, -1, 3]"),
+        (None, TypeError, "lengths must be an array (integers [B]), got NoneType"),
+        (True, TypeError, "lengths must be integers [B], got bool[]"),
+        ([1, 2.5, 3], TypeError, "lengths must be integers [B], got float64[3]"),
+        ([[1], [2, 3], [4]], ValueError, "lengths must be an array (integers [B]), got a list"),
+        ([1, 721, 3], ValueError, "lengths must lie in 0..720, got 721"),
+        (jnp.array([1, -1, 3]), ValueError, "lengths must lie in 0..720, got -1"),
         (2**40, ValueError, f"lengths must lie in 0..720, got {2**40}"),
     ],
     ids=str,
 )
 def test_lengths_that_cannot_be_are_named_with_what_was_seen(lengths, error, message):
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+    with pytest.raises(error, match=f"^{re.escape(message)}(: .*)?$"):
         jax_mfa.decode_attention(*problem(), lengths)
 
 
