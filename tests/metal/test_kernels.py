@@ -236,7 +236,7 @@ MUTATIONS = {
         "wrong",
     ),
     "the last tile of the diagonal skipped": (
-        replacing("last + offset + p.right + 1", "last + offset + p.right"),
+        replacing("position + side + 1", "position + side"),
         dataclasses.replace(LARGE, causal=True, offset=1),
         "wrong",
     ),

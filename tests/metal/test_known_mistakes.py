@@ -92,22 +92,22 @@ MISTAKES = {
     ),
     # visibility
     "causal without the offset": Mistake(
-        "column <= row + offset + p->right", "column <= row + p->right", call(is_causal=True, query_offset=16)
+        "column - (row + offset) <= p->right", "column - row <= p->right", call(is_causal=True, query_offset=16)
     ),
     "causal aligned with the last row": Mistake(
         "offset = of_row[0];", "offset = of_row[0] + p.keys - p.queries;", call(is_causal=True)
     ),
     "a window one column short": Mistake(
-        "column >= row + offset - p->left", "column > row + offset - p->left", call(local_window_size=(5, 2))
+        "row + offset - column <= p->left", "row + offset - column < p->left", call(local_window_size=(5, 2))
     ),
     "positions in 16 bits": Mistake(
-        "column <= row + offset + p->right",
-        "column <= int(short(row + offset)) + p->right",
+        "column - (row + offset) <= p->right",
+        "column - int(short(row + offset)) <= p->right",
         call(is_causal=True, query_offset=40000),
     ),
     "a window in 16 bits": Mistake(
-        "column >= row + offset - p->left",
-        "column >= row + offset - int(short(p->left))",
+        "row + offset - column <= p->left",
+        "row + offset - column <= int(short(p->left))",
         call(local_window_size=(2**16 + 3, None), query_offset=10),
     ),
     "lengths of the first batch row for all": Mistake(
@@ -165,7 +165,7 @@ MISTAKES = {
         DECODE,
     ),
     "splits merged without their maxima": Mistake(
-        "x += shrink == 0 ? 0.0f : split_out[((first + split) * rows + r) * V + i] * shrink;",
+        "x += split_out[((first + split) * rows + r) * V + i] * shrink;",
         "x += split_out[((first + split) * rows + r) * V + i];",
         DECODE,
     ),
