@@ -168,12 +168,12 @@ def partitioned(fun: Callable, spec: Specification, names: tuple[str, ...], resu
 
 
 def automatically(run: Callable, arguments: dict, with_statistic: bool):
-    """`run(arguments)`, and where an argument is explicitly sharded, with sharding left to the compiler inside.
+    """`run(arguments)`, and where sharding is explicit, with sharding left to the compiler inside.
 
     The output is then sharded like the query but for its last axis, and replicated where the query has no sharding;
     with `with_statistic`, the second result likewise.
     """
-    if all(_explicit_spec(x) is None for x in jax.tree.leaves(arguments)):
+    if not _mesh_is_explicit() and all(_explicit_spec(x) is None for x in jax.tree.leaves(arguments)):
         return run(arguments)
     spec = _explicit_spec(arguments["query"]) or PartitionSpec()
     placed = {n: x for n, x in arguments.items() if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
@@ -192,11 +192,19 @@ def _no_mesh():
     return contextlib.nullcontext()
 
 
+def _is_explicit(mesh) -> bool:
+    return any("Explicit" in str(kind) for kind in getattr(mesh, "axis_types", None) or ())
+
+
+def _mesh_is_explicit() -> bool:
+    """Whether the mesh that the caller has set makes the sharding of every array explicit."""
+    return hasattr(jax.sharding, "auto_axes") and _is_explicit(jax.sharding.get_abstract_mesh())
+
+
 def _explicit_spec(x) -> PartitionSpec | None:
     if not isinstance(x, jax.Array) or not hasattr(jax.sharding, "auto_axes"):
         return None
     sharding: Any = getattr(jax.typeof(x), "sharding", None)
-    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
-    if not any("Explicit" in str(kind) for kind in kinds):
+    if not _is_explicit(getattr(sharding, "mesh", None)):
         return None
     return PartitionSpec(*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
