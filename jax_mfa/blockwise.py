@@ -30,7 +30,7 @@ TILE_ROWS = 512
 TILE_COLUMNS = 512
 FORWARD_SCORES = 2**20
 BACKWARD_SCORES = 2**19
-_MOST = 2**31 - 1
+_MOST = 2**31 - 1  # of int32
 
 
 @dataclasses.dataclass(frozen=True)
