@@ -28,12 +28,13 @@ struct emu_library {
 namespace {
 
 struct Variant {  // a kernel compiled with checks, or without
-  std::mutex mutex;
-  bool ready = false;
+  std::mutex mutex;                // while it is compiled
+  std::atomic<bool> ready{false};  // then a forked child needs no mutex that another thread may have held
   std::string object, warnings;
   ObjectInfo info;
-  std::vector<std::unique_ptr<Image>> images;  // idle copies
+  std::vector<std::unique_ptr<Image>> images;  // idle copies, under `images_lock`
 };
+ForkSafeLock &images_lock = *new ForkSafeLock;
 
 struct Argument {
   std::string name;
@@ -73,8 +74,14 @@ const Kernel &kernel_of(const emu_pipeline *p) { return p->library->checked.rewr
 // Compiles a variant on first use and explains what is missing from it.
 int variant_of(int32_t fast) { return fast == 2 ? kCheckedZeros : fast ? kFast : kChecked; }
 
+void give_image(Variant &v, std::unique_ptr<Image> i) {
+  std::lock_guard<ForkSafeLock> guard(images_lock);
+  if (v.images.size() < 64) v.images.push_back(std::move(i));
+}
+
 void prepare(emu_pipeline *p, int variant) {
   Variant &v = p->variants[variant];
+  if (v.ready) return;
   std::lock_guard<std::mutex> lock(v.mutex);
   if (v.ready) return;
   v.object = compile_kernel(p->library->source, p->library->checked.preprocessed, p->kernel, p->values, variant, &v.warnings);
@@ -106,13 +113,13 @@ void prepare(emu_pipeline *p, int variant) {
     p->arguments.push_back({q.name, q.index, kind, forms[i]});
   }
   p->static_size = v.info.static_size;
-  v.images.push_back(std::move(image));
+  give_image(v, std::move(image));
   v.ready = true;
 }
 
 std::unique_ptr<Image> take_image(Variant &v) {
   {
-    std::lock_guard<std::mutex> lock(v.mutex);
+    std::lock_guard<ForkSafeLock> guard(images_lock);
     if (!v.images.empty()) {
       std::unique_ptr<Image> i = std::move(v.images.back());
       v.images.pop_back();
@@ -120,11 +127,6 @@ std::unique_ptr<Image> take_image(Variant &v) {
     }
   }
   return std::unique_ptr<Image>(new Image(v.object, nullptr, nullptr));
-}
-
-void give_image(Variant &v, std::unique_ptr<Image> i) {
-  std::lock_guard<std::mutex> lock(v.mutex);
-  if (v.images.size() < 64) v.images.push_back(std::move(i));
 }
 
 // Machines hold 256 MiB of address space for stacks each, so they are kept and used again.
