@@ -224,8 +224,6 @@ def decode_attention(
     lengths = known_lengths("lengths", lengths, np.shape(key)[-3])
     if lengths.shape not in ((), lead):
         raise ValueError(f"lengths must have shape [B] = {list(lead)}, got {list(lengths.shape)}")
-    if lead:
-        lengths = (jnp if isinstance(lengths, jax.Array) else np).broadcast_to(lengths, lead)
     return dot_product_attention(
         query,
         key,

@@ -48,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementations",
         type=_names,
-        help="comma separated, of "
-        + ", ".join(IMPLEMENTATIONS)
-        + "; default: metal where it can be used, and blockwise",
+        help=f"comma separated, of {', '.join(IMPLEMENTATIONS)}; default: metal where it can be used, and blockwise",
     )
     parser.add_argument("--batch", type=positive, default=1, help="B, default: %(default)s")
     parser.add_argument("--heads", type=positive, default=8, help="N, default: %(default)s")

@@ -78,14 +78,9 @@ def test_a_visible_infinite_value_shows_however_small_its_weight(implementation)
     key[:, 600:650] += 400 * query[:, :, :1] / np.linalg.norm(query[:, :, :1], axis=-1, keepdims=True)
     value[:, 5] = np.inf
     out, _ = decode(implementation, query, key, value, 720)
-    wanted = implementation_of_all(query, key, value)
+    wanted = jax_mfa.dot_product_attention(query, key, value, implementation="reference")
     np.testing.assert_array_equal(np.isfinite(out), np.isfinite(wanted))
     assert not np.isfinite(out).all()
-
-
-def implementation_of_all(query, key, value):
-    """What the definition says of a cache that is full."""
-    return jax_mfa.dot_product_attention(query, key, value, implementation="reference")
 
 
 @pytest.mark.parametrize(
