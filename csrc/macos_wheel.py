@@ -10,13 +10,12 @@ say. Needs the extra `test`; knows wheels and the emulator's cross linker.
 from __future__ import annotations
 
 import argparse
-import base64
-import hashlib
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -25,9 +24,10 @@ from emulator import host_module  # noqa: E402
 from emulator.device import macos  # noqa: E402
 
 PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
-TAG = f"{PYTHON}-{PYTHON}-macosx_14_0_arm64"
+PLATFORM = "macosx_14_0_arm64"
 MODULE = f"jax_mfa/_metal.cpython-{sys.version_info.major}{sys.version_info.minor}-darwin.so"
-_STAMP = (1980, 1, 1, 0, 0, 0)  # the same wheel from the same sources
+# the same wheel from the same sources: zip's first date, unless the caller names one
+_ENVIRONMENT = {"SOURCE_DATE_EPOCH": "315532800", **os.environ}
 
 
 def cross_module(output: pathlib.Path) -> pathlib.Path:
@@ -44,33 +44,25 @@ def cross_module(output: pathlib.Path) -> pathlib.Path:
     )
 
 
-def _hash(data: bytes) -> str:
-    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-
-def _retagged(text: str) -> str:
-    lines = [line for line in text.splitlines() if not line.startswith(("Tag:", "Root-Is-Purelib:"))]
-    at = next((i for i, line in enumerate(lines) if not line), len(lines))
-    return "\n".join([*lines[:at], "Root-Is-Purelib: false", f"Tag: {TAG}", *lines[at:]]) + "\n"
+def _wheel(*arguments: object) -> None:
+    command = [sys.executable, "-m", "wheel", *map(str, arguments)]
+    subprocess.run(command, check=True, env=_ENVIRONMENT, stdout=sys.stderr)
 
 
 def assemble(pure: pathlib.Path, module: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Writes the macOS wheel from a pure one and the module; RECORD is made anew."""
-    name, version = pure.name.split("-")[:2]
-    with zipfile.ZipFile(pure) as archive:
-        files = {entry: archive.read(entry) for entry in archive.namelist() if not entry.endswith("/")}
-    info = next(entry.split("/")[0] for entry in files if entry.endswith(".dist-info/WHEEL"))
-    files.pop(f"{info}/RECORD")
-    files[f"{info}/WHEEL"] = _retagged(files[f"{info}/WHEEL"].decode()).encode()
-    files[MODULE] = module.read_bytes()
-    rows = [f"{entry},{_hash(data)},{len(data)}" for entry, data in files.items()]
-    files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""]).encode()
+    """Writes the macOS wheel from a pure one and the module."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"{name}-{version}-{TAG}.whl"
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
-        for entry, data in files.items():
-            archive.writestr(zipfile.ZipInfo(entry, _STAMP), data, zipfile.ZIP_DEFLATED)
-    return made
+    with tempfile.TemporaryDirectory() as work:
+        _wheel("unpack", "--dest", work, pure)
+        (unpacked,) = pathlib.Path(work).iterdir()
+        shutil.copyfile(module, unpacked / MODULE)
+        (about,) = unpacked.glob("*.dist-info/WHEEL")
+        about.write_text(about.read_text().replace("Root-Is-Purelib: true", "Root-Is-Purelib: false"))
+        _wheel("pack", "--dest-dir", work, unpacked)
+        (packed,) = pathlib.Path(work).glob("*.whl")
+        _wheel("tags", "--remove", "--python-tag", PYTHON, "--abi-tag", PYTHON, "--platform-tag", PLATFORM, packed)
+        (tagged,) = pathlib.Path(work).glob("*.whl")
+        return pathlib.Path(shutil.move(tagged, folder / tagged.name))
 
 
 def pure_wheel(folder: pathlib.Path) -> pathlib.Path:

@@ -3,12 +3,31 @@
 `dot_product_attention` takes the place of `jax.nn.dot_product_attention`. See the README for a tour.
 """
 
+from jax.export import DisabledSafetyCheck
+
 from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.metal.runtime import register_targets
+from jax_mfa.merging import merge
+from jax_mfa.metal.runtime import TARGETS, register_targets
+from jax_mfa.overriding import override_jax_nn
+from jax_mfa.packed import flash_attention_varlen
 
 __version__ = "0.1.0"
 
-__all__ = ["BlockMask", "Explanation", "decode_attention", "dot_product_attention", "explain", "flash_attention"]
+__all__ = [
+    "DISABLE_EXPORT_CHECKS",
+    "BlockMask",
+    "Explanation",
+    "decode_attention",
+    "dot_product_attention",
+    "explain",
+    "flash_attention",
+    "flash_attention_varlen",
+    "merge",
+    "override_jax_nn",
+]
+
+# what `jax.export.export(..., disabled_checks=...)` needs for programs that hold Metal calls
+DISABLE_EXPORT_CHECKS: tuple[DisabledSafetyCheck, ...] = tuple(map(DisabledSafetyCheck.custom_call, TARGETS))
 
 register_targets()

@@ -4,18 +4,52 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
 
 from jax_mfa import metal, primitives, reference, sharding
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.specification import accumulation_dtype, known_lengths, specify
 
-Implementation = Literal["metal", "blockwise", "reference"]
 IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
+_ALIASES = {"xla": "blockwise"}  # as `jax.nn` calls what runs everywhere
+_Name: TypeAlias = Literal["metal", "blockwise", "reference", "xla"]
+Implementation: TypeAlias = _Name | tuple[_Name, ...]
+
+AbstractArray: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
+_Array = TypeVar("_Array", bound=AbstractArray)
+Numbers: TypeAlias = _Array | Sequence["Numbers[_Array]"]
+
+
+class _Features(TypedDict, Generic[_Array], total=False):
+    """Keyword arguments that say nothing of where rows and columns stand; see `dot_product_attention`."""
+
+    scale: _Array | None
+    query_seq_lengths: Numbers[_Array] | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    logits_soft_cap: float | None
+    alibi_slopes: Numbers[_Array] | None
+    sinks: Numbers[_Array] | None
+    query_segment_ids: Numbers[_Array] | None
+    key_value_segment_ids: Numbers[_Array] | None
+    key_value_ranges: Numbers[_Array] | None
+    block_mask: BlockMask | None
+    dropout_rate: float
+    dropout_seed: Numbers[_Array] | None
+
+
+class _Keywords(_Features[_Array], total=False):
+    """The keyword arguments of `dot_product_attention` that specify the problem."""
+
+    is_causal: bool
+    key_value_seq_lengths: Numbers[_Array] | None
+    query_offset: Numbers[_Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +69,15 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _named(implementation: str | None) -> None:
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+def names_of(implementation: Implementation | None) -> tuple[str, ...]:
+    """The implementations that a caller allows, the first that can is taken."""
+    if implementation is None:
+        return ("metal", "blockwise")
+    names = implementation if isinstance(implementation, tuple) else (implementation,)
+    known = (*IMPLEMENTATIONS, *_ALIASES)
+    if not names or any(name not in known for name in names):
+        raise ValueError(f"implementation must be None, one of {known} or a tuple of them, got {implementation!r}")
+    return tuple(dict.fromkeys(_ALIASES.get(name, name) for name in names))
 
 
 def _elsewhere() -> str:
@@ -48,64 +88,132 @@ def _elsewhere() -> str:
     return "" if platform == "cpu" else f"it runs on JAX's platform cpu, and the default backend is {platform}"
 
 
-def _choose(implementation: str | None, spec, operands, elsewhere: str = "") -> Explanation:
+def _choose(implementation: Implementation | None, spec, operands, elsewhere: str = "") -> Explanation:
     refusal = metal.refusal(spec, operands) or elsewhere
+    refusals = {"metal": refusal} if refusal else {}
     reasons = {
         "metal": refusal or f"{metal.runtime.get().device.get('name', 'Metal')}, on JAX's platform cpu",
         "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",
         "reference": "the O(T·S) definition; only by name",
     }
-    if implementation == "metal" and refusal:
-        raise NotImplementedError(f"implementation='metal' cannot run this call: {refusal}")
-    return Explanation(implementation or ("blockwise" if refusal else "metal"), reasons)
+    choices = names_of(implementation)
+    able = [name for name in choices if name not in refusals]
+    if not able:
+        listed = "; ".join(f"{name}: {refusals[name]}" for name in choices)
+        raise NotImplementedError(f"implementation={implementation!r} cannot run this call: {listed}")
+    return Explanation(able[0], reasons)
+
+
+def _decided(implementation: Implementation | None, spec, operands) -> str | None:
+    """The implementation to take; None where lowering decides, by platform, between Metal and blockwise."""
+    choices = names_of(implementation)
+    if choices[:2] == ("metal", "blockwise"):
+        return None
+    if choices[0] != "metal":
+        return choices[0]
+    # alone, Metal may be meant for another device than the default one
+    return _choose(implementation, spec, operands, _elsewhere() if len(choices) > 1 else "").implementation
 
 
 def _attend(query, key, value, bias, mask, implementation, **keywords):
     """The output and, as a function that computes it, the log-sum-exp; both in the caller's shape."""
-    _named(implementation)
+    names_of(implementation)  # what is no name is said first
     spec, operands = specify(query, key, value, bias, mask, **keywords)
-    if implementation == "metal":
-        _choose(implementation, spec, operands)
+    implementation = _decided(implementation, spec, operands)
     b, t, n, _ = operands.query.shape
-    v = operands.value.shape[-1]
-    lead = np.shape(query)[:-3]
-    if b * t * operands.key.shape[1] == 0:  # nobody looks, or there is nothing to see
+    lead, v = np.shape(query)[:-3], np.shape(value)[-1]
+    if 0 in (b, t, n, operands.key.shape[1]):  # nobody looks, or there is nothing to see
         out = jnp.zeros((b, t, n, v), operands.query.dtype)
         lse = lambda: jnp.full((b, t, n), -jnp.inf, accumulation_dtype(out.dtype))
     elif implementation == "reference":
         out, values = reference.attention(spec, operands)
         lse = lambda: values
     else:
-        out, statistic = primitives.attention(spec, operands, implementation)
-        lse = lambda: primitives.statistic_to_lse(statistic)
+        out, row_max, row_sum = primitives.attention(spec, operands, implementation)
+        lse = lambda: primitives.log_sum_exp(row_max, row_sum)
+    if v == 0:
+        out = out[..., :0]
     return out.reshape(*lead, t, n, v), lambda: lse().reshape(*lead, t, n)
 
 
+def _call(arguments, implementation, with_lse: bool) -> Any:
+    """The output, or with `with_lse` the output and the log-sum-exp, for arguments of `specify` by name."""
+
+    def run(arguments):
+        out, lse = _attend(implementation=implementation, **arguments)
+        return (out, lse()) if with_lse else out
+
+    return sharding.automatically(run, arguments, with_lse)
+
+
+def _refuse_unknown(function: str, keywords, hints: dict[str, str]) -> None:
+    """Raises `TypeError` for a keyword that `specify` does not take, with a hint where there is one."""
+    for name in sorted(set(keywords) - set(_SPECIFIED)):
+        hint = hints.get(name, "it takes those of dot_product_attention")
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}: {hint}")
+
+
+@overload
 def dot_product_attention(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
-    scale=None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[False] = False,
+    **keywords: Unpack[_Keywords[ArrayLike]],
+) -> Array: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+    return_residual: Literal[True],
+    **keywords: Unpack[_Keywords[ArrayLike]],
+) -> tuple[Array, Array]: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+    return_residual: bool,
+    **keywords: Unpack[_Keywords[ArrayLike]],
+) -> Array | tuple[Array, Array]: ...
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
+    query_seq_lengths: Numbers[ArrayLike] | None = None,
+    key_value_seq_lengths: Numbers[ArrayLike] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_offset=0,
+    query_offset: Numbers[ArrayLike] = 0,
     logits_soft_cap: float | None = None,
-    alibi_slopes=None,
-    sinks=None,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-    key_value_ranges=None,
+    alibi_slopes: Numbers[ArrayLike] | None = None,
+    sinks: Numbers[ArrayLike] | None = None,
+    query_segment_ids: Numbers[ArrayLike] | None = None,
+    key_value_segment_ids: Numbers[ArrayLike] | None = None,
+    key_value_ranges: Numbers[ArrayLike] | None = None,
     block_mask: BlockMask | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed=None,
+    dropout_seed: Numbers[ArrayLike] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-):
+) -> Array | tuple[Array, Array]:
     """Scaled dot-product attention: the arguments of `jax.nn.dot_product_attention`, and more.
 
     For each head, `softmax(scale · q kᵀ + bias) v` (Vaswani et al., arXiv:1706.03762, equation 1) over the columns
@@ -145,31 +253,36 @@ def dot_product_attention(
       dropout_rate: probability in [0, 1) of dropping a probability; the others grow by 1 / (1 − rate).
       dropout_seed: an integer, integers `[2]`, or a `jax.random` key; needed with a rate. The same seed drops the
         same scores in every implementation.
-      implementation: None for the best that can, or "metal", "blockwise" or "reference". A named implementation
-        never falls back.
+      implementation: None for the best that can; "metal", "blockwise" (or, as `jax.nn` says, "xla") or "reference",
+        which never falls back; or a tuple of these names, of which the first that can is taken.
       return_residual: also return the log-sum-exp.
 
     Returns:
-      `[B, T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp of each row's scores,
-      `[B, T, N]` float32 (float64 for float64). It includes the sink where sinks are given, and is −inf for a row that
-      sees nothing, sink or not.
+      `[B, T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp of each row's scores, `[B, T, N]`
+      of the query's dtype as in `jax.nn` (`flash_attention` gives all of its digits), and differentiable, as it is not
+      there. It includes the sink where sinks are given, and is −inf for a row that sees nothing, sink or not.
 
     Raises:
       ValueError, TypeError: naming the argument, what was seen and what was expected.
       NotImplementedError: where a named implementation cannot run the call.
     """
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **_keywords(locals())}
-
-    def run(arguments):
-        out, lse = _attend(implementation=implementation, **arguments)
-        return (out, lse()) if return_residual else out
-
-    return sharding.automatically(run, arguments, return_residual)
+    if not return_residual:
+        return _call(arguments, implementation, False)
+    out, lse = _call(arguments, implementation, True)
+    return out, lse.astype(out.dtype)
 
 
 def flash_attention(
-    query, key, value, bias=None, mask=None, *, implementation: Implementation | None = None, **keywords
-):
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    implementation: Implementation | None = None,
+    **keywords: Unpack[_Keywords[ArrayLike]],
+) -> tuple[Array, Array]:
     """Attention with its log-sum-exp, both differentiable.
 
     Args:
@@ -180,22 +293,67 @@ def flash_attention(
       out: `[B, T, N, V]` of the query's dtype.
       lse: `[B, T, N]`, natural logarithm, float32 (float64 for float64); see FlashAttention-2, arXiv:2307.08691,
         section 3.1. It includes the sink where sinks are given, and is −inf for a row that sees nothing, sink or not.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as there.
     """
-    return dot_product_attention(
-        query, key, value, bias, mask, implementation=implementation, return_residual=True, **keywords
-    )
+    hint = "the log-sum-exp is always returned; leave it away, or call dot_product_attention"
+    _refuse_unknown("flash_attention", keywords, {"return_residual": hint})
+    arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
+    return _call(arguments, implementation, True)
 
 
+@overload
 def decode_attention(
-    query,
-    key,
-    value,
-    lengths,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    lengths: Numbers[ArrayLike],
     *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[False] = False,
+    **keywords: Unpack[_Features[ArrayLike]],
+) -> Array: ...
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    lengths: Numbers[ArrayLike],
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[True],
+    **keywords: Unpack[_Features[ArrayLike]],
+) -> tuple[Array, Array]: ...
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    lengths: Numbers[ArrayLike],
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool,
+    **keywords: Unpack[_Features[ArrayLike]],
+) -> Array | tuple[Array, Array]: ...
+def decode_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    lengths: Numbers[ArrayLike],
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords,
-):
+    **keywords: Unpack[_Features[ArrayLike]],
+) -> Array | tuple[Array, Array]:
     """Causal attention of the newest queries against a padded cache of keys and values.
 
     The T queries stand at the end of what the cache holds: with `lengths` entries filled, row t has position
@@ -206,11 +364,13 @@ def decode_attention(
       query: `[B, T, N, H]`, the newest positions.
       key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest entries.
       lengths: integers `[B]` (or one for all), how many entries of each batch row are filled, the newest included.
-      implementation, return_residual: as in `dot_product_attention`.
-      **keywords: other arguments of `dot_product_attention`; masks by position are set here.
+      bias, mask, implementation: as in `dot_product_attention`.
+      return_residual: also return the log-sum-exp, as `flash_attention` does.
+      **keywords: other keyword arguments of `dot_product_attention`; masks by position are set here.
 
     Returns:
-      As `dot_product_attention`.
+      `[B, T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp, `[B, T, N]` float32 (float64
+      for float64).
 
     Raises:
       ValueError, TypeError: as there, and where a keyword contradicts what is set here.
@@ -218,26 +378,38 @@ def decode_attention(
     taken = {"is_causal", "query_offset", "key_value_seq_lengths"} & keywords.keys()
     if taken:
         raise ValueError(f"{sorted(taken)[0]} must not be given: decode_attention derives it from lengths")
+    _refuse_unknown("decode_attention", keywords, {})
     if np.ndim(query) < 3 or np.ndim(key) < 3:
         specify(query, key, value)  # says what is wrong with them
     lead = np.shape(query)[:-3]
-    lengths = known_lengths("lengths", lengths, np.shape(key)[-3])
-    if lengths.shape not in ((), lead):
-        raise ValueError(f"lengths must have shape [B] = {list(lead)}, got {list(lengths.shape)}")
-    return dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=True,
-        query_offset=jnp.asarray(lengths, jnp.int32) - np.shape(query)[-3],
-        key_value_seq_lengths=lengths,
-        implementation=implementation,
-        return_residual=return_residual,
+    filled = known_lengths("lengths", lengths, np.shape(key)[-3])
+    if filled.shape not in ((), lead):
+        raise ValueError(f"lengths must have shape [B] = {list(lead)}, got {list(filled.shape)}")
+    arguments = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias,
+        "mask": mask,
+        "is_causal": True,
+        "query_offset": jnp.asarray(filled, jnp.int32) - np.shape(query)[-3],
+        "key_value_seq_lengths": filled,
         **keywords,
-    )
+    }
+    return _call(arguments, implementation, return_residual)
 
 
-def explain(query, key, value, bias=None, mask=None, *, implementation: Implementation | None = None, **keywords):
+def explain(
+    query: AbstractArray,
+    key: AbstractArray,
+    value: AbstractArray,
+    bias: AbstractArray | None = None,
+    mask: AbstractArray | None = None,
+    *,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    **keywords: Unpack[_Keywords[AbstractArray]],
+) -> Explanation:
     """Which implementation `dot_product_attention` would take on the default device for the same arguments, and why.
 
     Arguments are checked as there; arrays may be `jax.ShapeDtypeStruct`s, and nothing is computed.
@@ -248,12 +420,9 @@ def explain(query, key, value, bias=None, mask=None, *, implementation: Implemen
     Raises:
       ValueError, TypeError, NotImplementedError: as there.
     """
-    keywords.pop("return_residual", None)
-    for name in sorted(keywords.keys() - set(_SPECIFIED)):
-        raise TypeError(
-            f"explain() got an unexpected keyword argument {name!r}: it takes those of dot_product_attention"
-        )
-    _named(implementation)
+    del return_residual  # whichever it is
+    _refuse_unknown("explain", keywords, {})
+    names_of(implementation)  # what is no name is said first
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
     leaves, tree = jax.tree.flatten(arguments)
     abstract = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}

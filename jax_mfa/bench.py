@@ -2,7 +2,8 @@
 
 For each length, mask and pass every candidate is compiled, its temporary memory is read from the compiler, and all are
 timed in turns, so that the ratio holds on a machine whose speed drifts. Prints a table, and writes `bench.json` and
-`bench.png`. A candidate that cannot run a problem is listed with its reason, and the others go on.
+`bench.png`. A candidate that cannot run a problem is listed with its reason, and the others go on. Ctrl-C ends the
+measuring; the problems that were finished are printed and written.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ import json
 import pathlib
 import platform
 import statistics
+import sys
 import time
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 
 from jax_mfa.api import IMPLEMENTATIONS, dot_product_attention
-from jax_mfa.command_line import positive, positives
-from jax_mfa.metal import runtime
+from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
 from jax_mfa.specification import DTYPES
 
 HELP = "time attention against stock jax.nn over a sweep of lengths"
 STOCK = "jax.nn"
+MASKS = ("dense", "causal")
+PASSES = ("forward", "forward+backward")
 SHORTEST = 0.5  # seconds of timing for each set of candidates
 
 
@@ -74,7 +78,7 @@ def _passes(attention):
         out, pullback = jax.vjp(attention, q, k, v)
         return out, pullback(d_out)
 
-    return {"forward": lambda q, k, v, d_out: attention(q, k, v), "forward+backward": both}
+    return dict(zip(PASSES, (lambda q, k, v, d_out: attention(q, k, v), both)))
 
 
 def _median_seconds(programs, arrays, rounds: int) -> list[float]:
@@ -128,22 +132,21 @@ def _time(functions: dict, arrays, rounds: int, progress) -> dict[str, dict]:
     return found
 
 
-def measure(options, progress) -> list[dict]:
+def measure(options, progress) -> Iterator[dict]:
     """One row for each length, mask, pass and candidate."""
-    candidates = {} if options.no_stock else {STOCK: jax.nn.dot_product_attention}
+    candidates: dict[str, Callable] = {} if options.no_stock else {STOCK: jax.nn.dot_product_attention}
     for name in options.implementations:
         candidates[name] = functools.partial(dot_product_attention, implementation=name)
-    rows = []
     for length in options.lengths:
         arrays = functools.cache(functools.partial(_arrays, options, length))
-        for mask, kind in itertools.product(("dense", "causal"), ("forward", "forward+backward")):
+        for mask, kind in itertools.product(MASKS, PASSES):
             functions = {
                 name: _passes(functools.partial(attention, is_causal=mask == "causal"))[kind]
                 for name, attention in candidates.items()
             }
             found = _time(functions, arrays, options.rounds, progress)
-            rows += [dict(length=length, mask=mask, kind=kind, implementation=name, **x) for name, x in found.items()]
-    return rows
+            for name, facts in found.items():
+                yield dict(length=length, mask=mask, kind=kind, implementation=name, **facts)
 
 
 def table(rows: list[dict]) -> str:
@@ -179,13 +182,13 @@ def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), sharex=True, layout="constrained")
     names = list(dict.fromkeys(r["implementation"] for r in rows))
-    for column, kind in enumerate(("forward", "forward+backward")):
+    for column, kind in enumerate(PASSES):
         for name in names:
-            for mask, style in (("dense", "-"), ("causal", "--")):
+            for mask, style in zip(MASKS, ("-", "--")):
                 line = [r for r in rows if (r["implementation"], r["mask"], r["kind"]) == (name, mask, kind)]
                 x = [r["length"] for r in line]
                 look = dict(color=f"C{names.index(name)}", linestyle=style, marker="o", label=f"{name}, {mask}")
@@ -199,6 +202,8 @@ def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(lengths, [str(x) for x in lengths])
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0, 0].legend()
@@ -207,34 +212,67 @@ def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
     pyplot.close(figure)
 
 
+def _write(rows: list[dict], options, interrupted: bool) -> Iterator[str]:
+    """Writes both files; yields their names as they are there. Raises OSError."""
+    heads = f"{options.heads}" if options.key_value_heads is None else f"{options.heads}/{options.key_value_heads}"
+    problem = f"B{options.batch} N{heads} H{options.head_size} {options.dtype}"
+    facts = dict(problem=problem, backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
+    content = dict(**facts, rounds=options.rounds, interrupted=interrupted, rows=rows)
+    (options.out / "bench.json").write_text(json.dumps(content, indent=1))
+    yield str(options.out / "bench.json")
+    ran = [r for r in rows if not r["failure"]]
+    if ran:
+        title = f"{problem}; {facts['backend']}, {facts['machine']}, JAX {facts['jax']}"
+        plot(ran, options.out / "bench.png", title)
+        yield str(options.out / "bench.png")
+
+
 def run(options) -> int:
-    """Measures, prints the table and writes both files. 1 where one of our implementations failed."""
+    """Measures, writes both files and prints the table.
+
+    0: done. 1: one of our implementations failed, or a file could not be written. 2: an option or the extra is amiss.
+    130: interrupted.
+    """
+    if options.key_value_heads is not None and options.heads % options.key_value_heads:
+        raise argparse.ArgumentTypeError(
+            f"argument --key-value-heads: expected a divisor of --heads {options.heads}, got {options.key_value_heads}"
+        )
     try:
         import matplotlib  # noqa: F401
         from tqdm import tqdm
     except ImportError as error:
-        print(f"bench needs the extra `bench`: pip install 'jax-mfa[bench]' ({error})")
+        print(f"bench needs the extra `bench`: pip install 'jax-mfa[bench]' ({error})", file=sys.stderr)
         return 2
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"--out: {error}")
-        return 2
+        raise argparse.ArgumentTypeError(f"argument --out: {error}") from None
     if options.implementations is None:
-        options.implementations = [*([] if runtime.get().reason else ["metal"]), "blockwise"]
-    total = len(options.lengths) * 4 * (len(options.implementations) + (not options.no_stock))
-    with tqdm(total=total, desc="bench", unit="program") as bar:
-        rows = measure(options, bar.update)
-    failed = failures(rows)
-    print("\n".join([table(rows), "", *failed]))
-    heads = f"{options.heads}" if options.key_value_heads is None else f"{options.heads}/{options.key_value_heads}"
-    problem = f"B{options.batch} N{heads} H{options.head_size} {options.dtype}"
-    title = f"{problem}; {jax.default_backend()}, {platform.machine()}, JAX {jax.__version__}"
-    facts = dict(problem=problem, backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
-    (options.out / "bench.json").write_text(json.dumps(dict(**facts, rounds=options.rounds, rows=rows), indent=1))
-    print(f"wrote {options.out / 'bench.json'}")
-    ran = [r for r in rows if not r["failure"]]
-    if ran:
-        plot(ran, options.out / "bench.png", title)
-        print(f"wrote {options.out / 'bench.png'}")
-    return 1 if any(r["failure"] and r["implementation"] != STOCK for r in rows) else 0
+        try:
+            options.implementations = ["blockwise"] if start_metal().reason else ["metal", "blockwise"]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    candidates = len(options.implementations) + (not options.no_stock)
+    rows: list[dict] = []
+    interrupted = False
+    try:
+        total = len(options.lengths) * len(MASKS) * len(PASSES) * candidates
+        with tqdm(total=total, desc="bench", unit="program") as bar:
+            for row in interruptible(measure(options, bar.update)):
+                rows.append(row)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"interrupted: {len(rows)} of {total} programs were timed", file=sys.stderr)
+        if not rows:
+            return INTERRUPTED
+    # the files first: who reads the table may stop reading
+    said, unwritten = [], False
+    try:
+        said += [f"wrote {name}" for name in _write(rows, options, interrupted)]
+    except OSError as error:
+        unwritten = True
+        print(f"bench: --out: {error}", file=sys.stderr)
+    print("\n".join([table(rows), "", *failures(rows), *said]))
+    if interrupted:
+        return INTERRUPTED
+    return 1 if unwritten or any(r["failure"] and r["implementation"] != STOCK for r in rows) else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+
+from jax_mfa import checks
 
 
-def _integer(name: str, x, least: int | None = 0) -> int:
-    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, got {x!r}")
-    if least is not None and x < least:
-        raise ValueError(f"{name} must be at least {least}, got {x}")
-    return int(x)
+def _pair(size) -> tuple[int, int]:
+    if not isinstance(size, (tuple, list)) or len(size) != 2 or not all(checks.is_integer(x) and x >= 1 for x in size):
+        raise ValueError(f"block_size must be a pair of positive integers (rows, columns), got {size!r}")
+    return int(size[0]), int(size[1])
 
 
 @jax.tree_util.register_pytree_node_class
@@ -36,24 +36,17 @@ class BlockMask:
       ValueError: for a block size that is not a pair of positive integers.
     """
 
-    blocks: Any
+    blocks: jax.Array | np.ndarray | jax.ShapeDtypeStruct
     block_size: tuple[int, int]
 
     def __post_init__(self):
-        size = self.block_size
-        if (
-            not isinstance(size, (tuple, list))
-            or len(size) != 2
-            or any(isinstance(x, bool) or not isinstance(x, numbers.Integral) or x < 1 for x in size)
-        ):
-            raise ValueError(f"block_size must be a pair of positive integers (rows, columns), got {size!r}")
-        object.__setattr__(self, "block_size", (int(size[0]), int(size[1])))
+        object.__setattr__(self, "block_size", _pair(self.block_size))
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[int, int]]:
         return (self.blocks,), self.block_size
 
     @classmethod
-    def tree_unflatten(cls, block_size, children):
+    def tree_unflatten(cls, block_size: tuple[int, int], children: tuple[Any]) -> BlockMask:
         return cls(children[0], block_size)
 
     def __and__(self, other: BlockMask) -> BlockMask:
@@ -75,44 +68,49 @@ class BlockMask:
     # through blocks, give the exact rule (is_causal, local_window_size, mask, segment ids) beside the block mask.
 
     @classmethod
-    def from_mask(cls, mask, block_size: tuple[int, int]) -> BlockMask:
+    def from_mask(cls, mask: ArrayLike | Sequence[Any], block_size: tuple[int, int]) -> BlockMask:
         """From a bool mask `[..., T, S]`: blocks in which something is visible.
 
         Raises:
           TypeError: for a mask of another dtype or fewer axes.
           ValueError: for a bad block size, here and below.
         """
-        mask = np.asarray(mask) if not isinstance(mask, jax.Array) else mask
-        if mask.ndim < 2 or mask.dtype != np.bool_:
-            raise TypeError(f"mask must be bool [..., T, S], got {mask.dtype.name}{list(mask.shape)}")
-        rows, columns = cls(mask, block_size).block_size
-        *lead, t, s = mask.shape
         numpy: Any = jnp if isinstance(mask, jax.Array) else np
+        whole = numpy.asarray(mask)
+        if whole.ndim < 2 or whole.dtype != np.bool_:
+            raise TypeError(f"mask must be bool [..., T, S], got {whole.dtype.name}{list(whole.shape)}")
+        rows, columns = _pair(block_size)
+        *lead, t, s = whole.shape
         padding = [(0, 0)] * len(lead) + [(0, -t % rows), (0, -s % columns)]
-        blocks = numpy.pad(mask, padding).reshape(*lead, -(-t // rows), rows, -(-s // columns), columns)
+        blocks = numpy.pad(whole, padding).reshape(*lead, -(-t // rows), rows, -(-s // columns), columns)
         return cls(blocks.any((-3, -1)), block_size)
 
     @classmethod
     def from_function(
-        cls, function: Callable[[Any, Any], Any], queries: int, keys: int, block_size: tuple[int, int]
+        cls,
+        function: Callable[[np.ndarray, np.ndarray], ArrayLike],
+        queries: int,
+        keys: int,
+        block_size: tuple[int, int],
     ) -> BlockMask:
         """From `function(i, j) -> bool` of integer arrays of block indices, row `[·, 1]` and column `[1, ·]`.
 
         Raises:
           TypeError, ValueError: for a size that is no integer, or negative.
         """
-        rows, columns = cls(None, block_size).block_size
-        queries, keys = _integer("queries", queries), _integer("keys", keys)
+        rows, columns = _pair(block_size)
+        queries, keys = checks.integer("queries", queries, 0), checks.integer("keys", keys, 0)
         i, j = np.arange(-(-queries // rows))[:, None], np.arange(-(-keys // columns))[None, :]
         return cls(np.broadcast_to(np.asarray(function(i, j), bool), (i.size, j.size)), block_size)
 
     @classmethod
-    def _of_distances(cls, low, high, queries, keys, block_size) -> BlockMask:
+    def _of_distances(cls, low: int | None, high: int | None, queries, keys, block_size) -> BlockMask:
         """Blocks in which some column − row lies in low … high (None: no limit)."""
-        rows, columns = cls(None, block_size).block_size
+        rows, columns = _pair(block_size)
 
         def some(i, j):
-            nearest, farthest = j * columns - (i * rows + rows - 1), j * columns + columns - 1 - i * rows
+            last_row, last_column = np.minimum((i + 1) * rows, queries) - 1, np.minimum((j + 1) * columns, keys) - 1
+            nearest, farthest = j * columns - last_row, last_column - i * rows
             return (True if high is None else nearest <= high) & (True if low is None else farthest >= low)
 
         return cls.from_function(some, queries, keys, block_size)
@@ -124,7 +122,7 @@ class BlockMask:
         Raises:
           TypeError, ValueError: for a size or an offset that is no integer, or a negative size.
         """
-        query_offset = _integer("query_offset", query_offset, None)
+        query_offset = checks.integer("query_offset", query_offset)
         return cls._of_distances(None, query_offset, queries, keys, block_size)
 
     @classmethod
@@ -136,8 +134,8 @@ class BlockMask:
         Raises:
           TypeError, ValueError: for a size or an offset that is no integer, or a negative size.
         """
-        left, right = _integer("left", left), _integer("right", right)
-        query_offset = _integer("query_offset", query_offset, None)
+        left, right = checks.integer("left", left, 0), checks.integer("right", right, 0)
+        query_offset = checks.integer("query_offset", query_offset)
         return cls._of_distances(query_offset - left, query_offset + right, queries, keys, block_size)
 
     @classmethod
@@ -147,7 +145,7 @@ class BlockMask:
         Raises:
           TypeError, ValueError: for a size that is no integer, or negative, or a stride below 1.
         """
-        stride = _integer("stride", stride, 1)
+        stride = checks.integer("stride", stride, 1)
         every = cls.from_function(lambda _, j: j % stride == stride - 1, queries, keys, block_size)
         diagonal = cls._of_distances(0, 0, queries, keys, block_size)
         return diagonal | (every & cls.causal(queries, keys, block_size))
@@ -159,8 +157,8 @@ class BlockMask:
         Raises:
           TypeError, ValueError: for a size that is no integer, or negative.
         """
-        _, columns = cls(None, block_size).block_size
-        prefix = _integer("prefix", prefix)
+        _, columns = _pair(block_size)
+        prefix = checks.integer("prefix", prefix, 0)
         start = cls.from_function(lambda i, j: j * columns < prefix, queries, keys, block_size)
         return start | cls.causal(queries, keys, block_size)
 
@@ -171,11 +169,11 @@ class BlockMask:
         Raises:
           TypeError, ValueError: for lengths that are no integers, or negative, or none at all.
         """
-        rows, columns = cls(None, block_size).block_size
+        rows, columns = _pair(block_size)
         given = np.asarray(lengths, object)  # also what numpy would round, or could not stack
         if given.ndim != 1 or not given.size:
             raise ValueError(f"lengths must be a sequence of at least one integer, got {lengths!r}")
-        ends = np.cumsum([_integer(f"lengths[{i}]", x) for i, x in enumerate(given)], dtype=np.int64)
+        ends = np.cumsum([checks.integer(f"lengths[{i}]", x, 0) for i, x in enumerate(given)], dtype=np.int64)
         total = int(ends[-1])
         document = np.searchsorted(ends, np.arange(total), side="right")
 

@@ -1,8 +1,9 @@
 """Attention in tiles: O(T + S) memory in both passes, in plain jnp. The fallback wherever Metal is not.
 
 Forward: online softmax (Milakov & Gimelshein, arXiv:1805.02867) over key tiles. Backward: the probabilities of a tile
-are recomputed from the log-sum-exp (Dao, arXiv:2307.08691, section 3.1). Tiles that no row can see by causality,
-window or lengths are never visited, tiles of disjoint segments and of empty mask blocks are stepped over.
+are recomputed (Dao, arXiv:2307.08691, section 3.1), from a row's maximum and sum rather than from its log-sum-exp,
+which has not the digits where all scores of a row are huge. Tiles that no row can see by causality, window or lengths
+are never visited, tiles of disjoint segments and of empty mask blocks are stepped over.
 
 The loops are shaped for XLA's CPU backend, where a matrix product runs at full speed only when it is large and sums
 over the last axis of its first operand: a *step* takes a few batch rows and key heads, its tile is about 512 × 512
@@ -21,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jax_mfa.philox import keep_mask
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows, reduce_rows, row_index
+from jax_mfa.specification import Operands, Specification, accumulation_dtype, reduce_rows, row_index
 
 # Measured on x86-64 with two cores: below 512 × 512 scores a product slows down; 1024 × 1024 are better still, but
 # where positions hide columns they compute more that is hidden. Several heads share a step up to this many scores;
@@ -56,13 +57,9 @@ def tiling(spec: Specification, operands: Operands, scores: int) -> Tiling:
     columns = min(s, size * TILE_COLUMNS)
     units = max(scores // (columns * max(n // k * rows, h, v)), 1)
     key_heads = _largest_divisor(k, units)
-    batch_rows = _largest_divisor(batch, units // k) if key_heads == k else 1
+    known = isinstance(batch, int)  # not of a program that is exported for any batch
+    batch_rows = _largest_divisor(batch, units // k) if key_heads == k and known else 1
     return Tiling(batch_rows, key_heads, rows, columns)
-
-
-def empty_statistic(dtype) -> float:
-    """What stands for a log-sum-exp of −inf inside: finite, and exp(score − it) is 0."""
-    return float(jnp.finfo(dtype).max)
 
 
 def _loop(low, high, body, init):
@@ -91,6 +88,16 @@ def _after(position, side: int, end: int):
 
 def _finite(x):
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def _weights(scores, row_max):
+    # scores made again may be rounded otherwise; where they are huge, a unit in the last place is a large power of e
+    return jnp.exp(jnp.minimum(scores - row_max[..., None], scores.dtype.type(0)))
+
+
+def _all_finite(*arrays):
+    # a maximum keeps NaN and is one cheap reduction
+    return functools.reduce(jnp.logical_and, [jnp.abs(x).max() < np.inf for x in arrays])
 
 
 def _corner(start):
@@ -152,7 +159,7 @@ class _Step:
         self.offset = per_row("query_offset")
         self.query_lengths = per_row("query_lengths")
         self.key_lengths = per_row("key_lengths")
-        self.scale = problem.spec.scale if o.scale is None else per_row("scale").astype(acc)
+        self.scale = None if o.scale is None else per_row("scale").astype(acc)
         self.slopes = None if o.alibi_slopes is None else self.per_head(self.rows("alibi_slopes"))
         self.query_segments = None if o.query_segment_ids is None else self.rows("query_segment_ids")
         self.key_segments = None if o.key_segment_ids is None else self.rows("key_segment_ids")
@@ -221,10 +228,6 @@ class _Step:
         x = self.take_rows(_slice(x, self.head0, c.key_heads, 2), getattr(self.p.repeats, name))
         return jnp.moveaxis(x, 1, 2).astype(self.p.acc)
 
-    def clean(self, x):
-        """`x` with zeros for what is not finite, where a mask may hide it."""
-        return _finite(x) if self.p.masked else x
-
     # --- rows and columns of a tile
 
     def tile_start(self, i, size: int, length: int):
@@ -268,7 +271,7 @@ class _Step:
     def whole_tiles(self, i, low, end):
         """The column tiles within low … end in which nothing is hidden; rules about single pairs may hide anywhere."""
         size, (left, right) = self.p.tiles.columns, self.p.spec.band
-        by_pair = (self.mask, self.query_segments, self.key_ranges, self.blocks, self.query_lengths)
+        by_pair = (self.mask, self.query_segments, self.key_ranges, self.blocks, self.query_lengths, self.bias)
         if self.p.column_tiles == 1 or any(x is not None for x in by_pair):
             return low, low
         high = self.p.s // size  # the last tile of a ragged length repeats columns of its neighbour
@@ -313,6 +316,8 @@ class _Step:
             if self.key_ranges is not None:
                 start, end = (x[:, None, None, :, None] for x in self.ranges(i))
                 rules.append((column >= start) & (column < end))
+            if spec.bias_hides(p.operands):
+                rules.append(self.tile_of(self.bias, i, j) != -np.inf)
             if self.blocks is not None:
                 block_rows, block_columns = spec.mask_block
                 blocks = jnp.take(self.blocks, row.reshape(-1) // block_rows, axis=3)
@@ -374,26 +379,71 @@ class _Step:
         dimensions = ((2,), (2 if transpose else 1,)), ((0,), (0,))
         return lax.dot_general(a.reshape(r * e, g * t, x), b, dimensions).reshape(r, e, g, t, -1)
 
-    def transposed_product(self, a, b):
-        """`[R, E, x, G, rows] · [R, E, G, rows, y]`, summed over the rows of the group: [R, E, x, y]."""
+    def transposed_product(self, weights, a):
+        """`[R, E, x, G, rows] · [R, E, G, rows, columns]`, summed over the rows of the group: [R, E, x, columns]."""
         r, e, x, g, t = a.shape
-        y = b.shape[4]
         return lax.dot_general(
-            a.reshape(r * e, x, g * t), b.reshape(r * e, g * t, y), (((2,), (1,)), ((0,), (0,)))
-        ).reshape(r, e, x, y)
+            a.reshape(r * e, x, g * t), weights.reshape(r * e, g * t, -1), (((2,), (1,)), ((0,), (0,)))
+        ).reshape(r, e, x, -1)
+
+    def over_visible(self, see, *terms):
+        """Products of a tile's weights, 0 where hidden, such that nothing of what is hidden reaches a sum.
+
+        0 · NaN is NaN: where a product would meet numbers that are not finite, it runs over the finite ones, and what
+        the others do to those who see them is added term by term.
+
+        Args:
+          see: as `visible` gives it.
+          *terms: triples of `product` or `transposed_product`, the weights [R, E, G, rows, columns], and what they
+            weigh: rows of keys or values [R|1, E, columns, y], or of queries [R, E, x, G, rows].
+        """
+
+        def products():
+            return tuple(product(weights, x) for product, weights, x in terms)
+
+        def by_term(product, weights, x):
+            straight = product == self.product
+            axis = 3 if straight else 2  # of what is weighed, along which the sums keep their length
+
+            def others(x):  # of one element of each row
+                x = x[:, :, None, None, :] if straight else x[..., None]
+                met = see & ~(jnp.isfinite(weights) & jnp.isfinite(x))
+                return jnp.where(met, weights * x, self.p.acc.type(0)).sum(4 if straight else (2, 3))
+
+            # one after the other: all at once they are a tile for each
+            others = jnp.moveaxis(lax.map(others, jnp.moveaxis(x, axis, 0)), 0, 4 if straight else 2)
+            return product(_finite(weights), _finite(x)) + others
+
+        if see is None:
+            return products()
+        finite = _all_finite(*(x for *_, x in terms))
+        return lax.cond(finite, products, lambda: tuple(by_term(*term) for term in terms))
+
+    def scaled(self, q):
+        """Queries times a scale that is known; one that is not, and may be infinite, waits for the product."""
+        return q * self.p.spec.scale if self.scale is None else q
 
     def scores(self, q, keys, i, j):
-        """Scores of a tile after bias, slopes and soft cap, and the derivative of the cap (None without one)."""
+        """Scores of a tile after bias, slopes and soft cap, and the derivative of the cap (None without one).
+
+        `q` has been `scaled`.
+        """
         x = self.product(q, keys, transpose=True)
+        if self.scale is not None:
+            x = x * self.scale
         if self.bias is not None:
             x = x + self.tile_of(self.bias, i, j).astype(x.dtype)
         if self.slopes is not None:
             x = x + self.slopes * (self.columns(j) - self.positions(i)).astype(x.dtype)
-        cap = self.p.spec.logits_soft_cap
-        if cap is None:
-            return x, None
-        y = jnp.tanh(x / cap)
-        return cap * y, 1 - y * y
+        cap, d_cap = self.p.spec.logits_soft_cap, None
+        if cap is not None:
+            y = jnp.tanh(x / cap)
+            x, d_cap = cap * y, 1 - y * y
+        if self.slopes is not None or cap is not None:
+            # a compiler that contracts the last product differently for a row's maximum and for the exponent would
+            # shift huge scores against each other
+            x = lax.optimization_barrier(x)
+        return x, d_cap
 
     def dropped(self, probability, i, j):
         """The probabilities of a tile after dropout."""
@@ -411,70 +461,44 @@ class _Step:
         return probability / jnp.where(keep, p.acc.type(1 - p.spec.dropout_rate), p.acc.type(np.inf))
 
 
-def _rows_that_see(p: _Problem, columns):
-    """Which rows see a column of `columns` (bool [B, S, K]): bool [B, T, N]."""
-    c = p.tiles
-
-    def step(index, found):
-        w = p.step(index)
-        marked = jnp.moveaxis(_slice(w.take_rows(columns), w.head0, c.key_heads, 2), 1, 2)[:, :, None, None, :]
-
-        def row_tile(i, found):
-            def column_tile(j, seen):
-                marked_j, see = _slice(marked, w.column_start(j), c.columns, 4), w.visible(i, j)
-                return seen | (marked_j if see is None else see & marked_j).any(-1)
-
-            seen = jnp.zeros((c.batch_rows, c.key_heads, p.g, c.rows), bool)
-            return w.put_queries(found, _loop(*w.column_tiles(i), column_tile, seen), i)
-
-        return _loop(0, p.row_tiles, row_tile, found)
-
-    return _loop(0, p.steps, step, jnp.zeros((p.batch, p.t, p.n), bool))
-
-
 def forward(spec: Specification, operands: Operands):
-    """Attention and its statistic.
+    """Attention, and what the backward pass needs of each row.
 
     Returns:
       out: [B, T, N, V] of the query's dtype.
-      statistic: [B, T, N], the log-sum-exp, or `empty_statistic` for a row that sees nothing; float32 (float64).
+      row_max: [B, T, N], the largest score of a row, its sink included; finite, 0 where there is none.
+      row_sum: [B, T, N], the sum of exp(score − row_max); 0 for a row that sees nothing, NaN for one whose softmax is
+        not defined. Both are float32 (float64).
     """
     c = tiling(spec, operands, FORWARD_SCORES)
     p = _Problem(spec, operands, c)
     acc = p.acc
-
-    if p.masked:
-        # 0 · NaN is NaN, so the sums run over finite values; who should have seen another is marked here
-
-        def spoil():
-            bad = ~jnp.isfinite(operands.value).all(-1)
-            return _rows_that_see(p, expand_rows(bad, p.repeats.value, p.batch))
-
-        # a maximum keeps NaN and is one cheap reduction
-        finite = jnp.abs(operands.value).max() < np.inf
-        spoilt = lax.cond(finite, lambda: jnp.zeros((p.batch, p.t, p.n), bool), spoil)
+    # what a row's maximum is at least, once it sees something: scores of −∞ are told from no scores by it
+    lowest = acc.type(jnp.finfo(acc).min)
 
     def step(index, results):
         w = p.step(index)
         sinks = None if operands.sinks is None else w.per_head(w.rows("sinks"))[..., 0]
 
         def row_tile(i, results):
-            q_i = w.queries_like(operands.query, i).astype(acc) * w.scale
+            q_i = w.scaled(w.queries_like(operands.query, i).astype(acc))
 
             def column_tile(j, carry, whole):
                 def visit(carry):
                     # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
-                    keys_j, values_j = w.keys_like("key", j), w.clean(w.keys_like("value", j))
-                    x, _ = w.scores(q_i, keys_j, i, j)
+                    x, _ = w.scores(q_i, w.keys_like("key", j), i, j)
                     see = None if whole else w.visible(i, j)
-                    if see is not None:
+                    if see is None:
+                        high = jnp.maximum(x.max(-1), lowest)
+                    else:
                         x = jnp.where(see, x, acc.type(-np.inf))
-                    new_high = x.max(-1) if carry is None else jnp.maximum(carry[0], x.max(-1))
+                        high = jnp.where(see, jnp.maximum(x, lowest), acc.type(-np.inf)).max(-1)
+                    new_high = high if carry is None else jnp.maximum(carry[0], high)
                     shift = jnp.where(new_high == -np.inf, acc.type(0), new_high)
-                    probability = jnp.exp(x - shift[..., None])
+                    probability = _weights(x, shift)
                     new_total = probability.sum(-1)
                     probability = w.dropped(probability, i, j)
-                    new_sums = w.product(probability, values_j)
+                    (new_sums,) = w.over_visible(see, (w.product, probability, w.keys_like("value", j)))
                     if carry is not None:
                         high, total, sums = carry
                         rescale = jnp.exp(high - shift)
@@ -493,48 +517,41 @@ def forward(spec: Specification, operands: Operands):
 
             empty = high == -np.inf
             if sinks is not None:
-                new_high = jnp.where(empty, acc.type(0), jnp.maximum(high, sinks))
+                new_high = jnp.maximum(high, sinks)
                 rescale = jnp.exp(high - new_high)
                 total = total * rescale + jnp.exp(sinks - new_high)
                 sums, high = sums * rescale[..., None], new_high
-            total = jnp.where(empty, acc.type(1), total)
-            out_i = (sums / total[..., None]).astype(operands.query.dtype)
-            statistic_i = jnp.where(empty, acc.type(empty_statistic(acc)), high + jnp.log(total))
-            if p.masked:
-                spoilt_i = w.queries_like(spoilt, i)
-                out_i = jnp.where(spoilt_i[..., None], out_i.dtype.type(np.nan), out_i)
-                statistic_i = jnp.where(spoilt_i, acc.type(np.nan), statistic_i)
-            return tuple(w.put_queries(x, part, i) for x, part in zip(results, (out_i, statistic_i)))
+            total = jnp.where(empty, acc.type(0), jnp.where(total == 0, acc.type(np.nan), total))
+            out_i = jnp.where(empty[..., None], acc.type(0), sums / jnp.where(empty, acc.type(1), total)[..., None])
+            row_max = jnp.where(empty, acc.type(0), _finite(high))
+            return tuple(w.put_queries(x, part, i) for x, part in zip(results, (out_i, row_max, total)))
 
         return _loop(0, p.row_tiles, row_tile, results)
 
     rows = (p.batch, p.t, p.n)
-    return _loop(0, p.steps, step, (jnp.zeros((*rows, p.v), operands.query.dtype), jnp.zeros(rows, acc)))
+    out = jnp.zeros((*rows, p.v), operands.query.dtype)
+    return _loop(0, p.steps, step, (out, jnp.zeros(rows, acc), jnp.zeros(rows, acc)))
 
 
-def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_statistic, wanted: tuple[str, ...]):
+def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
     """Cotangents of the operands named in `wanted`, each of its operand's shape and dtype.
 
     Args:
-      out, statistic: results of `forward`.
-      d_out: [B, T, N, V]; d_statistic: [B, T, N]. What they hold for rows that see nothing is ignored.
+      out, row_max, row_sum: results of `forward`.
+      d_out: [B, T, N, V]; d_lse: [B, T, N]. What they hold for rows that see nothing is ignored.
     """
     c = tiling(spec, operands, BACKWARD_SCORES)
-    if "bias" in wanted and operands.bias.shape[0] > 1:
+    if "bias" in wanted and operands.bias.shape[0] != 1:
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
     p = _Problem(spec, operands, c)
     acc = p.acc
-    # d(score) = dropped(p) · d(p) − p · shift, with shift = Σ d_out · out − d_statistic
+    # With e = exp(score − row_max) the probability is e / row_sum. The division is made once for each row, of d_out
+    # and of the shift: d(score) = dropped(e) · d(p) − e · shift, with shift = Σ d_out · out − d_lse
     # (written as a product: XLA's CPU backend of JAX 0.10 takes seventy times as long for the sum)
+    empty = row_sum == 0
+    inverse = 1 / jnp.where(empty, acc.type(1), row_sum)
     shift = jnp.einsum("...v,...v->...", d_out.astype(acc), out.astype(acc), precision="highest")
-    shift = shift - d_statistic.astype(acc)
-    if p.masked:
-        # A row that is not finite spoils what it sees and nothing else: with this statistic its probabilities are ∞
-        # where visible and 0 elsewhere, and everything they meet is finite or 0.
-        empty = statistic == acc.type(empty_statistic(acc))
-        idle = empty | ~jnp.isfinite(shift)
-        statistic = jnp.where(idle & ~empty, acc.type(-empty_statistic(acc)), statistic)
-        shift = jnp.where(idle, acc.type(0), shift)
+    shift = jnp.where(empty, acc.type(0), (shift - d_lse.astype(acc)) * inverse)
 
     once = p.row_tiles == 1 and p.s % c.columns == 0  # each column is met once then
     bias_gradient = "bias" in wanted
@@ -546,13 +563,15 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
         def row_tile(i, results):
             d_query, d_key, d_value, d_slopes, d_bias = results
             start = w.row_start(i)
-            # scores are computed from the same numbers as in `forward`: XLA then shares those of a problem of one tile
-            q_i = w.queries_like(operands.query, i).astype(acc) * w.scale
-            do_i = w.queries_like(d_out, i).astype(acc)
+            # scores and exponentials are computed from the same numbers as in `forward`: XLA then shares those of a
+            # problem of one tile
+            q_i = w.queries_like(operands.query, i).astype(acc)
+            q_scaled_i = w.scaled(q_i)
+            do_i = w.queries_like(d_out, i).astype(acc) * w.queries_like(inverse, i)[..., None]
             if p.masked:
-                do_i = jnp.where(w.queries_like(idle, i)[..., None], acc.type(0), do_i)
-            q_transposed_i, do_transposed_i = w.clean(jnp.moveaxis(q_i, 4, 2)), jnp.moveaxis(do_i, 4, 2)
-            statistic_i, shift_i = w.queries_like(statistic, i), w.queries_like(shift, i)
+                do_i = jnp.where(w.queries_like(empty, i)[..., None], acc.type(0), do_i)
+            q_transposed_i, do_transposed_i = jnp.moveaxis(q_i, 4, 2), jnp.moveaxis(do_i, 4, 2)
+            row_max_i, shift_i = w.queries_like(row_max, i), w.queries_like(shift, i)
             own = w.own_rows(i)
 
             def column_tile(j, carry, whole):
@@ -560,7 +579,7 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
                     d_q_i, d_key, d_value, d_slopes, d_bias = carry
                     column = w.column_start(j)
                     keys_j = w.keys_like("key", j)
-                    x, d_cap = w.scores(q_i, keys_j, i, j)
+                    x, d_cap = w.scores(q_scaled_i, keys_j, i, j)
                     # a value that is not finite spoils only dp, which is overwritten where nobody may see it
                     d_p = w.product(do_i, w.keys_like("value", j), transpose=True)
                     see = None if whole else w.visible(i, j)
@@ -568,18 +587,23 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
                         see = own if see is None else see & own
                     if see is not None:
                         x = jnp.where(see, x, acc.type(-np.inf))
-                    probability = jnp.exp(x - statistic_i[..., None])
-                    dropped = w.dropped(probability, i, j)
-                    d_x = dropped * d_p - probability * shift_i[..., None]
+                    e = _weights(x, row_max_i)
+                    dropped = w.dropped(e, i, j)
+                    d_x = dropped * d_p - e * shift_i[..., None]
                     if d_cap is not None:
                         d_x = d_x * d_cap
                     if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
                         d_x = jnp.where(see, d_x, acc.type(0))
 
-                    part = w.product(d_x, w.clean(keys_j))
+                    part, d_key_j, d_value_j = w.over_visible(
+                        see,
+                        (w.product, d_x, keys_j),
+                        (w.transposed_product, d_x, q_transposed_i),
+                        (w.transposed_product, dropped, do_transposed_i),
+                    )
                     d_q_i = part if p.column_tiles == 1 else d_q_i + part
-                    d_key = w.add(d_key, w.transposed_product(q_transposed_i, d_x), column, once)
-                    d_value = w.add(d_value, w.transposed_product(do_transposed_i, dropped), column, once)
+                    d_key = w.add(d_key, d_key_j, column, once)
+                    d_value = w.add(d_value, d_value_j, column, once)
                     if slope_gradient:
                         distance = (w.columns(j) - w.positions(i)).astype(acc)
                         d_slopes = w.add(d_slopes, (d_x * distance).sum((3, 4)))
@@ -601,16 +625,21 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
     # keys and values stay transposed till the end: XLA transposes a whole array several times as fast as a part of one
     results = (p.batch, p.t, p.n, p.h), (p.batch, p.k, p.h, p.s), (p.batch, p.k, p.v, p.s), (p.batch, p.k, p.g)
     init = *(jnp.zeros(shape, acc) for shape in results), jnp.zeros(operands.bias.shape if bias_gradient else (), acc)
-    # the gradient of the scaled product; the scale itself follows outside
+    # the gradients by the scaled product; the scale itself follows outside
     d_query, d_key, d_value, d_slopes, d_bias = _loop(0, p.steps, step, init)
+
+    def scaled(x):
+        if operands.scale is None:
+            return x * p.spec.scale
+        # a sum of nothing is 0, whatever the scale
+        return jnp.where(x == 0, x, x * _per_batch_row(p, operands.scale, "scale").astype(acc))
 
     def cotangent(name):
         operand, repeat = getattr(operands, name), getattr(p.repeats, name)
         if name == "query":
-            scale = p.spec.scale if operands.scale is None else _per_batch_row(p, operands.scale, "scale").astype(acc)
-            x = d_query * scale
+            x = scaled(d_query)
         elif name == "key":
-            x = jnp.moveaxis(d_key, 3, 1)
+            x = scaled(jnp.moveaxis(d_key, 3, 1))
         elif name == "value":
             x = jnp.moveaxis(d_value, 3, 1)
         elif name == "bias":
@@ -622,7 +651,8 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
             x = d_slopes.reshape(-1, p.n)
         elif name == "sinks":
             sinks = _per_batch_row(p, operands.sinks, "sinks").astype(acc)
-            x = -(jnp.exp(sinks.reshape(-1, 1, p.n) - statistic) * shift).sum(1)
+            exponent = jnp.where(empty, acc.type(0), sinks.reshape(-1, 1, p.n) - row_max)
+            x = -(jnp.exp(exponent) * shift).sum(1)
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
 
     return tuple(cotangent(name) for name in wanted)
@@ -630,7 +660,7 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
 
 def _per_batch_row(p: _Problem, x, name: str):
     """`[rows, ...]` as `[B, 1, 1, ...]`, or `[1, 1, 1, ...]` where a single row serves all."""
-    if x.shape[0] > 1:
+    if x.shape[0] != 1:
         x = x[row_index(np.arange(p.batch), getattr(p.repeats, name), x.shape[0])]
     return x.reshape(x.shape[0], 1, 1, *x.shape[1:], *((1,) if x.ndim == 1 else ()))
 
@@ -644,7 +674,7 @@ def _add_bias_gradient(w: _Step, d_bias, d_x, row, column):
     if summed:
         d_x = d_x.sum(summed, keepdims=True)
     start = (
-        row_index(w.row0, p.repeats.bias, rows) if rows > 1 else 0,
+        row_index(w.row0, p.repeats.bias, rows) if rows != 1 else 0,
         w.head0 * p.g if heads > 1 else 0,
         row if t > 1 else 0,
         column if s > 1 else 0,

@@ -1,7 +1,8 @@
 """Says what this machine has, and runs every kernel variant against the reference: a table, and an exit status.
 
 Forward and backward of each tile table, dtype and class of head sizes, dense and causal, with grouped heads and lengths
-that fill no tile. Where Metal cannot be used it says why, and checks the blockwise implementation instead.
+that fill no tile. The problem stands in its row before it runs, so that the last row of a run that hangs or crashes
+names it. Where Metal cannot be used it says why, and checks the blockwise implementation instead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import importlib.metadata
 import itertools
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mfa.api import explain, flash_attention
+from jax_mfa.command_line import INTERRUPTED, interruptible, start_metal
 from jax_mfa.metal import DTYPES, runtime, tiles
 from jax_mfa.metal.plan import ITEM_SIZES
 
@@ -155,22 +156,24 @@ def judge(problem: Problem, implementation: str) -> Verdict:
     return Verdict(problem, errors, allowed(problem))
 
 
-def table(verdicts: list[Verdict]) -> str:
-    """Verdicts as a Markdown table; errors are relative to the largest entry, with what is allowed behind the worst."""
-    lines = [f"| variant | dtype | H, V | mask | {' | '.join(RESULTS)} | |", "|---" * (len(RESULTS) + 5) + "|"]
-    for v in verdicts:
-        p = v.problem
-        if v.failure:
-            cells, last = ["–"] * len(RESULTS), "FAIL " + " ".join(v.failure.split())[:300]
-        else:
-            cells = [f"{v.errors[name]:.1e}" for name in RESULTS]
-            beyond = [f"{name} > {v.allowed[name]:.1e}" for name in RESULTS if not v.errors[name] <= v.allowed[name]]
-            last = f"FAIL {', '.join(beyond)}" if beyond else "pass"
-        mask = "causal" if p.causal else "dense"
-        lines.append(
-            f"| {p.variant} | {p.dtype} | {p.head_size}, {p.value_size} | {mask} | {' | '.join(cells)} | {last} |"
-        )
-    return "\n".join(lines)
+HEADING = f"| variant | dtype | H, V | mask | {' | '.join(RESULTS)} | |\n{'|---' * (len(RESULTS) + 5)}|"
+
+
+def row_start(p: Problem) -> str:
+    """The columns that a problem fills before it has run."""
+    mask = "causal" if p.causal else "dense"
+    return f"| {p.variant} | {p.dtype} | {p.head_size}, {p.value_size} | {mask} |"
+
+
+def row_end(v: Verdict) -> str:
+    """The other columns: errors relative to the largest entry, and pass, or FAIL with what is allowed or the reason."""
+    if v.failure:
+        cells, last = ["–"] * len(RESULTS), "FAIL " + " ".join(v.failure.split())[:300]
+    else:
+        cells = [f"{v.errors[name]:.1e}" for name in RESULTS]
+        beyond = [f"{name} > {v.allowed[name]:.1e}" for name in RESULTS if not v.errors[name] <= v.allowed[name]]
+        last = f"FAIL {', '.join(beyond)}" if beyond else "pass"
+    return f" {' | '.join(cells)} | {last} |"
 
 
 def _version(package: str) -> str:
@@ -186,8 +189,7 @@ def _plugins() -> str:
 
 
 def findings() -> Iterator[tuple[str, str]]:
-    """What there is on this machine, as names and values."""
-    found = runtime.get()
+    """What there is on this machine, as names and values. Raises what JAX or Metal raise where they cannot start."""
     mac = platform.mac_ver()[0]
     yield (
         "machine",
@@ -198,6 +200,7 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "plugins", _plugins()
     yield "backend", f"{jax.default_backend()}: {jax.devices()[0].device_kind}, {jax.device_count()} of them"
     yield "JAX_MFA_DEVICE", os.environ.get("JAX_MFA_DEVICE") or "not set"
+    found = start_metal()
     if found.reason:
         yield "Metal", f"cannot be used: {found.reason}"
         return
@@ -227,50 +230,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="float16 and the smallest head sizes only")
 
 
-def _bar(items: list[Problem]):
-    """The items, with a progress bar where the means for one are installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc="check", unit="problem", file=sys.stderr)
+def _judge_all(todo: list[Problem], implementation: str) -> Iterator[Problem | Verdict]:
+    """Each problem before it runs, and then its verdict."""
+    metal = implementation == "metal"
+    # Metal runs what is compiled for cpu, whatever else JAX has here
+    pinned = jax.default_device(jax.local_devices(backend="cpu")[0]) if metal else contextlib.nullcontext()
+    with pinned:
+        for variant, its_problems in itertools.groupby(todo, key=lambda p: p.variant):
+            with runtime.variant(variant) if metal else contextlib.nullcontext():
+                for problem in its_problems:
+                    yield problem
+                    yield judge(problem, implementation)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was found and the table. 0: everything passed; 1: something did not; 2: nothing could be run."""
+    """Prints what was found and the table.
+
+    0: everything passed. 1: something did not, or Metal should be here and cannot be used. 2: nothing could be run.
+    130: interrupted.
+    """
     try:
-        runtime.get()
-    except ValueError as error:
-        print(f"{'Metal':15} {error}")
+        for name, value in findings():
+            print(f"{name:15} {value}", flush=True)
+        found = runtime.get()
+    except OSError:  # of the output
+        raise
+    except Exception as error:  # whatever keeps JAX or Metal from starting is a finding
+        print(f"{'FAILED':15} {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         return 2
-    for name, value in findings():
-        print(f"{name:15} {value}")
     print("\nimplementations")
     for line in choices():
         print(f"  {line}")
     print(flush=True)
-    usable = not runtime.get().reason
-    implementation = "metal" if usable else "blockwise"
-    todo = problems(list(tiles.NAMES) if usable else ["blockwise"])
+    implementation = "blockwise" if found.reason else "metal"
+    todo = problems(["blockwise"] if found.reason else list(tiles.NAMES))
     if options.quick:
         todo = [p for p in todo if p.dtype == "float16" and p.head_size <= 64]
-    start, verdicts, current = time.perf_counter(), [], None
-    # Metal runs what is compiled for cpu, whatever else JAX has here
-    pinned = jax.default_device(jax.local_devices(backend="cpu")[0]) if usable else contextlib.nullcontext()
-    with pinned, contextlib.ExitStack() as chosen:
-        for problem in _bar(todo):
-            if usable and problem.variant != current:
-                chosen.close()
-                chosen.enter_context(runtime.variant(problem.variant))
-                current = problem.variant
-            verdicts.append(judge(problem, implementation))
-    print(table(verdicts))
+    start, interrupted = time.perf_counter(), False
+    verdicts: list[Verdict] = []
+    try:
+        print(HEADING, flush=True)
+        for step in interruptible(_judge_all(todo, implementation)):
+            if isinstance(step, Problem):
+                print(row_start(step), end="", flush=True)
+            else:
+                print(row_end(step), flush=True)
+                verdicts.append(step)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(" interrupted")
     failed = sum(not v.passed for v in verdicts)
     seconds = time.perf_counter() - start
     what = f"{implementation}, {len(verdicts)} problems in {seconds:.0f} s"
     sizes = f"B = {BATCH}, N/K = {HEADS}/{KEY_HEADS}, T = {Problem.queries}, S = {Problem.keys}"
     print(f"\n{sizes}; errors are relative to the largest entry.")
-    if not usable:
-        print(f"Metal was not checked ({runtime.get().reason}); blockwise, which runs in its place, was.")
+    if found.reason:
+        print(f"Metal was not checked ({found.reason}); blockwise, which runs in its place, was.")
+    if interrupted:
+        print(f"interrupted: {failed} failed of {what}; {len(todo) - len(verdicts)} did not run")
+        return INTERRUPTED
+    if found.reason and not found.expected:
+        print(f"FAILED: Metal should be here and cannot be used; besides, {failed} of {what}")
+        return 1
     print(f"FAILED: {failed} of {what}" if failed else f"all passed: {what}")
     return 1 if failed else 0

@@ -1,8 +1,28 @@
-"""What the commands of `python -m jax_mfa` share: kinds of options, with messages for people."""
+"""What the commands of `python -m jax_mfa` share: kinds of options, work that Ctrl-C ends, and text for any terminal.
+
+An option that contradicts another is an `argparse.ArgumentTypeError` too; the program says it as argparse says its own.
+"""
 
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
+import os
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TypeVar
+
+from jax_mfa.metal import runtime
+
+INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ends
+_ASCII = {"×": "x", "·": "*", "–": "-", "−": "-", "→": ">", "…": "...", "≤": "<=", "≠": "!=", "²": "^2", "ᵀ": "^T"}
+_ASCII |= {"∞": "inf", "Σ": "sum", "√": "sqrt"}
+
+
+Item = TypeVar("Item")
 
 
 def positive(text: str) -> int:
@@ -15,3 +35,66 @@ def positive(text: str) -> int:
 def positives(text: str) -> list[int]:
     """Different positive integers, comma separated."""
     return list(dict.fromkeys(positive(x) for x in text.split(",")))
+
+
+def start_metal() -> runtime.Runtime:
+    """The runtime. Says beforehand, on stderr, that it may have to be built. Raises ValueError on an unknown device."""
+    if os.environ.get("JAX_MFA_DEVICE") == "emulator":
+        print("building the emulated Metal device, unless that is done: minutes the first time", file=sys.stderr)
+    return runtime.get()
+
+
+def interruptible(items: Iterator[Item]) -> Iterator[Item]:
+    """The items, each made by another thread when it is asked for: Ctrl-C ends the wait, and leaves the thread behind.
+
+    Within JAX an interrupt may be lost (its callback of the garbage collector), or crash the interpreter at its end.
+    """
+    asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+    made: queue.SimpleQueue[tuple[Item] | BaseException] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            asked.get()
+            try:
+                made.put((next(items),))
+            except BaseException as error:  # raised again where the items are taken
+                made.put(error)
+                return
+
+    threading.Thread(target=work, daemon=True).start()
+    while True:
+        asked.put(None)
+        found = made.get()
+        if isinstance(found, StopIteration):
+            return
+        if isinstance(found, BaseException):
+            raise found
+        yield found[0]
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs: what the encoding lacks is written in ASCII."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_ASCII.get(x, "?") for x in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("jax_mfa_in_ascii", _in_ascii)
+
+
+def _wants_ascii() -> bool:
+    """Whether the locale is C or POSIX by name. Python writes UTF-8 there, and sets LC_CTYPE itself to do so."""
+    if os.environ.get("PYTHONIOENCODING") or os.environ.get("PYTHONUTF8"):
+        return False
+    names = [os.environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG")]
+    if names[1] in ("C.UTF-8", "C.utf8", "UTF-8"):
+        names[1] = ""
+    return next(filter(None, names), "") in ("C", "POSIX")
+
+
+def fit_output_to_the_terminal() -> None:
+    """From here on stdout and stderr write any text in the terminal's encoding: ASCII stands in for what that lacks."""
+    encoding = "ascii" if _wants_ascii() else None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=encoding, errors="jax_mfa_in_ascii")

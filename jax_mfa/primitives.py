@@ -2,10 +2,13 @@
 
 Three primitives, all over flat operands:
 
-* `attention`: (operands) → (out, statistic);
-* `attention_transpose`: (operands, out, statistic, d_out, d_statistic) → cotangents of the wanted operands;
-* `attention_tangent`: (operands, out, statistic, tangents of the wanted operands) → tangents of (out, statistic).
+* `attention`: (operands) → (out, row_max, row_sum);
+* `attention_transpose`: (operands, out, row_max, row_sum, d_out, d_lse) → cotangents of the wanted operands;
+* `attention_tangent`: (operands, out, row_max, row_sum, tangents of the wanted operands) → tangents of (out, lse).
   Reverse mode never runs it, only its transpose, `attention_transpose`. Forward mode does, through the reference.
+
+A row's maximum and sum together make its log-sum-exp (`log_sum_exp`), the only function of theirs that there is. So its
+derivative is declared as that of `row_max`, and `row_sum` has none.
 
 A `custom_vjp` would forbid forward mode and `custom_jvp` alone cannot name the backward pass; a linear primitive with a
 transpose gives both. Second derivatives differentiate the reference.
@@ -37,7 +40,7 @@ from jax_mfa.sharding import partitioned
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
 # what the backward pass needs of the forward pass, for policies of `jax.checkpoint`: saved, no kernel runs twice
-RESIDUAL_NAMES = ("jax_mfa_out", "jax_mfa_statistic")
+RESIDUAL_NAMES = ("jax_mfa_out", "jax_mfa_statistic", "jax_mfa_statistic")
 
 
 def pack(operands: Operands):
@@ -50,20 +53,17 @@ def unpack(arrays, names) -> Operands:
     return Operands(**dict(zip(names, arrays)))
 
 
-def statistic_to_lse(statistic):
-    """The public log-sum-exp: −inf where a row sees nothing."""
-    empty = statistic == blockwise.empty_statistic(statistic.dtype)
-    return jnp.where(empty, -jnp.inf, statistic)
+def log_sum_exp(row_max, row_sum):
+    """The log-sum-exp of rows: −inf where a row sees nothing, NaN where its softmax is not defined."""
+    return row_max + jnp.log(lax.stop_gradient(row_sum))
 
 
 def _reference_of(arrays, spec: Specification, names, wanted):
-    """The reference as a function of the wanted operands, with the statistic in place of the log-sum-exp; and where."""
+    """The reference as a function of the wanted operands, and where."""
     fixed = dict(zip(names, arrays))
 
     def fun(*varying):
-        out, lse = reference.attention(spec, Operands(**{**fixed, **dict(zip(wanted, varying))}))
-        empty = jnp.asarray(blockwise.empty_statistic(lse.dtype), lse.dtype)
-        return out, jnp.where(lse == -jnp.inf, empty, lse)
+        return reference.attention(spec, Operands(**{**fixed, **dict(zip(wanted, varying))}))
 
     return fun, tuple(fixed[name] for name in wanted)
 
@@ -100,7 +100,7 @@ def _no_jnp(implementation):
 def _tangent(*arrays, spec, names, wanted, implementation):
     _no_jnp(implementation)
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
-    return jax.jvp(fun, at, arrays[len(names) + 2 :])[1]
+    return jax.jvp(fun, at, arrays[len(names) + len(RESIDUAL_NAMES) :])[1]
 
 
 def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
@@ -108,8 +108,8 @@ def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
     _no_jnp(implementation)
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
     results, pullback = jax.vjp(fun, *at)
-    d_out, d_statistic = arrays[len(names) + 2 :]
-    return pullback((d_out.astype(results[0].dtype), d_statistic.astype(results[1].dtype)))
+    cotangents = arrays[len(names) + len(RESIDUAL_NAMES) :]
+    return pullback(tuple(ct.astype(x.dtype) for ct, x in zip(cotangents, results)))
 
 
 # --- shapes
@@ -118,10 +118,8 @@ def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
 def _attention_shapes(*avals, spec, names, **_):
     o = unpack(avals, names)
     b, t, n, _ = o.query.shape
-    return (
-        o.query.update(shape=(b, t, n, o.value.shape[-1]), weak_type=False),
-        o.query.update(shape=(b, t, n), dtype=accumulation_dtype(o.query.dtype), weak_type=False),
-    )
+    rows = o.query.update(shape=(b, t, n), dtype=accumulation_dtype(o.query.dtype), weak_type=False)
+    return o.query.update(shape=(b, t, n, o.value.shape[-1]), weak_type=False), rows, rows
 
 
 def _transpose_shapes(*avals, spec, names, wanted, **_):
@@ -130,7 +128,8 @@ def _transpose_shapes(*avals, spec, names, wanted, **_):
 
 
 def _tangent_shapes(*avals, spec, names, wanted, **_):
-    return _attention_shapes(*avals[: len(names)], spec=spec, names=names)
+    out, lse, _ = _attention_shapes(*avals[: len(names)], spec=spec, names=names)
+    return out, lse
 
 
 # --- vmap
@@ -194,7 +193,7 @@ def _batched(rule, shapes):
 def _attention_batching(arrays, dims, size: int, *, spec, names, implementation):
     operands, spec, _ = _fold_operands(arrays, dims, size, spec, names)
     results = attention_p.bind(*operands, spec=spec, names=names, implementation=implementation)
-    return tuple(_unfold(x, size) for x in results), (0, 0)
+    return tuple(_unfold(x, size) for x in results), (0,) * len(results)
 
 
 def _fold_results(arrays, dims, size: int, batch: int):
@@ -220,16 +219,16 @@ def _transpose_batching(arrays, dims, size: int, *, spec, names, wanted, impleme
 
 
 def _tangent_batching(arrays, dims, size: int, *, spec, names, wanted, implementation):
-    n = len(names)
+    n, known = len(names), len(names) + len(RESIDUAL_NAMES)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
-    results = _fold_results(arrays[n : n + 2], dims[n : n + 2], size, batch)
+    results = _fold_results(arrays[n:known], dims[n:known], size, batch)
     tangents = [
         _fold(_mapped(x, d, size), size, batch, spec.repeats[Operands._fields.index(name)])[0]
-        for name, x, d in zip(wanted, arrays[n + 2 :], dims[n + 2 :])
+        for name, x, d in zip(wanted, arrays[known:], dims[known:])
     ]
     static = {"spec": folded, "names": names, "wanted": wanted, "implementation": implementation}
     results = tangent_p.bind(*operands, *results, *tangents, **static)
-    return tuple(_unfold(x, size) for x in results), (0, 0)
+    return tuple(_unfold(x, size) for x in results), (0,) * len(results)
 
 
 # --- derivatives
@@ -241,11 +240,12 @@ def _attention_jvp(primals, tangents, *, spec, names, implementation):
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, RESIDUAL_NAMES))
     moving = [(name, t) for name, t in zip(names, tangents) if type(t) is not ad.Zero]
     wanted = tuple(name for name, _ in moving)
-    return results, tangent_p.bind(*primals, *results, *(t for _, t in moving), **static, wanted=wanted)
+    t_out, t_lse = tangent_p.bind(*primals, *results, *(t for _, t in moving), **static, wanted=wanted)
+    return results, (t_out, t_lse, ad.Zero(t_lse.aval))
 
 
 def _tangent_transpose(cotangents, *arrays, names, wanted, **static):
-    n = len(names) + 2
+    n = len(names) + len(RESIDUAL_NAMES)
     known, tangents = arrays[:n], arrays[n:]
     linear = tuple(name for name, t in zip(wanted, tangents) if ad.is_undefined_primal(t))
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
@@ -285,9 +285,9 @@ def _by_shares(fun):
     """`fun` of a primitive, each device computing its share."""
 
     def run(*arrays, **params):
-        names, results = params["names"], ("out", "statistic")
+        names, results = params["names"], ("out", "row_max", "row_sum")
         if "wanted" in params:
-            names, results = (*names, "out", "statistic", "d_out", "d_statistic"), params["wanted"]
+            names, results = (*names, *results, "d_out", "d_lse"), params["wanted"]
         return partitioned(lambda *x: fun(*x, **params), params["spec"], names, results)(*arrays)
 
     return run
@@ -432,10 +432,9 @@ _register_with_old_shard_map()
 
 
 def attention(spec: Specification, operands: Operands, implementation: str | None = None):
-    """Attention and its statistic (see `blockwise.forward`) through the primitives: [B, T, N, V] and [B, T, N].
+    """Attention, and maximum and sum of each row (see `blockwise.forward`): [B, T, N, V], and [B, T, N] twice.
 
     `implementation` is "metal", "blockwise", or None for the best of the two at the place where it is compiled.
     """
     arrays, names = pack(operands)
-    out, statistic = attention_p.bind(*_vary_alike(arrays), spec=spec, names=names, implementation=implementation)
-    return out, statistic
+    return attention_p.bind(*_vary_alike(arrays), spec=spec, names=names, implementation=implementation)

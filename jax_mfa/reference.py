@@ -9,17 +9,23 @@ For query row t of head n, at position(t) = t + query_offset, and key column s:
 2. x += bias[t, s], and slope[n] · (s − position(t)) with ALiBi.
 3. x = cap · tanh(x / cap) with a soft cap.
 4. Column s is visible to row t where every mask given allows it: boolean mask, causality (s ≤ position(t)), window
-   (position(t) − left ≤ s ≤ position(t) + right), lengths, equal segment ids, range of columns, block mask. What is
-   invisible takes no part: nothing of it, not even NaN or ∞, reaches a result or a gradient.
+   (position(t) − left ≤ s ≤ position(t) + right), lengths, equal segment ids, range of columns, block mask; and where
+   its bias is not −∞, unless there is a soft cap, under which −∞ is a score of −cap. What is invisible takes no part:
+   nothing of it, not even NaN or ∞, reaches a result or a gradient.
 5. p = softmax(x) over the visible columns, and one more of logit sink[n] without a value where there are sinks.
 6. Dropout multiplies p by 0 or 1 / (1 − rate), which of them a function of seed, batch row, n, t and s (`philox`).
 7. out = Σ p v[s, ·], rounded once to the query's dtype.
 
-A row that sees nothing gives zeros, a log-sum-exp of −∞, and no gradient.
+A row that sees nothing gives zeros, a log-sum-exp of −∞, and no gradient. Among what a row does see, NaN and ∞ do what
+they do in plain arithmetic: a value of ∞ reaches its own component of the output; a score of ∞, or scores that are −∞
+all, make the row's softmax, and so its output and its log-sum-exp, NaN.
 """
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -57,7 +63,32 @@ def visible(spec: Specification, operands: Operands):
     if spec.mask_block is not None:
         rows, columns = spec.mask_block
         see &= jnp.repeat(jnp.repeat(o.block_mask, rows, 2), columns, 3)[:, :, : t.size, : s.size]
+    if spec.bias_hides(o):
+        see &= o.bias != -jnp.inf
     return see
+
+
+def _product(see, a, b, axis: int):
+    """Σ a · b along `axis` over what is visible, from `a` and `b` that broadcast to [B, N, T, S, H|V].
+
+    0 · NaN is NaN: where something is hidden (`see` is not None), products of matrices run over the finite numbers
+    alone, and terms with others are added one by one.
+    """
+
+    def of_matrices(a, b):
+        return jnp.einsum("bntxh,bnysh->bnts" if axis == 4 else "bntsx,bnysv->bntv", a, b)
+
+    @jax.checkpoint
+    def of_others(a, b):
+        meet = see[..., None] & ~(jnp.isfinite(a) & jnp.isfinite(b))
+        a, b = (jnp.where(meet, x, jnp.zeros_like(x)) for x in (a, b))
+        return (a * b).sum(axis)
+
+    if see is None:
+        return of_matrices(a, b)
+    finite = [jnp.isfinite(x) for x in (a, b)]
+    sums = of_matrices(*(jnp.where(ok, x, jnp.zeros_like(x)) for ok, x in zip(finite, (a, b))))
+    return sums + lax.cond(finite[0].all() & finite[1].all(), lambda a, b: jnp.zeros_like(sums), of_others, a, b)
 
 
 def attention(spec: Specification, operands: Operands):
@@ -73,28 +104,22 @@ def attention(spec: Specification, operands: Operands):
     acc = accumulation_dtype(o.query.dtype)
     q, k, v = (x.astype(acc) for x in (o.query, o.key, o.value))
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    see = jnp.broadcast_to(visible(spec, o), (batch, n, t, k.shape[1]))
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    see = jnp.broadcast_to(visible(spec, o), (batch, n, t, k.shape[2]))
 
-    # a value that nobody sees must not reach anybody, and 0 · NaN is NaN: whoever sees one that is not finite is
-    # marked here, the sums below run over finite numbers
-    tainted = None
-    if spec.has_mask(o):
-        finite = lambda x: jnp.isfinite(x).all(-1).transpose(0, 2, 1)
-        bad_key = ~(finite(k) & finite(v))
-        tainted = (see & bad_key[:, :, None, :]).any(-1) | (~finite(q) & see.any(-1))
-        q, k, v = (jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in (q, k, v))
+    product = functools.partial(_product, see if spec.has_mask(o) else None)
 
     # 1-3: scores
     # invisible ones may be infinite, and so would derivatives: they are hidden from every product and function
     hidden = lambda x: jnp.where(see, x, jnp.zeros_like(x))
     scale = spec.scale if o.scale is None else o.scale.astype(acc).reshape(-1, 1, 1, 1)
-    x = scale * hidden(jnp.einsum("btnh,bsnh->bnts", q, k))
+    x = scale * hidden(product(q[:, :, :, None], k[:, :, None], 4))
     if o.bias is not None:
         x = x + o.bias.astype(acc)
     if o.alibi_slopes is not None:
         offset = spec.query_offset if o.query_offset is None else o.query_offset.reshape(-1, 1, 1, 1)
         position = jnp.arange(t).reshape(1, 1, -1, 1) + offset
-        distance = jnp.arange(k.shape[1]).reshape(1, 1, 1, -1) - position
+        distance = jnp.arange(k.shape[2]).reshape(1, 1, 1, -1) - position
         x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * distance.astype(acc)
     x = hidden(x)
     if spec.logits_soft_cap is not None:
@@ -103,7 +128,7 @@ def attention(spec: Specification, operands: Operands):
     # 4-5: softmax over what is visible, and the sink
     x = jnp.where(see, x, -jnp.inf)
     high = x.max(-1, keepdims=True, initial=-jnp.inf)
-    empty = high == -jnp.inf
+    empty = ~see.any(-1, keepdims=True)
     if o.sinks is not None:
         sinks = o.sinks.astype(acc)[:, :, None, None]
         high = jnp.maximum(high, sinks)
@@ -112,7 +137,7 @@ def attention(spec: Specification, operands: Operands):
     total = p.sum(-1, keepdims=True)
     if o.sinks is not None:
         total = total + jnp.exp(sinks - high)
-    total = jnp.where(empty, jnp.ones_like(total), total)
+    total = jnp.where(empty, jnp.ones_like(total), jnp.where(total == 0, jnp.nan, total))
     p = jnp.where(empty, jnp.zeros_like(p), p / total)
     lse = jnp.where(empty, -jnp.inf, high + jnp.log(total))[..., 0]
 
@@ -121,15 +146,10 @@ def attention(spec: Specification, operands: Operands):
         seed0, seed1, index, head0 = (o.dropout[:, i].reshape(-1, 1, 1, 1) for i in range(4))
         head = head0 + jnp.arange(n, dtype=jnp.uint32).reshape(1, -1, 1, 1)
         row = jnp.arange(t, dtype=jnp.uint32).reshape(1, 1, -1, 1)
-        keep = keep_mask(spec.dropout_rate, (seed0, seed1), index, head, row, 0, k.shape[1])
-        p = jnp.where(keep, p / (1.0 - spec.dropout_rate), jnp.zeros_like(p))
+        keep = keep_mask(spec.dropout_rate, (seed0, seed1), index, head, row, 0, k.shape[2])
+        p = p * jnp.where(keep, 1 / (1 - spec.dropout_rate), 0).astype(acc)
 
     # 7; p is 0 already where hidden, and so is, with this, its cotangent, which a huge value makes infinite
-    out = jnp.einsum("bnts,bsnv->btnv", hidden(p), v)
-    out = jnp.where(empty.transpose(0, 2, 1, 3), jnp.zeros_like(out), out)  # whatever its cotangent may be
-    lse = lse.transpose(0, 2, 1)
-    if tainted is not None:
-        tainted = tainted.transpose(0, 2, 1)
-        out = jnp.where(tainted[..., None], np.nan, out)
-        lse = jnp.where(tainted, np.nan, lse)
-    return out.astype(o.query.dtype), lse
+    out = product(hidden(p)[..., None], v[:, :, None], 3)
+    out = jnp.where(empty, jnp.zeros_like(out), out)  # whatever its cotangent may be
+    return out.transpose(0, 2, 1, 3).astype(o.query.dtype), lse.transpose(0, 2, 1)

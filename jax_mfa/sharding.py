@@ -26,7 +26,7 @@ from jax_mfa.specification import Operands, Specification
 
 # the axis of heads, where an array has one; batch rows are always the first
 _HEAD_AXIS = {
-    **dict.fromkeys(("query", "key", "value", "out", "statistic", "d_out", "d_statistic"), 2),
+    **dict.fromkeys(("query", "key", "value", "out", "row_max", "row_sum", "d_out", "d_lse"), 2),
     **dict.fromkeys(("bias", "mask", "block_mask", "alibi_slopes", "sinks"), 1),
 }
 
@@ -132,7 +132,7 @@ def partitioned(fun: Callable, spec: Specification, names: tuple[str, ...], resu
 
     Args:
       fun: takes arrays and returns a tuple of arrays; of their batch rows and heads any share may come.
-      names: what each array is: a field of `Operands`, out, statistic, d_out or d_statistic.
+      names: what each array is: a field of `Operands`, out, row_max, row_sum, d_out or d_lse.
       results: the same of each result; one named like an operand is its gradient.
     """
 
@@ -167,11 +167,11 @@ def partitioned(fun: Callable, spec: Specification, names: tuple[str, ...], resu
     return whole
 
 
-def automatically(run: Callable, arguments: dict, with_statistic: bool):
+def automatically(run: Callable, arguments: dict, with_lse: bool):
     """`run(arguments)`, and where sharding is explicit, with sharding left to the compiler inside.
 
     The output is then sharded like the query but for its last axis, and replicated where the query has no sharding;
-    with `with_statistic`, the second result likewise.
+    with `with_lse`, the second result likewise.
     """
     if not _mesh_is_explicit() and all(_explicit_spec(x) is None for x in jax.tree.leaves(arguments)):
         return run(arguments)
@@ -180,7 +180,7 @@ def automatically(run: Callable, arguments: dict, with_statistic: bool):
     rows = PartitionSpec(*spec[:-1])
     out = PartitionSpec(*rows, None)
     inside = jax.sharding.auto_axes(
-        lambda placed: run({**arguments, **placed}), out_sharding=(out, rows) if with_statistic else out
+        lambda placed: run({**arguments, **placed}), out_sharding=(out, rows) if with_lse else out
     )
     return inside(placed)
 

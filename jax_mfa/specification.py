@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mfa import checks
 from jax_mfa.block_mask import BlockMask
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -79,6 +80,7 @@ class Specification:
         return (
             self.is_causal
             or self.window != (None, None)
+            or self.bias_hides(operands)
             or any(
                 x is not None
                 for x in (
@@ -91,6 +93,10 @@ class Specification:
                 )
             )
         )
+
+    def bias_hides(self, operands: Operands) -> bool:
+        """Whether a bias of −∞ hides its column as a mask does; under a soft cap it is a score of −cap."""
+        return operands.bias is not None and self.logits_soft_cap is None
 
 
 def accumulation_dtype(dtype) -> Any:
@@ -140,6 +146,11 @@ def _as_given(name: str, x, kinds: str, expected: str):
             x = numpy.asarray(x)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name} must be an array ({expected}), got a {type(x).__name__}: {error}") from error
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{name} must be an array ({expected}), got a jax.ShapeDtypeStruct: only jax_mfa.explain takes shapes "
+            "for arrays; elsewhere trace the call (jax.eval_shape, jax.jit(...).lower)"
+        )
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"{name} must be an array ({expected}), got {type(x).__name__}")
     ok = {
@@ -149,14 +160,10 @@ def _as_given(name: str, x, kinds: str, expected: str):
     }
     if not any(ok[kind] for kind in kinds):
         raise TypeError(f"{name} must be {expected}, got {_shape(x)}")
-    if not all(isinstance(d, numbers.Integral) for d in x.shape):
-        raise NotImplementedError(
-            f"{name} must have a known shape: symbolic dimensions are not supported, got {_shape(x)}"
-        )
     return x
 
 
-def _array(name: str, x, kinds: str, expected: str):
+def as_array(name: str, x, kinds: str, expected: str):
     """`x` as an array of JAX whose dtype kind is one of `kinds`."""
     x = _as_given(name, x, kinds, expected)
     if isinstance(x, np.ndarray) and x.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
@@ -164,10 +171,15 @@ def _array(name: str, x, kinds: str, expected: str):
     return jnp.asarray(x)
 
 
+def _with_columns(x):
+    """`x`, with one column of zeros where a head has size 0: they add nothing to a product."""
+    return x if x.shape[-1] else jnp.zeros((*x.shape[:-1], 1), x.dtype)
+
+
 def _in_range(name: str, x, low: int, high: int) -> None:
     """Refuses integers outside low..high where their values are known; as given, for JAX would narrow numpy's."""
     info = jnp.iinfo(x.dtype)
-    values = None if low <= info.min and info.max <= high else _concrete(x)
+    values = None if low <= info.min and info.max <= high else concrete(x)
     if values is not None and values.size:
         least, most = int(values.min()), int(values.max())
         if least < low or most > high:
@@ -179,32 +191,14 @@ def _widened(x):
     return x.astype(np.int32) if x.dtype.itemsize < 4 else x
 
 
-def _clipped(x, low: int, high: int):
+def clipped(x, low: int, high: int):
     """Integers as int32, brought within low..high before they become so."""
     numpy: Any = jnp if isinstance(x, jax.Array) else np
     x = _widened(x)
     return numpy.clip(x, max(low, int(jnp.iinfo(x.dtype).min)), high).astype(np.int32)
 
 
-def _static_float(name: str, x, expected: str, dtype=np.float64) -> float:
-    if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise TypeError(f"{name} must be {expected}, got {x!r}")
-    try:
-        x = float(x)
-    except OverflowError:
-        x = math.inf
-    if not abs(x) <= float(jnp.finfo(dtype).max):
-        raise ValueError(f"{name} must be {expected}, finite in {np.dtype(dtype).name}, got {x}")
-    return x
-
-
-def _bool(name: str, x) -> bool:
-    if not isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{name} must be a Python bool (it is static), got {x!r}")
-    return bool(x)
-
-
-def _concrete(x):
+def concrete(x):
     """The values of `x` as numpy, or None while it is traced or lives on other hosts."""
     if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or not x.is_fully_addressable):
         return None
@@ -226,7 +220,7 @@ def _per_row(name: str, x, lead: tuple[int, ...], tail: tuple[int, ...], letters
 def _flatten_lead(x, head, lead, tail):
     if all(d == 1 for d in head):
         return x.reshape(1, *tail)
-    return jnp.broadcast_to(x, lead + tail).reshape(-1, *tail)
+    return jnp.broadcast_to(x, lead + tail).reshape(math.prod(lead), *tail)
 
 
 def _scores_like(name: str, x, lead, n: int, t: int, s: int):
@@ -241,38 +235,39 @@ def _scores_like(name: str, x, lead, n: int, t: int, s: int):
     return _flatten_lead(x, x.shape[:-3], lead or (1,), x.shape[-3:])
 
 
-def known_lengths(name: str, x, limit: int):
-    """Integers as they were given; within 0..limit where their values are known."""
-    x = _as_given(name, x, "i", "integers [B]")
-    _in_range(name, x, 0, limit)
+def known_integers(name: str, x, low: int, high: int, expected: str) -> Any:
+    """Integers as they were given; within low..high where their values are known."""
+    x = _as_given(name, x, "i", expected)
+    _in_range(name, x, low, high)
     return x
+
+
+def known_lengths(name: str, x, limit: int) -> Any:
+    """Lengths as they were given; within 0..limit where their values are known."""
+    return known_integers(name, x, 0, limit, "integers [B]")
 
 
 def _lengths(name: str, x, lead, limit: int):
     x = known_lengths(name, x, limit)
-    return jnp.asarray(_per_row(name, _clipped(x, 0, limit), lead, (), "[B]"))
+    return jnp.asarray(_per_row(name, clipped(x, 0, limit), lead, (), "[B]"))
 
 
 def _segment_ids(name: str, x, lead, length: int, letters: str):
-    x = _as_given(name, x, "i", f"integers {letters}")
-    _in_range(name, x, -(2**31), 2**31 - 1)
+    x = known_integers(name, x, -(2**31), 2**31 - 1, f"integers {letters}")
     return jnp.asarray(_per_row(name, x.astype(np.int32), lead, (length,), letters))
 
 
-def _window(x) -> tuple[int | None, int | None]:
+def as_window(x) -> tuple[int | None, int | None]:
     if x is None:
         return (None, None)
-    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+    if checks.is_integer(x):
         x = (x, x)
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         raise TypeError(f"local_window_size must be an int or a pair (left, right), got {x!r}")
-    for side in x:
-        if side is None:
-            continue
-        if isinstance(side, bool) or not isinstance(side, numbers.Integral):
-            raise TypeError(f"local_window_size must hold static integers or None, got {x!r}")
-        if side < 0:
-            raise ValueError(f"local_window_size must not be negative, got {x!r}")
+    if not all(side is None or checks.is_integer(side) for side in x):
+        raise TypeError(f"local_window_size must hold static integers or None, got {x!r}")
+    if any(side is not None and side < 0 for side in x):
+        raise ValueError(f"local_window_size must not be negative, got {x!r}")
     # a side that no distance can exceed is no limit
     left, right = (None if side is None or side > 2 * MAX_POSITION else int(side) for side in x)
     return left, right
@@ -280,7 +275,7 @@ def _window(x) -> tuple[int | None, int | None]:
 
 def _seed(x):
     """A dropout seed as uint32[2]: low and high word of an integer, integers of shape [2], or a `jax.random` key."""
-    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+    if checks.is_integer(x):
         x = np.asarray(int(x) & (2**64 - 1), np.uint64)
     if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         if x.shape != ():
@@ -328,11 +323,16 @@ def specify(
     only where they are known: traced lengths, offsets and ranges are clipped to what is allowed, of traced 64-bit
     segment ids the low 32 bits count.
     """
-    query = _array("query", query, "f", "floating [..., T, N, H]")
-    key = _array("key", key, "f", "floating [..., S, K, H]")
-    value = _array("value", value, "f", "floating [..., S, K, V]")
+    query = as_array("query", query, "f", "floating [..., T, N, H]")
+    key = as_array("key", key, "f", "floating [..., S, K, H]")
+    value = as_array("value", value, "f", "floating [..., S, K, V]")
     if query.ndim < 3:
         raise ValueError(f"query must have shape [..., T, N, H], got {list(query.shape)}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not all(isinstance(d, numbers.Integral) for d in x.shape[-3:]):
+            raise NotImplementedError(
+                f"{name} may have symbolic dimensions only in front, as batch axes, got {list(x.shape)}"
+            )
     lead = query.shape[:-3]
     t, n, h = query.shape[-3:]
     for name, x, letters in (("key", key, "[..., S, K, H]"), ("value", value, "[..., S, K, V]")):
@@ -346,10 +346,8 @@ def specify(
         raise ValueError(f"key must have the head size of query, H = {h}, got shape {list(key.shape)}")
     if value.shape[-3:-1] != (s, k):
         raise ValueError(f"value must have the S, K = {s}, {k} of key, got shape {list(value.shape)}")
-    if k == 0 or n == 0 or n % k:
+    if n % k if k else n:
         raise ValueError(f"the heads of query must be a multiple of those of key and value, got N = {n}, K = {k}")
-    if h == 0 or value.shape[-1] == 0:
-        raise ValueError(f"head sizes must be at least 1, got H = {h}, V = {value.shape[-1]}")
     if not query.dtype == key.dtype == value.dtype or query.dtype.name not in DTYPES:
         raise TypeError(
             f"query, key and value must share one dtype of {', '.join(DTYPES)}, "
@@ -361,17 +359,17 @@ def specify(
         raise ValueError(f"query and key must be at most {MAX_POSITION} long, got T = {t}, S = {s}")
 
     if bias is not None:
-        bias = _array("bias", bias, "f", "floating, broadcastable to [..., N, T, S] (a boolean belongs in mask)")
+        bias = as_array("bias", bias, "f", "floating, broadcastable to [..., N, T, S] (a boolean belongs in mask)")
         bias = _scores_like("bias", bias, lead, n, t, s)
     if mask is not None:
-        mask = _array("mask", mask, "b", "bool, broadcastable to [..., N, T, S] (an additive mask belongs in bias)")
+        mask = as_array("mask", mask, "b", "bool, broadcastable to [..., N, T, S] (an additive mask belongs in bias)")
         mask = _scores_like("mask", mask, lead, n, t, s)
 
-    static_scale = 1.0 / math.sqrt(h)
+    static_scale = 1.0 / math.sqrt(max(h, 1))
     if isinstance(scale, numbers.Real):
-        static_scale, scale = _static_float("scale", scale, "a number", acc), None
+        static_scale, scale = checks.number("scale", scale, dtype=acc), None
     elif scale is not None:
-        scale = _array("scale", scale, "f", "a floating scalar")
+        scale = as_array("scale", scale, "f", "a floating scalar")
         if scale.shape != ():
             raise ValueError(f"scale must be a scalar, got shape {list(scale.shape)}")
         scale = scale.reshape(1).astype(acc)
@@ -382,18 +380,17 @@ def specify(
         key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, lead, s)
 
     static_offset, farthest = 0, MAX_POSITION - t
-    if isinstance(query_offset, numbers.Integral) and not isinstance(query_offset, bool):
+    if checks.is_integer(query_offset):
         static_offset, query_offset = int(query_offset), None
         if abs(static_offset) > farthest:
             raise ValueError(f"query_offset must lie in {-farthest}..{farthest}, got {static_offset}")
     elif query_offset is not None:
-        query_offset = _as_given("query_offset", query_offset, "i", "an integer or integers [B]")
-        _in_range("query_offset", query_offset, -farthest, farthest)
-        query_offset = _clipped(query_offset, -farthest, farthest)
+        query_offset = known_integers("query_offset", query_offset, -farthest, farthest, "an integer or integers [B]")
+        query_offset = clipped(query_offset, -farthest, farthest)
         query_offset = jnp.asarray(_per_row("query_offset", query_offset, lead, (), "[B]"))
 
     if logits_soft_cap is not None:
-        logits_soft_cap = _static_float("logits_soft_cap", logits_soft_cap, "a positive static number or None", acc)
+        logits_soft_cap = checks.number("logits_soft_cap", logits_soft_cap, "a positive static number or None", acc)
         if logits_soft_cap <= 0:
             raise ValueError(f"logits_soft_cap must be positive or None, got {logits_soft_cap}")
         # below, the cap is flushed to zero, and so are, above, scores over the cap that still count
@@ -405,7 +402,7 @@ def specify(
             )
 
     def per_head(name, x):
-        x = _array(name, x, "f", "floating [N]")
+        x = as_array(name, x, "f", "floating [N]")
         return _per_row(name, x, lead, (n,), f"[N] = [{n}] or [..., N]")
 
     alibi_slopes = None if alibi_slopes is None else per_head("alibi_slopes", alibi_slopes)
@@ -420,7 +417,7 @@ def specify(
 
     if key_value_ranges is not None:
         key_value_ranges = _as_given("key_value_ranges", key_value_ranges, "i", "integers [..., T, 2]")
-        key_value_ranges = _per_row("key_value_ranges", _clipped(key_value_ranges, 0, s), lead, (t, 2), "[..., T, 2]")
+        key_value_ranges = _per_row("key_value_ranges", clipped(key_value_ranges, 0, s), lead, (t, 2), "[..., T, 2]")
         key_value_ranges = jnp.asarray(key_value_ranges)
 
     mask_block = None
@@ -429,7 +426,7 @@ def specify(
             raise TypeError(f"block_mask must be a jax_mfa.BlockMask, got {type(block_mask).__name__}")
         mask_block = block_mask.block_size
         tiles = -(-t // mask_block[0]), -(-s // mask_block[1])
-        blocks = _array("block_mask", block_mask.blocks, "b", "bool [..., N, T blocks, S blocks]")
+        blocks = as_array("block_mask", block_mask.blocks, "b", "bool [..., N, T blocks, S blocks]")
         if blocks.ndim < 2 or blocks.shape[-2:] != tiles:
             raise ValueError(
                 f"block_mask with blocks of {mask_block} must end in {list(tiles)} for T = {t}, S = {s}, "
@@ -437,7 +434,7 @@ def specify(
             )
         block_mask = _scores_like("block_mask", blocks, lead, n, *tiles)
 
-    dropout_rate = _static_float("dropout_rate", dropout_rate, "a static number in [0, 1)")
+    dropout_rate = checks.number("dropout_rate", dropout_rate, "a static number in [0, 1)")
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
     dropout = None
@@ -449,18 +446,19 @@ def specify(
         dropout = jnp.concatenate([seed, index, jnp.zeros_like(index)], axis=1)
 
     spec = Specification(
-        is_causal=_bool("is_causal", is_causal),
-        window=_window(local_window_size),
+        is_causal=checks.boolean("is_causal", is_causal),
+        window=as_window(local_window_size),
         scale=static_scale,
         query_offset=static_offset,
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         mask_block=mask_block,
     )
+    query, key, value = (_with_columns(x) for x in (query, key, value))
     operands = Operands(
-        query=query.reshape(batch, t, n, h),
-        key=key.reshape(batch, s, k, h),
-        value=value.reshape(batch, s, k, value.shape[-1]),
+        query=query.reshape(batch, *query.shape[-3:]),
+        key=key.reshape(batch, *key.shape[-3:]),
+        value=value.reshape(batch, *value.shape[-3:]),
         bias=bias,
         mask=mask,
         block_mask=block_mask,

@@ -1,12 +1,12 @@
 // Attention, backward (Dao, arXiv:2307.08691, section 3.1): several kernels and no atomics, so that the same bits come out of
 // every run.
 //
-//   attention_row_sums:    D = Σ dO·O - d(statistic), one number for each row
+//   attention_row_sums:    D = Σ dO·O - d(log-sum-exp) and what probabilities need, three numbers for each row
 //   attention_d_query:     dQ = scale · dS K, parallel over query rows
 //   attention_d_key_value: dK = scale · dSᵀ Q and dV = Pᵀ dO, parallel over key rows, looping over the heads of a group
 //   attention_d_bias:      dS summed over what the bias broadcasts, parallel over its elements
 //
-// with P = exp(score - statistic) computed again and dS = P ∘ (dO Vᵀ - D). Inputs are matrix operands in their own dtype;
+// with P = exp(score - maximum) / sum computed again and dS = P ∘ (dO Vᵀ - D). Inputs are matrix operands in their own dtype;
 // P and dS are float32 operands, for the reason given in forward.metal.
 #include "products.h"
 #include "score.h"
@@ -17,10 +17,12 @@ template <typename T, int V, int SIMDGROUPS>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_row_sums(
     device const T* out [[buffer(0)]],                // [B, T, N, V]
     device const T* d_out [[buffer(1)]],              // [B, T, N, V]
-    device const float* statistic [[buffer(2)]],      // [B, T, N]
-    device const float* d_statistic [[buffer(3)]],    // [B, T, N]
-    device float* row_sums [[buffer(4)]],             // [B, T, N]
-    constant Parameters& p [[buffer(5)]],
+    device const float* row_maximum [[buffer(2)]],    // [B, T, N]
+    device const float* row_total [[buffer(3)]],      // [B, T, N]
+    device const float* d_lse [[buffer(4)]],          // [B, T, N]
+    device float* row_sums [[buffer(5)]],             // [B, T, N]
+    device float2* row_states [[buffer(6)]],          // [B, T, N]: see `probability`
+    constant Parameters& p [[buffer(7)]],
     uint3 group [[threadgroup_position_in_grid]],     // (SIMDGROUPS rows and heads, 1, batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
@@ -36,7 +38,7 @@ template <typename T, int V, int SIMDGROUPS>
   }
   sum = simd_sum(sum);
   if (lane == 0) {
-    row_sums[at] = statistic[at] == empty_statistic ? 0.0f : sum - d_statistic[at];
+    store_gradient_row(row_sums, row_states, at, row_maximum[at], row_total[at], sum - d_lse[at]);
   }
 }
 
@@ -55,7 +57,7 @@ template <
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_d_query(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],          // [B, T, N, V]
-    device const float* statistic [[buffer(13)]],  // [B, T, N]
+    device const float2* row_states [[buffer(13)]],  // [B, T, N]
     device const float* row_sums [[buffer(14)]],   // [B, T, N]
     device T* d_query [[buffer(15)]],              // [B, T, N, H]
     device float* d_scale [[buffer(16), function_constant(wants_scale)]],   // [B, T, N]: Σ dS · score / scale
@@ -93,7 +95,7 @@ template <
   const Tiles tiles = {k_room, v_room, thread_index, lane};
   const OwnRows<T, h_fragments, BLOCKS, CACHE_Q> q(query + q_offset, q_stride, p.queries - first, H, lane);
   const OwnRows<T, v_fragments, BLOCKS, CACHE_DO> d_o(do_rows, do_stride, p.queries - first, V, lane);
-  float row_statistic[BLOCKS];
+  float2 row_state[BLOCKS];
   float row_shift[BLOCKS];
   float scale_sum[BLOCKS];  // of the lane's own columns
   float slope_sum[BLOCKS];
@@ -102,7 +104,7 @@ template <
     const int row = first + block * 8 + lane.row;
     const bool inside = row < p.queries;
     const ulong at = (ulong(batch) * p.queries + row) * p.heads + head;
-    row_statistic[block] = inside ? statistic[at] * log2_e : 0.0f;
+    row_state[block] = inside ? row_states[at] : float2(0.0f);
     row_shift[block] = inside ? row_sums[at] : 0.0f;
     scale_sum[block] = 0;
     slope_sum[block] = 0;
@@ -148,13 +150,14 @@ template <
             const float product = s[block][c].thread_elements()[e];
             float d_weight = d_p[block][c].thread_elements()[e];
             if (has_dropout) {
-              d_weight = drop.keeps(words, at + e) ? d_weight * p.keep_factor : 0.0f;
+              d_weight *= drop.keeps(words, at + e) ? p.keep_factor : 0.0f;
             }
             float d = invisible_weight();
             if (whole || visibility.visible(row, at + e)) {
-              const float x = score.logit(product, row, at + e);
-              if (!score.may_hide() || x != -INFINITY) {
-                d = score.derivative(probability(x, row_statistic[block]) * (d_weight - row_shift[block]), x);
+              float x;
+              if (score.of(product, row, at + e, x)) {
+                // what is visible is not marked with -0
+                d = score.derivative(probability(x, row_state[block]) * (d_weight - row_shift[block]), x) + 0.0f;
                 if (wants_scale) {
                   scale_sum[block] += d * product;
                 }
@@ -192,8 +195,9 @@ template <
     }
     for (int i = 0; i < sum_fragments; ++i) {
       const int column = (slice * sum_fragments + i) * 8;
+      scale_sums(sums[block][i], score.scale);
       store_rows(
-          sums[block][i], score.scale, d_query + q_offset + ulong(block * 8) * q_stride + ulong(column), q_stride,
+          sums[block][i], 1.0f, d_query + q_offset + ulong(block * 8) * q_stride + ulong(column), q_stride,
           p.queries - first - block * 8, H - column, lane);
     }
   }
@@ -241,7 +245,7 @@ template <
 [[kernel, max_total_threads_per_threadgroup(PAIRS * 64)]] void attention_d_key_value(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],          // [B, T, N, V]
-    device const float* statistic [[buffer(13)]],  // [B, T, N]
+    device const float2* row_states [[buffer(13)]],  // [B, T, N]
     device const float* row_sums [[buffer(14)]],   // [B, T, N]
     device T* d_key [[buffer(15)]],                // [B, S, K, H]
     device T* d_value [[buffer(16)]],              // [B, S, K, V]
@@ -332,20 +336,19 @@ template <
         for (int e = 0; e < 2; ++e) {
           const int at = row + c * 8 + lane.column + e;
           const bool inside = at < p.queries;
-          const float row_statistic =
-              inside ? statistic[(ulong(batch) * p.queries + at) * p.heads + head] * log2_e : 0.0f;
+          const float2 row_state = inside ? row_states[(ulong(batch) * p.queries + at) * p.heads + head] : float2(0.0f);
           for (int block = 0; block < BLOCKS; ++block) {
             const int column = first + block * 8 + lane.row;
             float weight = invisible_weight();  // of dV
             float hand = weight;                // of dS; negative where dropout cut it off
             if (whole || visibility.visible(at, column)) {
-              const float x = score.logit(s[block][c].thread_elements()[e], at, column);
-              if (!score.may_hide() || x != -INFINITY) {
-                weight = probability(x, row_statistic);
+              float x;
+              if (score.of(s[block][c].thread_elements()[e], at, column, x)) {
+                weight = probability(x, row_state);
                 hand = score.derivative(weight, x);
                 if (has_dropout) {
                   const bool keep = drop.keeps(at, column);
-                  weight = keep ? weight * p.keep_factor : 0.0f;
+                  weight *= keep ? p.keep_factor : 0.0f;
                   hand = keep ? hand : -hand;
                 }
               }
@@ -380,10 +383,10 @@ template <
             const float x = weight[block].thread_elements()[e];
             float d_weight = s[block][c].thread_elements()[e];
             if (has_dropout) {
-              d_weight = x < 0 ? 0.0f : d_weight * p.keep_factor;
+              d_weight *= x < 0 ? 0.0f : p.keep_factor;
             }
             const float d = (has_dropout ? fabs(x) : x) * (d_weight - shift);
-            s[block][c].thread_elements()[e] = is_invisible(x) ? x : d;
+            s[block][c].thread_elements()[e] = is_invisible(x) ? x : d + 0.0f;
           }
         }
       }
@@ -404,8 +407,9 @@ template <
   for (int block = 0; block < BLOCKS; ++block) {
     for (int i = 0; i < sum_fragments; ++i) {
       const int column = (slice * sum_fragments + i) * 8;
+      scale_sums(sums[block][i], factor);
       store_rows(
-          sums[block][i], factor, destination + ulong(block * 8) * out_stride + ulong(column), out_stride,
+          sums[block][i], 1.0f, destination + ulong(block * 8) * out_stride + ulong(column), out_stride,
           p.keys - first - block * 8, size - column, lane);
     }
   }
@@ -416,7 +420,7 @@ template <typename T, int H, int V, int COLUMNS>
 [[kernel, max_total_threads_per_threadgroup(32)]] void attention_d_bias(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],          // [B, T, N, V]
-    device const float* statistic [[buffer(13)]],  // [B, T, N]
+    device const float2* row_states [[buffer(13)]],  // [B, T, N]
     device const float* row_sums [[buffer(14)]],   // [B, T, N]
     device uchar* d_bias [[buffer(15)]],           // as bias
     uint3 group [[threadgroup_position_in_grid]],  // (tile of columns, tile of rows, row and head of the bias)
@@ -458,7 +462,7 @@ template <typename T, int H, int V, int COLUMNS>
         const int own_row = row + lane.row;
         const bool inside = own_row < p.queries;
         const ulong at_row = (ulong(batch) * p.queries + own_row) * p.heads + head;
-        const float row_statistic = inside ? statistic[at_row] * log2_e : 0.0f;
+        const float2 row_state = inside ? row_states[at_row] : float2(0.0f);
         const float row_shift = inside ? row_sums[at_row] : 0.0f;
         for (int column = first_column; column <= last_column; column += width) {
           if (visibility.of_tile(row, 8, column, width) == none_visible) {
@@ -475,13 +479,13 @@ template <typename T, int H, int V, int COLUMNS>
             for (int e = 0; e < 2; ++e) {
               const int at = column + c * 8 + lane.column + e;
               if (visibility.visible(own_row, at)) {
-                const float x = score.logit(s[0][c].thread_elements()[e], own_row, at);
-                if (x != -INFINITY) {
+                float x;
+                if (score.of(s[0][c].thread_elements()[e], own_row, at, x)) {
                   float d_weight = d_p[0][c].thread_elements()[e];
                   if (has_dropout) {
-                    d_weight = drop.keeps(own_row, at) ? d_weight * p.keep_factor : 0.0f;
+                    d_weight *= drop.keeps(own_row, at) ? p.keep_factor : 0.0f;
                   }
-                  sums[c][e] += score.derivative(probability(x, row_statistic) * (d_weight - row_shift), x);
+                  sums[c][e] += score.derivative(probability(x, row_state) * (d_weight - row_shift), x);
                 }
               }
             }

@@ -35,7 +35,7 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode(
     ATTENTION_OPERANDS,
     device float* split_out [[buffer(12)]],    // [B, K, splits, G·T, V], not normalised
-    device float* split_state [[buffer(13)]],  // [B, K, splits, G·T, 2]: maximum to base 2, sum
+    device float* split_state [[buffer(13)]],  // [B, K, splits, G·T, 2]: maximum, sum; -0 where nothing is visible
     constant int& splits [[buffer(14)]],
     constant int& split_keys [[buffer(15)]],   // columns of a split, a multiple of KEYS
     uint3 group [[threadgroup_position_in_grid]],  // (splits / SIMDGROUPS, tile of rows and slice, key head and batch row)
@@ -85,21 +85,23 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
     const Tile<T, H, false> k_tile = {nullptr, here.first, here.first_stride(), here.count, lane};
     const Tile<T, V, false> v_tile = {nullptr, here.second, here.second_stride(), here.count, lane};
     Fragment<float> s[BLOCKS][columns];
+    uint visible[BLOCKS];
     multiply_rows(s, q, k_tile, 0);
     for (int block = 0; block < BLOCKS; ++block) {
+      visible[block] = 0;
       for (int c = 0; c < columns; ++c) {
         for (int e = 0; e < 2; ++e) {
           const int at = column + c * 8 + lane.column + e;
           float x = -INFINITY;
           if (own_row[block] >= 0 && (whole || visibility[block].visible(own_row[block], at))) {
-            x = score[block].logit(s[block][c].thread_elements()[e], own_row[block], at);
+            visible[block] |= uint(score[block].of(s[block][c].thread_elements()[e], own_row[block], at, x)) << (2 * c + e);
           }
           s[block][c].thread_elements()[e] = x;
         }
       }
     }
     const bool careful = !whole || score[0].may_hide();
-    running.weigh(s, careful);
+    running.weigh(s, visible, careful);
     accumulate(running.sums, s, v_tile, 0, slice * v_fragments, careful);
   }
 
@@ -120,16 +122,17 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
   }
 }
 
-// One simdgroup for each row: its splits become one output and one log-sum-exp.
+// One simdgroup for each row: its splits become one output, maximum and sum.
 template <typename T, int V, int SIMDGROUPS>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_merge(
     device const float* split_out [[buffer(0)]],
     device const float* split_state [[buffer(1)]],
     device const float* numbers [[buffer(2)]],
-    device T* out [[buffer(3)]],            // [B, T, N, V]
-    device float* statistic [[buffer(4)]],  // [B, T, N]
-    constant Parameters& p [[buffer(5)]],
-    constant int& splits [[buffer(6)]],
+    device T* out [[buffer(3)]],              // [B, T, N, V]
+    device float* row_maximum [[buffer(4)]],  // [B, T, N]
+    device float* row_total [[buffer(5)]],    // [B, T, N]
+    constant Parameters& p [[buffer(6)]],
+    constant int& splits [[buffer(7)]],
     uint3 group [[threadgroup_position_in_grid]],  // (SIMDGROUPS rows, key head, batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
@@ -147,27 +150,28 @@ template <typename T, int V, int SIMDGROUPS>
     largest = max(largest, split_state[((first + split) * rows + r) * 2]);
   }
   largest = simd_max(largest);
-  const bool empty = largest == -INFINITY;
-  const float sink =
-      has_sinks ? numbers[(ulong(batch) * p.heads + own.head) * p.numbers_stride + 2] * log2_e : -INFINITY;
-  const float zero = empty ? 0.0f : max(largest, sink);
-  float sum = 0;
+  const float sink = has_sinks ? numbers[(ulong(batch) * p.heads + own.head) * p.numbers_stride + 2] : -INFINITY;
+  largest = or_zero(has_sinks ? max(largest, sink) : largest);
+  float sum = invisible_weight();
   for (int split = 0; split < splits; ++split) {
     device const float* state = split_state + ((first + split) * rows + r) * 2;
-    sum += state[1] * fast::exp2(state[0] - zero);
+    sum += state[1] * weight_of(state[0], largest);
   }
-  sum += has_sinks && !empty ? fast::exp2(sink - zero) : 0.0f;
+  const bool empty = is_invisible(sum);
+  if (has_sinks) {
+    sum += weight_of(sink, largest);
+  }
   const float inverse = empty ? 0.0f : 1.0f / sum;
   const ulong at = (ulong(batch) * p.queries + own.row) * p.heads + own.head;
   for (int i = lane; i < V; i += 32) {
     float x = 0;
     for (int split = 0; split < splits; ++split) {
-      const float shrink = fast::exp2(split_state[((first + split) * rows + r) * 2] - zero);
+      const float shrink = weight_of(split_state[((first + split) * rows + r) * 2], largest);
       x += split_out[((first + split) * rows + r) * V + i] * shrink;
     }
     out[at * V + i] = T(x * inverse);
   }
   if (lane == 0) {
-    statistic[at] = empty ? empty_statistic : (zero + precise::log2(sum)) * ln_2;
+    store_row(row_maximum, row_total, at, largest, sum, empty);
   }
 }

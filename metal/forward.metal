@@ -1,4 +1,4 @@
-// Attention, forward: softmax(scale · Q Kᵀ) V in one pass over keys, with the log-sum-exp of each row.
+// Attention, forward: softmax(scale · Q Kᵀ) V in one pass over keys, with maximum and sum of each row.
 //
 // A threadgroup has SIMDGROUPS simdgroups, each with BLOCKS × 8 query rows of one head, and walks over tiles of KEYS
 // columns. Scores, probabilities and sums never leave the registers of the simdgroup that made them. With STREAMS > 1 the
@@ -26,7 +26,8 @@ template <
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_forward(
     ATTENTION_OPERANDS,
     device T* out [[buffer(12)]],                  // [B, T, N, V]
-    device float* statistic [[buffer(13)]],        // [B, T, N]
+    device float* row_maximum [[buffer(13)]],      // [B, T, N]
+    device float* row_total [[buffer(14)]],        // [B, T, N]
     uint3 group [[threadgroup_position_in_grid]],  // (tile of rows from the last and slice, head, batch row)
     uint3 groups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
@@ -82,21 +83,23 @@ template <
       const bool careful = !whole || score.may_hide();
       for (int stream = 0; stream < STREAMS; ++stream) {
         Fragment<float> s[BLOCKS][columns];
+        uint visible[BLOCKS];
         multiply_rows(s, q, tiles.first(here, buffer), stream * columns);
         for (int block = 0; block < BLOCKS; ++block) {
+          visible[block] = 0;
           const int row = first + block * 8 + lane.row;
           for (int c = 0; c < columns; ++c) {
             for (int e = 0; e < 2; ++e) {
               const int at = column + (stream * columns + c) * 8 + lane.column + e;
               float x = -INFINITY;
               if (whole || visibility.visible(row, at)) {
-                x = score.logit(s[block][c].thread_elements()[e], row, at);
+                visible[block] |= uint(score.of(s[block][c].thread_elements()[e], row, at, x)) << (2 * c + e);
               }
               s[block][c].thread_elements()[e] = x;
             }
           }
         }
-        running[stream].weigh(s, careful);
+        running[stream].weigh(s, visible, careful);
         if (has_dropout) {
           for (int block = 0; block < BLOCKS; ++block) {
             for (int c = 0; c < columns; ++c) {
@@ -121,14 +124,10 @@ template <
     for (int stream = 1; stream < STREAMS; ++stream) {
       largest = max(largest, running[stream].high[block]);
     }
-    const bool empty = largest == -INFINITY;
-    if (has_sinks && !empty) {
-      largest = max(largest, score.sink(head));
-    }
-    const float zero = empty ? 0.0f : largest;
-    float sum = 0;
+    largest = or_zero(has_sinks ? max(largest, score.sink(head)) : largest);
+    float sum = invisible_weight();
     for (int stream = 0; stream < STREAMS; ++stream) {
-      const float shrink = fast::exp2(running[stream].high[block] - zero);
+      const float shrink = weight_of(running[stream].high[block], largest);
       sum += running[stream].total[block] * shrink;
       for (int i = 0; i < v_fragments; ++i) {
         for (int e = 0; e < 2; ++e) {
@@ -139,8 +138,9 @@ template <
       }
     }
     sum = row_sum(sum);
-    if (has_sinks && !empty) {
-      sum += fast::exp2(score.sink(head) - zero);
+    const bool empty = is_invisible(sum);
+    if (has_sinks) {
+      sum += weight_of(score.sink(head), largest);
     }
     const float inverse = empty ? 0.0f : 1.0f / sum;
     const int rows = p.queries - first - block * 8;
@@ -151,8 +151,7 @@ template <
     }
     if (slice == 0 && lane.column == 0 && lane.row < rows) {
       const int row = first + block * 8 + lane.row;
-      statistic[(ulong(batch) * p.queries + row) * p.heads + head] =
-          empty ? empty_statistic : (largest + precise::log2(sum)) * ln_2;
+      store_row(row_maximum, row_total, (ulong(batch) * p.queries + row) * p.heads + head, largest, sum, empty);
     }
   }
 }

@@ -75,7 +75,8 @@ inline void store_rows(
   }
 }
 
-// A weight of -0 marks an invisible pair: in a product it adds nothing, and a slower product can tell it from 0.
+// A weight of -0 marks an invisible pair: in a product it adds nothing, and a slower product can tell it from 0. A sum of
+// weights that starts from -0 is -0 only if all were invisible.
 constant constexpr uint invisible_bits = 0x80000000u;
 
 inline float invisible_weight() {

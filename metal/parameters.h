@@ -82,11 +82,7 @@ struct Parameters {
   device const uint* dropout [[buffer(11)]],      /* [B, 4]: words of seed, batch, first head */  \
   device const int* lists [[buffer(19), function_constant(has_lists)]] /* see Walk in visibility.h */
 
-// The largest finite float stands for a log-sum-exp of minus infinity: a row that sees nothing.
-constant constexpr float empty_statistic = 3.40282347e+38f;
-constant constexpr float most_logit = 1.70141183e+38f;  // 2^127: to base e and back, it is the same
 constant constexpr float log2_e = 1.44269504088896341f;
-constant constexpr float ln_2 = 0.69314718055994531f;
 
 inline int mapped_row(constant RowMap& map, int batch) {
   return (batch / map.repeat) % map.rows;

@@ -54,7 +54,8 @@ template <typename T, int H, int V, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_forward(
     ATTENTION_OPERANDS,
     device T* out [[buffer(12)]],
-    device float* statistic [[buffer(13)]],
+    device float* row_maximum [[buffer(13)]],
+    device float* row_total [[buffer(14)]],
     uint3 group [[threadgroup_position_in_grid]],  // (row, head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float q_row[H];
@@ -79,7 +80,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     sums[i] = 0;
   }
   float high = -INFINITY;
-  float total = 0;
+  float total = invisible_weight();
   const int end = visibility.column_end(row, row);
   const int own_rows = has_lists ? ROWS : 1;
   const Walk walk = columns_for<THREADS>(p, visibility, lists, head, row / own_rows * own_rows, own_rows);
@@ -87,20 +88,20 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     const int column = walk.tile(turn) * THREADS;
     const int at = column + thread_index;
     float x = -INFINITY;
-    if (visibility.visible(row, at)) {
-      x = score.logit(dot_rows<T, H>(q_row, keys.from(at).first), row, at);
+    bool visible = visibility.visible(row, at);
+    if (visible) {
+      visible = score.of(dot_rows<T, H>(q_row, keys.from(at).first), row, at, x);
     }
     // a maximum passes over NaN; the sum does not
     const float largest = max(high, reduce<THREADS, true>(scratch, x, thread_index));
-    const float zero = largest == -INFINITY ? 0.0f : largest;
-    const float shrink = fast::exp2(high - zero);
-    float weight = fast::exp2(x - zero);
+    const float shrink = weight_of(high, or_zero(largest));
+    float weight = visible ? weight_of(x, or_zero(largest)) : invisible_weight();
     total = total * shrink + reduce<THREADS, false>(scratch, weight, thread_index);
     high = largest;
     if (has_dropout) {
-      weight = drop.keeps(row, at) ? weight * p.keep_factor : 0.0f;
+      weight *= drop.keeps(row, at) ? p.keep_factor : 0.0f;
     }
-    weights[thread_index] = x == -INFINITY ? invisible_weight() : weight;
+    weights[thread_index] = visible ? weight : invisible_weight();
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int i = 0; i < own; ++i) {
       const int element = thread_index + i * THREADS;
@@ -117,10 +118,10 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  const bool empty = high == -INFINITY;
-  const float zero = empty ? 0.0f : (has_sinks ? max(high, score.sink(head)) : high);
-  const float shrink = fast::exp2(high - zero);
-  const float sum = total * shrink + (has_sinks && !empty ? fast::exp2(score.sink(head) - zero) : 0.0f);
+  const bool empty = is_invisible(total);
+  const float largest = or_zero(has_sinks ? max(high, score.sink(head)) : high);
+  const float shrink = weight_of(high, largest);
+  const float sum = total * shrink + (has_sinks ? weight_of(score.sink(head), largest) : 0.0f);
   const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
   for (int i = 0; i < own; ++i) {
     const int element = thread_index + i * THREADS;
@@ -129,7 +130,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     }
   }
   if (thread_index == 0) {
-    statistic[at_row] = empty ? empty_statistic : (zero + precise::log2(sum)) * ln_2;
+    store_row(row_maximum, row_total, at_row, largest, sum, empty);
   }
 }
 
@@ -137,10 +138,12 @@ template <typename T, int V, int THREADS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_row_sums(
     device const T* out [[buffer(0)]],
     device const T* d_out [[buffer(1)]],
-    device const float* statistic [[buffer(2)]],
-    device const float* d_statistic [[buffer(3)]],
-    device float* row_sums [[buffer(4)]],
-    constant Parameters& p [[buffer(5)]],
+    device const float* row_maximum [[buffer(2)]],
+    device const float* row_total [[buffer(3)]],
+    device const float* d_lse [[buffer(4)]],
+    device float* row_sums [[buffer(5)]],
+    device float2* row_states [[buffer(6)]],
+    constant Parameters& p [[buffer(7)]],
     uint3 group [[threadgroup_position_in_grid]],  // (row and head, 1, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float scratch[THREADS];
@@ -151,7 +154,7 @@ template <typename T, int V, int THREADS>
   }
   sum = reduce<THREADS, false>(scratch, sum, thread_index);
   if (thread_index == 0) {
-    row_sums[at] = statistic[at] == empty_statistic ? 0.0f : sum - d_statistic[at];
+    store_gradient_row(row_sums, row_states, at, row_maximum[at], row_total[at], sum - d_lse[at]);
   }
 }
 
@@ -163,17 +166,17 @@ struct Pair {
 
 inline Pair pair_of(
     const thread Score& score, const thread Dropout& drop, int row, int column, float product, float d_weight,
-    float row_statistic, float row_shift) {
+    float2 row_state, float row_shift) {
   Pair result = {invisible_weight(), invisible_weight()};
-  const float x = score.logit(product, row, column);
-  if (x != -INFINITY) {
-    result.weight = probability(x, row_statistic * log2_e);
+  float x;
+  if (score.of(product, row, column, x)) {
+    result.weight = probability(x, row_state);
     float factor = 1;
     if (has_dropout) {
       factor = drop.keeps(row, column) ? drop.p.keep_factor : 0.0f;
     }
     result.d_score =
-        score.derivative(result.weight * ((factor == 0 ? 0.0f : d_weight * factor) - row_shift), x);
+        score.derivative(result.weight * (d_weight * factor - row_shift), x) + 0.0f;
     result.weight *= factor;
   }
   return result;
@@ -183,7 +186,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_query(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],
-    device const float* statistic [[buffer(13)]],
+    device const float2* row_states [[buffer(13)]],
     device const float* row_sums [[buffer(14)]],
     device T* d_query [[buffer(15)]],
     device float* d_scale [[buffer(16), function_constant(wants_scale)]],
@@ -224,7 +227,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     if (visibility.visible(row, at)) {
       const float product = dot_rows<T, H>(q_row, keys.from(at).first);
       const float d_weight = dot_rows<T, V>(do_row, keys.from(at).second);
-      d = pair_of(score, drop, row, at, product, d_weight, statistic[at_row], row_sums[at_row]).d_score;
+      d = pair_of(score, drop, row, at, product, d_weight, row_states[at_row], row_sums[at_row]).d_score;
       if (!is_invisible(d)) {
         scale_sum += d * product;
         slope_sum += d * score.distance(row, at);
@@ -248,7 +251,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
   for (int i = 0; i < own; ++i) {
     const int element = thread_index + i * THREADS;
     if (element < H) {
-      d_query[at_row * H + element] = T(sums[i] * score.scale);
+      d_query[at_row * H + element] = T(scaled(sums[i], score.scale));
     }
   }
   if (wants_scale) {
@@ -269,7 +272,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_key_value(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],
-    device const float* statistic [[buffer(13)]],
+    device const float2* row_states [[buffer(13)]],
     device const float* row_sums [[buffer(14)]],
     device T* d_key [[buffer(15)]],
     device T* d_value [[buffer(16)]],
@@ -316,7 +319,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
         const float product = dot_rows<T, H>(k_row, query + at_row * H);
         const float d_weight = dot_rows<T, V>(v_row, d_out + at_row * V);
         pair = pair_of(
-            score, drop, own_row, column, product, d_weight, statistic[at_row], row_sums[at_row]);
+            score, drop, own_row, column, product, d_weight, row_states[at_row], row_sums[at_row]);
       }
       weights[thread_index] = pair.weight;
       d_scores[thread_index] = pair.d_score;
@@ -344,7 +347,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
   for (int i = 0; i < own_keys; ++i) {
     const int element = thread_index + i * THREADS;
     if (element < H) {
-      d_key[at * H + element] = T(key_sums[i] * scale);
+      d_key[at * H + element] = T(scaled(key_sums[i], scale));
     }
   }
   for (int i = 0; i < own_values; ++i) {
@@ -360,7 +363,7 @@ template <typename T, int H, int V, int THREADS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_bias(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],
-    device const float* statistic [[buffer(13)]],
+    device const float2* row_states [[buffer(13)]],
     device const float* row_sums [[buffer(14)]],
     device uchar* d_bias [[buffer(15)]],
     uint3 group [[threadgroup_position_in_grid]],  // (column, row, row and head of the bias), 0 along an axis it lacks
@@ -395,7 +398,7 @@ template <typename T, int H, int V, int THREADS>
             const float product = dot_rows<T, H>(q_row, keys.from(column).first);
             const float d_weight = dot_rows<T, V>(do_row, keys.from(column).second);
             const float d =
-                pair_of(score, drop, row, column, product, d_weight, statistic[at_row], row_sums[at_row])
+                pair_of(score, drop, row, column, product, d_weight, row_states[at_row], row_sums[at_row])
                     .d_score;
             sum += d;
           }

@@ -1,5 +1,5 @@
-// From a dot product to a logit of base 2, and back for the derivative; and which probabilities dropout keeps. Kernels ask
-// nothing else about scores.
+// From a dot product to a score, and back for the derivative; what a row of scores comes to; and which probabilities dropout
+// keeps. Kernels ask nothing else about scores.
 #pragma once
 
 #include "fragments.h"
@@ -33,7 +33,7 @@ struct Score {
   }
 
   float sink(int head) const {
-    return of_head(head)[2] * log2_e;
+    return of_head(head)[2];
   }
 
   float bias_at(int row, int column) const {
@@ -51,14 +51,17 @@ struct Score {
     return float(column - (row + offset));
   }
 
-  // Minus infinity hides a pair as a mask does; what only becomes infinite by the change of base must not.
-  float logit(float product, int row, int column) const {
-    if (bias_type == 0 && !has_slopes && !has_cap) {
-      return product * (scale * log2_e);
-    }
-    float x = product * scale;
+  // The score `x` of a pair that the masks allow. Returns whether its bias leaves it visible: minus infinity hides a pair,
+  // whatever the product; its score is then minus infinity too. Under a soft cap it hides nothing.
+  bool of(float product, int row, int column, thread float& x) const {
+    x = product * scale;
     if (bias_type != 0) {
-      x += bias_at(row, column);
+      const float bias = bias_at(row, column);
+      if (may_hide() && bias == -INFINITY) {
+        x = -INFINITY;
+        return false;
+      }
+      x += bias;
     }
     if (has_slopes) {
       x += slope * distance(row, column);
@@ -66,24 +69,34 @@ struct Score {
     if (has_cap) {
       x = p->cap * precise::tanh(x / p->cap);
     }
-    const float logit = x * log2_e;
-    return bias_type != 0 && abs(x) < INFINITY ? clamp(logit, -most_logit, most_logit) : logit;
+    return true;
   }
 
-  // Whether a pair that masks allow may still be hidden by its logit.
+  // Whether a pair that masks allow may still be hidden by its bias.
   bool may_hide() const {
-    return bias_type != 0;
+    return bias_type != 0 && !has_cap;
   }
 
-  // The derivative by the score before the cap, given that by the logit to base e; dQ and dK still need `scale`.
-  float derivative(float d_logit, float logit) const {
+  // The derivative by the score before the cap, given that by the score `x`; dQ and dK still need `scale`.
+  float derivative(float d_x, float x) const {
     if (has_cap) {
-      const float y = logit * (ln_2 / p->cap);
-      return d_logit * (1.0f - y * y);
+      const float y = x / p->cap;
+      return d_x * (1.0f - y * y);
     }
-    return d_logit;
+    return d_x;
   }
 };
+
+// A sum of nothing is 0, whatever the scale.
+inline float scaled(float sum, float scale) {
+  return sum == 0 ? 0.0f : sum * scale;
+}
+
+inline void scale_sums(thread Fragment<float>& sums, float scale) {
+  for (int e = 0; e < 2; ++e) {
+    sums.thread_elements()[e] = scaled(sums.thread_elements()[e], scale);
+  }
+}
 
 inline void store_bias(device uchar* d_bias, ulong at, float x) {
   if (bias_type == 1) {
@@ -95,10 +108,35 @@ inline void store_bias(device uchar* d_bias, ulong at, float x) {
   }
 }
 
-// What is left of a logit after its row's log-sum-exp, both to base 2. Rounding must not lift it above 1: where logits are
-// huge, a unit in the last place is a large power of two.
-inline float probability(float logit, float statistic) {
-  return logit > statistic ? 1.0f : fast::exp2(logit - statistic);
+// exp(x - largest). The largest of no scores, and of scores that are minus infinity all, counts as 0.
+inline float weight_of(float x, float largest) {
+  return fast::exp2((x - largest) * log2_e);
+}
+
+inline float or_zero(float largest) {
+  return largest == -INFINITY ? 0.0f : largest;
+}
+
+// A row as the backward pass is told: its largest score, finite, and the sum of its weights: 0 where it sees nothing, NaN where
+// its softmax is not defined. The sum alone has not the digits of scores that are huge all, nor has their log-sum-exp.
+inline void store_row(
+    device float* row_max, device float* row_sum, ulong at, float largest, float sum, bool empty) {
+  row_max[at] = !empty && is_finite(largest) ? largest : 0.0f;
+  row_sum[at] = empty ? 0.0f : (sum == 0 ? NAN : sum);
+}
+
+// The same row as kernels of gradients are told: D, of which `d` is the sum, and what makes probabilities of its scores.
+inline void store_gradient_row(
+    device float* row_sums, device float2* row_states, ulong at, float row_max, float row_sum, float d) {
+  const bool empty = row_sum == 0;
+  row_sums[at] = empty ? 0.0f : d;
+  row_states[at] = float2(row_max, empty ? 0.0f : precise::log2(row_sum));
+}
+
+// A probability from its score and its row: largest score, logarithm of the sum to base 2. Rounding must not lift the score
+// above the largest: where scores are huge, a unit in the last place is a large power of e.
+inline float probability(float x, float2 row) {
+  return fast::exp2((x > row.x ? 0.0f : (x - row.x) * log2_e) - row.y);
 }
 
 // Philox-4×32-10 (Salmon et al., SC 2011); jax_mfa/philox.py says which counter belongs to which score.
@@ -145,7 +183,7 @@ struct Dropout {
     for (int e = 0; e < 2; ++e) {
       const float weight = weights.thread_elements()[e];
       if (!is_invisible(weight)) {
-        weights.thread_elements()[e] = keeps(words, column + e) ? weight * p.keep_factor : 0.0f;
+        weights.thread_elements()[e] = weight * (keeps(words, column + e) ? p.keep_factor : 0.0f);
       }
     }
   }

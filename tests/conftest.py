@@ -4,6 +4,8 @@ The device count must be set before JAX starts; the variable is put back at once
 machine as it is.
 """
 
+import ctypes
+import gc
 import os
 import sys
 
@@ -41,6 +43,26 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(_left_out, yellow=True)
 
 
+# the first tier: what most often goes wrong, in two minutes on two cores where JAX_MFA_DEVICE=none
+QUICK_FILES = (
+    "test_bad_input.py",
+    "test_block_mask.py",
+    "test_code_quality.py",
+    "test_contract.py",
+    "test_flax_shared.py",
+    "test_philox.py",
+    "test_tiles.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        implementation = getattr(params.get("implementation"), "name", "")
+        if item.path.name in QUICK_FILES and implementation in ("", "blockwise"):
+            item.add_marker("quick")
+
+
 def pytest_configure(config):
     # sweeps run only when asked for by name
     if not config.option.markexpr:
@@ -51,6 +73,30 @@ def pytest_configure(config):
 def implementation(request):
     """Each implementation that this machine can run."""
     return request.param
+
+
+RESIDENT_LIMIT = 1 << 30  # bytes
+
+
+def _resident() -> int:
+    """Bytes of memory that this process holds; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory():
+    """JAX keeps all that it compiles, a megabyte or more a test: a worker that has grown lets it go between tests."""
+    yield
+    if _resident() > RESIDENT_LIMIT:
+        jax.clear_caches()
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps what is freed
+        if trim is not None:
+            trim(0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,10 @@
 """`python -m jax_mfa bench`: what it measures, and that one candidate's failure costs no other its figures."""
 
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -8,6 +12,7 @@ import pytest
 from jax_mfa import bench
 from jax_mfa.__main__ import main
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 QUICK = ["bench", "--rounds", "1", "--heads", "2", "--head-size", "8", "--implementations"]
 
 
@@ -51,10 +56,97 @@ def test_a_candidate_that_fails_is_listed_with_its_reason_and_the_others_go_on(t
     assert "jax.nn did not run 8 dense forward, 8 dense forward+backward, 8 causal" in capsys.readouterr().out
 
 
-def test_a_failure_of_ours_shows_in_the_exit_status(tmp_path, capsys):
-    arguments = [*QUICK, "blockwise", "--key-value-heads", "3", "--lengths", "8", "--out", str(tmp_path)]
-    assert main(arguments) == 1
+def test_a_failure_of_ours_shows_in_the_exit_status(tmp_path, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("not today")
+
+    monkeypatch.setattr(bench, "dot_product_attention", refuse)
+    assert main([*QUICK, "blockwise", "--lengths", "8", "--out", str(tmp_path)]) == 1
     assert "blockwise did not run" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_prints_and_writes_what_was_measured(tmp_path, capsys, monkeypatch):
+    measured = []
+
+    def time_twice(functions, *_):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(functions)
+        return {name: dict(seconds=1e-3, temporary_bytes=2**20, speedup=1.0, failure="") for name in functions}
+
+    monkeypatch.setattr(bench, "_time", time_twice)
+    assert main([*QUICK, "blockwise", "--lengths", "8,16", "--out", str(tmp_path)]) == 130
+    said = capsys.readouterr()
+    assert len(rows(tmp_path)) == 4 and json.loads((tmp_path / "bench.json").read_text())["interrupted"]
+    assert (tmp_path / "bench.png").exists()
+    assert "| 8 | dense | forward+backward | blockwise | 1.0 ms |" in said.out and "| 8 | causal" not in said.out
+    assert "interrupted: 4 of 16 programs were timed" in said.err
+
+
+def test_a_run_interrupted_before_anything_is_measured_leaves_earlier_files(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "_time", stop)
+    (tmp_path / "bench.json").write_text("an earlier run")
+    assert main([*QUICK, "blockwise", "--lengths", "8", "--out", str(tmp_path)]) == 130
+    assert (tmp_path / "bench.json").read_text() == "an earlier run"
+
+
+def test_files_that_cannot_be_written_cost_no_figures(tmp_path, capsys):
+    (tmp_path / "bench.json").mkdir()
+    assert main([*QUICK, "blockwise", "--no-stock", "--lengths", "8", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "| 8 | causal | forward+backward | blockwise |" in said.out and "bench.json" in said.err
+
+
+@pytest.mark.parametrize(
+    "settings, ascii",
+    [
+        ({"PYTHONIOENCODING": "ascii"}, True),
+        ({"LANG": "C"}, True),
+        ({"LC_ALL": "POSIX"}, True),
+        ({"LANG": "C", "PYTHONIOENCODING": "utf-8"}, False),
+        ({"LANG": "C.UTF-8"}, False),
+    ],
+)
+def test_output_is_ascii_where_the_terminal_is(settings, ascii):
+    code = """
+from jax_mfa import bench, command_line
+command_line.fit_output_to_the_terminal()
+row = dict(length=8, mask="dense", kind="forward", implementation="naïve", seconds=None, temporary_bytes=0, speedup=2)
+print(bench.table([row]))
+"""
+    names = ("LC_ALL", "LC_CTYPE", "LANG", "PYTHONIOENCODING", "PYTHONUTF8")
+    environment = {name: x for name, x in os.environ.items() if name not in names}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={**environment, **settings})
+    assert done.returncode == 0, done.stderr
+    expected = "| 8 | dense | forward | na?ve | - | 2.00x |" if ascii else "| 8 | dense | forward | naïve | – | 2.00× |"
+    assert expected.encode() in done.stdout
+
+
+def test_axes_have_plain_labels(tmp_path, monkeypatch):
+    from matplotlib import figure
+
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    facts = dict(implementation="blockwise", temporary_bytes=3 * 2**20, failure="")
+    lengths = {64: 2e-3, 200: 7e-3}  # within one decade
+    bench.plot(
+        [
+            dict(length=length, mask=mask, kind=kind, seconds=seconds, **facts)
+            for length, seconds in lengths.items()
+            for mask in bench.MASKS
+            for kind in bench.PASSES
+        ],
+        tmp_path / "bench.png",
+        "title",
+    )
+    times, _, memory, _ = drawn[0].axes
+    assert [label.get_text() for label in memory.get_xticklabels()] == ["64", "200"]
+    low, high = times.get_ylim()
+    shown = [label for label, y in zip(times.get_yticklabels(), times.get_yticks()) if low <= y <= high]
+    assert [label.get_text() for label in shown] == ["2", "5"]
 
 
 def test_dtypes_and_grouped_heads_are_those_asked_for(tmp_path, monkeypatch):
@@ -80,6 +172,7 @@ def test_dtypes_and_grouped_heads_are_those_asked_for(tmp_path, monkeypatch):
         (["--rounds", "-3"], "--rounds: expected a positive integer, got '-3'"),
         (["--heads", "0"], "--heads"),
         (["--key-value-heads", "0"], "--key-value-heads"),
+        (["--key-value-heads", "3"], "argument --key-value-heads: expected a divisor of --heads 8, got 3"),
         (["--implementations", "cuda"], "'cuda' is not one of metal, blockwise, reference"),
     ],
 )
@@ -93,5 +186,18 @@ def test_options_are_checked(arguments, said, capsys):
 def test_a_folder_that_cannot_be_made_is_found_before_anything_is_timed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "measure", None)
     (tmp_path / "file").write_text("in the way")
-    assert main(["bench", "--out", str(tmp_path / "file" / "results")]) == 2
-    assert "--out" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as refused:
+        main(["bench", "--out", str(tmp_path / "file" / "results")])
+    assert refused.value.code == 2
+    assert "argument --out: " in capsys.readouterr().err
+
+
+def test_a_device_that_there_is_not_is_named(tmp_path, capsys, monkeypatch):
+    def refuse():
+        raise ValueError("JAX_MFA_DEVICE must be unset")
+
+    monkeypatch.setattr(bench, "start_metal", refuse)
+    with pytest.raises(SystemExit) as refused:
+        main(["bench", "--out", str(tmp_path)])
+    assert refused.value.code == 2
+    assert "error: JAX_MFA_DEVICE must be unset" in capsys.readouterr().err

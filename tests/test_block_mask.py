@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jax_mfa
 from jax_mfa import BlockMask
 
-SIZES = [(4, 4), (3, 5), (8, 2), (64, 64)]
 T, S = 29, 37
-t, s = np.arange(T)[:, None], np.arange(S)[None, :]
 
 
 def blocks_of(mask, size):
@@ -18,43 +18,55 @@ def blocks_of(mask, size):
     rows, columns = size
     i, j = -(-mask.shape[0] // rows), -(-mask.shape[1] // columns)
     return np.array(
-        [[mask[a * rows : (a + 1) * rows, b * columns : (b + 1) * columns].any() for b in range(j)] for a in range(i)]
-    )
+        [[mask[a * rows : (a + 1) * rows, b * columns : (b + 1) * columns].any() for b in range(j)] for a in range(i)],
+        bool,
+    ).reshape(i, j)
 
 
-PATTERNS = {
-    "causal": (lambda z: BlockMask.causal(T, S, z), s <= t),
-    "causal_offset": (lambda z: BlockMask.causal(T, S, z, query_offset=-6), s <= t - 6),
-    "window": (lambda z: BlockMask.window(T, S, z, 5, 2, query_offset=3), (s >= t + 3 - 5) & (s <= t + 3 + 2)),
-    "prefix_lm": (lambda z: BlockMask.prefix_lm(T, S, z, 10), (s < 10) | (s <= t)),
-}
+@st.composite
+def built(draw):
+    """A builder's block mask of ragged sizes, and the bool mask `[T, S]` of its pattern."""
+    T, S = draw(st.tuples(st.integers(0, 40), st.integers(0, 40)))
+    size = draw(st.tuples(st.integers(1, 12), st.integers(1, 12)))
+    offset = draw(st.integers(-45, 45))
+    left, right, prefix, stride = (draw(st.integers(least, 45)) for least in (0, 0, 0, 1))
+    t, s = np.arange(T)[:, None], np.arange(S)[None, :]
+    name = draw(st.sampled_from(["causal", "window", "strided", "prefix_lm", "documents"]))
+    if name == "causal":
+        return BlockMask.causal(T, S, size, offset), s <= t + offset
+    if name == "window":
+        mask = (s >= t + offset - left) & (s <= t + offset + right)
+        return BlockMask.window(T, S, size, left, right, offset), mask
+    if name == "strided":
+        columns = (s // size[1]) % stride == stride - 1
+        return BlockMask.strided(T, S, size, stride), (s == t) | (columns & (s <= t))
+    if name == "prefix_lm":
+        return BlockMask.prefix_lm(T, S, size, prefix), (s < prefix) | (s <= t)
+    lengths = draw(st.lists(st.integers(0, 15), min_size=1, max_size=5))
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    return BlockMask.documents(lengths, size), document[:, None] == document[None, :]
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", PATTERNS)
-def test_a_block_is_allowed_where_the_pattern_allows_one_of_its_scores(name, size):
-    build, mask = PATTERNS[name]
-    wanted = blocks_of(mask, size)
-    # the last block may reach beyond the matrix, where a pattern of positions goes on
-    inside = build(size).blocks[: T // size[0], : S // size[1]]
-    np.testing.assert_array_equal(inside, wanted[: T // size[0], : S // size[1]])
-    assert (build(size).blocks >= wanted).all()
-    np.testing.assert_array_equal(BlockMask.from_mask(mask, size).blocks, wanted)
-    np.testing.assert_array_equal(BlockMask.from_mask(jnp.asarray(mask), size).blocks, wanted)
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(built())
+def test_a_builder_allows_the_blocks_in_which_its_pattern_allows_a_score(case):
+    got, mask = case
+    np.testing.assert_array_equal(got.blocks, blocks_of(mask, got.block_size))
+    np.testing.assert_array_equal(got.blocks, BlockMask.from_mask(mask, got.block_size).blocks)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_documents_see_themselves_alone(size):
-    lengths = [3, 11, 1, 20]
-    document = np.repeat(np.arange(4), lengths)
-    wanted = blocks_of(document[:, None] == document[None, :], size)
-    np.testing.assert_array_equal(BlockMask.documents(lengths, size).blocks, wanted)
+def test_a_pattern_stops_where_rows_and_columns_do():
+    # in the last blocks a position would go on
+    assert not BlockMask.causal(4, 3, (8, 5), query_offset=-4).blocks.any()
+    assert not BlockMask.window(4, 3, (8, 5), 0, query_offset=3).blocks.any()
 
 
-def test_strided_holds_the_diagonal_and_every_nth_column_before_it():
-    got = BlockMask.strided(24, 24, (4, 4), 3).blocks
-    i, j = np.arange(6)[:, None], np.arange(6)[None, :]
-    np.testing.assert_array_equal(got, (i == j) | ((j % 3 == 2) & (j <= i)))
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=str)
+def test_a_mask_may_have_leading_axes_and_be_traced(lead):
+    mask = np.random.default_rng(0).random((*lead, 7, 9)) < 0.1
+    got = jax.jit(lambda x: BlockMask.from_mask(x, (2, 4)))(mask)
+    wanted = np.array([blocks_of(x, (2, 4)) for x in mask.reshape(-1, 7, 9)]).reshape(*lead, 4, 3)
+    np.testing.assert_array_equal(got.blocks, wanted)
 
 
 def test_masks_of_one_block_size_combine():

@@ -176,10 +176,12 @@ def test_a_row_that_sees_nothing_gives_zeros_and_no_gradient(implementation, rea
     assert_matches_oracle(implementation, arguments, d_out=d_out, d_lse=d_lse, answer=answer)
 
 
-@pytest.mark.parametrize("reason", ["mask", "causal", "key_lengths"])
+@pytest.mark.parametrize("reason", ["mask", "causal", "key_lengths", "bias"])
 def test_the_cotangent_of_a_row_that_sees_nothing_may_be_nan(implementation, reason):
     q, k, v = qkv()
     arguments = {"query": q, "key": k, "value": v, **BLIND[reason], "sinks": arrays((4,), seed=9)[0]}
+    if reason == "bias":  # some rows do see something
+        arguments["bias"] = np.where(np.arange(7)[:, None] > 2, arrays((7, 9), seed=4)[0], -np.inf).astype(np.float32)
     d_out, d_lse = cotangents(arguments)
     blind = oracle.attention(**arguments).lse == -np.inf
     wanted = evaluate(implementation, arguments, d_out, d_lse)[2]
@@ -274,9 +276,121 @@ def test_a_nan_that_is_seen_is_not_swallowed(implementation, where, masked):
     expected = np.arange(6) == 3 if where == "query" else (np.arange(6) >= 3 if masked else np.ones(6, bool))
     np.testing.assert_array_equal(rows, expected)
     assert not np.isnan(out[1]).any()
-    if implementation.own_rules or not masked:  # JAX's derivative of the definition's `where` is zero there
-        np.testing.assert_array_equal(np.isnan(gradients["query"]).any((-1, -2))[0], expected)
-        assert np.isnan(gradients["key"][0]).any()
+    np.testing.assert_array_equal(np.isnan(gradients["query"]).any((-1, -2))[0], expected)
+    assert np.isnan(gradients["key"][0]).any()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "scale", "sinks", "alibi_slopes"])
+@pytest.mark.parametrize("seen", [np.inf, -np.inf, np.nan])
+def test_what_is_seen_and_not_finite_does_what_plain_arithmetic_does(implementation, name, seen):
+    q, k, v = qkv(T=6, S=6)
+    bias, sinks = arrays((4, 6, 6), (4,), seed=3)
+    arguments = {"query": q, "key": k, "value": v, "bias": bias, "is_causal": True, "sinks": sinks}
+    arguments |= {"alibi_slopes": np.float32([0.5, 0.25, 0.125, 0.0625]), "query_seq_lengths": np.array([6, 4])}
+    at = {"query": (0, 3, 1, 2), "key": (0, 3, 0, 2), "value": (0, 3, 0, 2), "bias": (1, 4, 2)}.get(name, (1,))
+    arguments[name] = np.full((), seen, np.float32) if name == "scale" else arguments[name].copy()
+    if name != "scale":
+        arguments[name][at] = seen
+    with np.errstate(invalid="ignore"):
+        if name != "scale":
+            return assert_matches_oracle(implementation, arguments)
+        # gradients are 0 · ∞ throughout then
+        answer, (out, lse, _) = (
+            oracle.attention(**arguments),
+            evaluate(implementation, arguments, *cotangents(arguments)),
+        )
+    assert_close(out, answer.out, "float32", terms=20)
+    assert_close(lse, answer.lse, "float32", terms=20)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_row_whose_scores_are_all_minus_infinity_has_no_softmax(implementation, masked, sinks):
+    """Not by a mask nor by a bias: such a row sees something. A sink beside them takes all of it."""
+    q, k, v = qkv(T=5, S=6)
+    arguments = {"query": q.copy(), "key": np.abs(k) + 1, "value": v, "is_causal": masked}
+    arguments["query"][0, 2] = -1e38
+    arguments["key"][0] *= 30
+    if sinks:
+        arguments["sinks"] = arrays((4,))[0]
+    with np.errstate(over="ignore"):
+        answer = oracle.attention(**arguments)
+    assert np.isfinite(answer.lse).all(), "in float64 none of them overflows"
+    out, lse, _ = evaluate(implementation, arguments, *cotangents(arguments))
+    if sinks:
+        np.testing.assert_array_equal(out[0, 2], 0)
+        np.testing.assert_array_equal(lse[0, 2], arguments["sinks"])
+    else:
+        assert np.isnan(out[0, 2]).all() and np.isnan(lse[0, 2]).all()
+    assert np.isfinite(out[0, [0, 1, 3, 4]]).all() and np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_row_of_nan_has_the_log_sum_exp_nan(implementation, masked):
+    q, k, v = qkv()
+    q[0, 2, 1] = np.nan
+    arguments = {"query": q, "key": k, "value": v, "is_causal": masked}
+    out, lse, _ = evaluate(implementation, arguments, *cotangents(arguments))
+    rows = np.zeros(lse.shape, bool)
+    rows[0, 2, 1] = True
+    np.testing.assert_array_equal(np.isnan(lse), rows)
+    np.testing.assert_array_equal(np.isnan(out).all(-1), rows)
+
+
+# --- scores near the ends of float32
+
+
+@pytest.mark.parametrize("sink", [2.4e38, 3.4e38, -3.4e38])
+def test_a_sink_may_be_any_number(implementation, sink):
+    q, k, v = qkv()
+    arguments = {"query": q, "key": k, "value": v, "sinks": np.float32([sink, 1.0, -sink, 0.0])}
+    out, lse, gradients = evaluate(implementation, arguments, *cotangents(arguments))
+    answer = oracle.attention(**arguments)
+    assert_close(out, answer.out, "float32", terms=17)
+    np.testing.assert_allclose(lse, answer.lse, rtol=1e-6)
+    assert all(np.isfinite(x).all() for x in gradients.values())
+
+
+@pytest.mark.parametrize("bias", [3.4e38, -3.4e38, float(np.finfo(np.float32).min)])
+def test_a_bias_may_be_any_number(implementation, bias):
+    """Over a whole row, it absorbs the scores: the softmax is uniform and the log-sum-exp the bias itself."""
+    q, k, v = qkv()
+    rows = np.zeros((7, 9), np.float32)
+    rows[2] = bias
+    arguments = {"query": q, "key": k, "value": v, "bias": rows}
+    out, lse, gradients = evaluate(implementation, arguments, *cotangents(arguments))
+    np.testing.assert_array_equal(lse[:, 2], np.float32(bias))
+    np.testing.assert_allclose(out[:, 2], np.repeat(v.mean(1), 2, 1), atol=1e-6)
+    assert all(np.isfinite(x).all() for x in gradients.values())
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_gradients_of_rows_whose_scores_are_all_huge_are_right(implementation, everywhere):
+    """A finite mask over all of a row leaves it uniform, in both passes: as if its scores were nothing."""
+    q, k, v = qkv(T=5, S=70)
+    hidden = np.ones(5, bool) if everywhere else np.arange(5) % 2 == 0
+    bias = np.where(hidden[:, None], np.float32(-1e9), arrays((5, 70), seed=2)[0])
+    arguments = {"query": q, "key": k, "value": v, "bias": bias}
+    small = np.where(hidden[:, None, None], np.float32(2.0**-60), 1) * q
+    same = {**arguments, "query": small, "bias": np.where(hidden[:, None], 0, bias)}
+    d_out, d_lse = cotangents(arguments)
+    answer = oracle.attention(**same, d_out=d_out, d_lse=d_lse)
+    _, _, gradients = evaluate(implementation, arguments, d_out, d_lse)
+    for name in ("query", "value", "bias"):
+        assert_close(gradients[name], answer.gradients[name], "float32", terms=80, gradient=True, what=name)
+
+
+@pytest.mark.parametrize("slope", [1.0, 8.0])
+def test_alibi_far_away_is_never_nan(implementation, slope):
+    """Scores beyond 1e9, whose units in the last place are large powers of e, with XLA's optimisations off as on."""
+    q, k, v = qkv(S=40)
+    arguments = {"query": q, "key": k, "value": v, "alibi_slopes": np.float32([slope, 0.5, 3, 0.7]) * 1.1}
+    arguments["query_offset"] = np.array([1 << 30, 2_000_000_011], np.int32)
+    for jit in (quick_jit, jax.jit):
+        out, lse, gradients = evaluate(implementation, arguments, *cotangents(arguments), jit=jit)
+        for x in (out, lse, *gradients.values()):
+            assert np.isfinite(x).all()
+        assert np.abs(out).max() <= np.abs(v).max() * (1 + 1e-6)
 
 
 # --- dropout

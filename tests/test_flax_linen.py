@@ -3,15 +3,17 @@
 import functools
 import inspect
 import logging
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from test_flax_shared import OF_THE_WRONG_KIND, SETTINGS, causal, normal, numpy_module, perturbed, tolerance
+from test_flax_shared import OF_THE_WRONG_KIND, RAGGED, SETTINGS, causal, normal, numpy_module, perturbed, tolerance
 
 import jax_mfa
+from jax_mfa.flax import _drop_in
 from jax_mfa.flax import linen as mfa
 
 B, T, S, N, H, FEATURES = 2, 7, 9, 6, 4, 24
@@ -216,9 +218,15 @@ def test_dropout_of_module_trains_without_stock(no_stock):
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.parametrize("rate", [-0.5, 1.0, float("nan")])
+def test_dropout_rates_out_of_range_are_errors(rate):
+    with pytest.raises(ValueError, match=rf"^dropout_rate must be in the range \[0, 1\), got {rate}"):
+        mfa.attention_fn(*qkv(), dropout_rate=rate, dropout_rng=KEY)
+
+
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_dropout_without_rng_is_an_error(broadcast):
-    with pytest.raises(ValueError, match=r"dropout_rng must be given .*, got None"):
+    with pytest.raises(ValueError, match=r"^dropout_rng is required .*, got None"):
         mfa.attention_fn(*qkv(), dropout_rate=0.5, broadcast_dropout=broadcast)
 
 
@@ -273,6 +281,40 @@ def test_sown_weights_are_those_of_flax(stock_calls):
     (weights,), (stock_weights,) = (s["intermediates"]["attention_weights"] for s in (sown, stock_sown))
     np.testing.assert_array_equal(weights, stock_weights)
     np.testing.assert_array_equal(out, want)
+
+
+def test_broadcast_dropout_warns_once_of_what_it_costs():
+    _drop_in._warn_of_broadcast_dropout.cache_clear()
+    run = lambda **keywords: mfa.attention_fn(*qkv(), **{"dropout_rate": 0.5, "dropout_rng": KEY, **keywords})
+    with warnings.catch_warnings(action="error"):
+        run(broadcast_dropout=False), run(deterministic=True), run(dropout_rate=0.0)
+    with pytest.warns(UserWarning, match=r"O\(T·S\) memory: pass broadcast_dropout=False") as caught:
+        run()
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings(action="error"):
+        run()
+
+
+@pytest.mark.parametrize("shape", [(0, T, FEATURES), (B, 0, FEATURES)], ids=str)
+@pytest.mark.parametrize("ours", [False, True], ids=["module of flax", "flash"])
+def test_modules_of_nothing(ours, shape, no_stock):
+    x = jnp.zeros(shape)
+    module = nn.MultiHeadDotProductAttention(num_heads=N, attention_fn=mfa.attention_fn)
+    if ours:
+        module = flash(rotary_base=100.0, num_key_value_heads=2, use_sinks=True)
+    params = module.init(KEY, normal(0, (B, T, FEATURES)))
+    assert module.apply(params, x).shape == shape
+    gradient = jax.grad(lambda p: module.apply(p, x).sum())(params)
+    assert not any(g.any() for g in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, 1), (B, 0)])
+def test_decoding_nothing(batch, length):
+    x = normal(0, (batch, T, FEATURES))
+    module, params, cache = decoder(x, rotary_base=100.0)
+    out, after = decode(module, params, cache, x, (length,))
+    assert out.shape == (batch, length, FEATURES)
+    np.testing.assert_array_equal(after["cache_index"], [length] * batch)
 
 
 def test_bad_shapes_name_the_argument():
@@ -424,8 +466,52 @@ def test_prefill_and_steps_equal_the_causal_run(name):
     for lengths in ((5, 1, 1, 1, 1), (S,)):
         out, after = decode(module, params, cache, x, lengths)
         np.testing.assert_allclose(out, want, **tolerance())
-        assert after["cache_index"] == S
+        np.testing.assert_array_equal(after["cache_index"], [S] * B)
     assert cache["cached_key"].shape == (B, S, DECODERS[name].get("num_key_value_heads", N), H)
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_prompts_of_different_lengths_go_on_where_each_ended(name):
+    x, prompts = normal(0, (B, S, FEATURES)), np.array([5, 2])
+    module, params, cache = decoder(x, **RAGGED[name])
+    want = module.clone(decode=False, is_causal=True).apply(params, x)
+    step = jax.jit(lambda c, *a, **k: module.apply({**params, "cache": c}, *a, **k, mutable=["cache"]))
+    padded = np.where(np.arange(5)[:, None] < prompts[:, None, None], x[:, :5], np.nan)
+    out, updated = step(cache, padded, key_value_seq_lengths=prompts)
+    for row, length in enumerate(prompts):
+        np.testing.assert_allclose(out[row, :length], want[row, :length], **tolerance())
+    for i in range(4):
+        at = np.arange(B), prompts + i
+        out, updated = step(updated["cache"], x[at][:, None])
+        np.testing.assert_allclose(out[:, 0], want[at], **tolerance())
+    np.testing.assert_array_equal(updated["cache"]["cache_index"], prompts + 4)
+    assert cache["cached_key"].shape == (B, 3 if module.ring_cache else S, 2, H)
+
+
+def test_a_ring_cache_takes_any_number_of_tokens():
+    x = normal(0, (B, 20, FEATURES))
+    module, params, cache = decoder(x[:, :1], rotary_base=100.0, local_window_size=(2, 0), ring_cache=True)
+    out, after = decode(module, params, cache, x, (2, 7, 7, 1, 1, 1, 1))
+    want = module.clone(decode=False, is_causal=True).apply(params, x)
+    np.testing.assert_allclose(out, want, **tolerance())
+    with pytest.raises(ValueError, match=r"^mask must not be given with a ring cache"):
+        decode(module, params, after, x[:, :1], (1,), mask=np.ones((1, 1), bool))
+    with pytest.raises(ValueError, match=r"^a ring cache needs a local_window_size with .*, got None"):
+        decoder(x, ring_cache=True)
+
+
+def test_a_scalar_index_is_taken_for_all_rows():
+    # the cache of flax's own modules
+    x = normal(0, (B, T, FEATURES))
+    module, params, cache = decoder(x, rotary_base=100.0)
+    _, cache = decode(module, params, cache, x, (4,))
+    want, after = decode(module, params, cache, x[:, 4:], (1,))
+    scalar = {**cache, "cache_index": jnp.int32(4)}
+    out, from_scalar = decode(module, params, scalar, x[:, 4:], (1,))
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(from_scalar["cache_index"], after["cache_index"])
+    with pytest.raises(ValueError, match=r"^the index of the cache must have the leading axes \[2\] .*, got \[3\]"):
+        decode(module, params, {**cache, "cache_index": jnp.zeros(3, jnp.int32)}, x, (1,))
 
 
 def test_unwritten_entries_are_never_seen():
@@ -496,6 +582,10 @@ def test_decoding_errors():
         apply(x[:, :1], query_offset=2)
     with pytest.raises(ValueError, match="inputs_k"):
         apply(x[:, :1], x[:, :2])
+    with pytest.raises(ValueError, match=r"^key_value_seq_lengths must lie in 0\.\.1, got 5"):
+        apply(x[:, :1], key_value_seq_lengths=np.array([1, 5]))
+    with pytest.raises(ValueError, match=r"^key_value_seq_lengths must have shape \[...\] = \[2\], got \[3\]"):
+        apply(x[:, :1], key_value_seq_lengths=np.ones(3, int))
     with pytest.raises(ValueError, match="cache, of shape"):
         apply(x[:1, :1])
 
@@ -504,6 +594,8 @@ def test_decoding_errors():
     ("settings", "match"),
     [
         ({"num_key_value_heads": 4}, "num_key_value_heads, got 6 and 4"),
+        ({"num_kv_heads": 4}, "num_kv_heads, got 6 and 4"),
+        ({"num_key_value_heads": 2, "num_kv_heads": 3}, "two names of one number, got 2 and 3"),
         ({"num_heads": 5}, "num_heads = 5 must divide"),
         ({"head_dim": 4, "qkv_features": 25}, "head_dim"),
         ({"rotary_base": 1e4, "head_dim": 5}, "rotary_fraction"),

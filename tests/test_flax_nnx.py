@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_flax_shared import OF_THE_WRONG_KIND, SETTINGS, causal, normal, numpy_module, perturbed, tolerance
+from test_flax_shared import OF_THE_WRONG_KIND, RAGGED, SETTINGS, causal, normal, numpy_module, perturbed, tolerance
 
 import jax_mfa
 from jax_mfa.flax import linen as mfa_linen
 from jax_mfa.flax import nnx as mfa
+from jax_mfa.flax import rotary_embedding
 
 B, T, S, N, H, FEATURES = 2, 7, 9, 6, 4, 24
 KEY = jax.random.key(7)
@@ -137,6 +138,31 @@ def test_grouped_heads_of_flax(no_stock):
     np.testing.assert_allclose(module(x), reference(x), **tolerance())
 
 
+@pytest.mark.skipif(not hasattr(nnx, "RoPE"), reason="this flax has no nnx.RoPE")
+@pytest.mark.parametrize("positions", [None, (T,), (B, T)], ids=str)
+def test_rotary_embedding_of_flax(positions, no_stock):
+    x = normal(0, (B, T, FEATURES))
+    rope = nnx.RoPE(theta=100.0)
+    layer = functools.partial(nnx.MultiHeadAttention, N, FEATURES, num_kv_heads=2, decode=False)
+    module = layer(attention_fn=functools.partial(mfa.attention_fn, rope=rope), rngs=nnx.Rngs(0))
+    if positions is not None:
+        positions = np.random.default_rng(0).integers(0, 50, positions)
+    out = module(x, is_causal=True, input_positions=positions)
+    own = flash(num_kv_heads=2)
+    nnx.update(own, nnx.state(module, nnx.Param))
+    q, k = (
+        rotary_embedding(project(x), np.arange(T) if positions is None else positions, base=100.0)
+        for project in (own.query, own.key)
+    )
+    want = own.out(jax_mfa.dot_product_attention(q, k, own.value(x), is_causal=True))
+    np.testing.assert_allclose(out, want, **tolerance(terms=1024))
+
+
+def test_positions_without_a_rotary_embedding_are_an_error():
+    with pytest.raises(ValueError, match=r"^input_positions must be given with rope"):
+        mfa.attention_fn(*qkv(), input_positions=np.arange(T))
+
+
 @pytest.mark.parametrize("bias", [(B, N, T, S), (1, N, T, S)])
 def test_function_equals_stock_with_bias(bias, no_stock):
     bias, mask = jnp.asarray(normal(5, bias)), jnp.asarray(MASKS["float per head"](S))
@@ -211,7 +237,7 @@ def test_dropout_without_broadcast(no_stock):
     assert np.abs(one - other).max() > 0.01
     np.testing.assert_allclose(module(x, deterministic=True), reference(x, deterministic=True), **tolerance())
     for broadcast in (False, True):
-        with pytest.raises(ValueError, match=r"dropout_rng must be given .*, got None"):
+        with pytest.raises(ValueError, match=r"^dropout_rng is required .*, got None"):
             mfa.attention_fn(*qkv(), dropout_rate=0.5, broadcast_dropout=broadcast)
 
 
@@ -391,8 +417,26 @@ def test_prefill_and_steps_equal_the_causal_run(name):
         module.init_cache(x.shape)
         assert get(module.cached_key).shape == (B, S, DECODERS[name].get("num_key_value_heads", N), H)
         np.testing.assert_allclose(decode(module, x, lengths), want, **tolerance())
-        assert get(module.cache_index) == S
+        np.testing.assert_array_equal(get(module.cache_index), [S] * B)
     assert isinstance(module.cached_value, nnx.Cache)
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_prompts_of_different_lengths_go_on_where_each_ended(name):
+    x, prompts = normal(0, (B, S, FEATURES)), np.array([5, 2])
+    want = flash(**RAGGED[name], is_causal=True)(x)
+    module = flash(**RAGGED[name])
+    module.init_cache(x.shape)
+    step = nnx.jit(lambda m, *a, **k: m(*a, **k, decode=True))
+    padded = np.where(np.arange(5)[:, None] < prompts[:, None, None], x[:, :5], np.nan)
+    out = step(module, padded, key_value_seq_lengths=prompts)
+    for row, length in enumerate(prompts):
+        np.testing.assert_allclose(out[row, :length], want[row, :length], **tolerance())
+    for i in range(4):
+        at = np.arange(B), prompts + i
+        np.testing.assert_allclose(step(module, x[at][:, None])[:, 0], want[at], **tolerance())
+    np.testing.assert_array_equal(get(module.cache_index), prompts + 4)
+    assert get(module.cached_key).shape == (B, 3 if module.ring_cache else S, 2, H)
 
 
 def test_unwritten_entries_are_never_seen():

@@ -71,6 +71,7 @@ OF_THE_WRONG_KIND = [
     ({"num_heads": 2.0}, TypeError, "^num_heads must be an integer, got 2.0"),
     ({"num_heads": None}, TypeError, "^num_heads must be an integer, got None"),
     ({"num_key_value_heads": True}, TypeError, "^num_key_value_heads must be an integer, got True"),
+    ({"num_kv_heads": 2.0}, TypeError, "^num_kv_heads must be an integer, got 2.0"),
     ({"head_dim": 4.0}, TypeError, "^head_dim must be an integer, got 4.0"),
     ({"qkv_features": "24"}, TypeError, "^qkv_features must be an integer, got '24'"),
     ({"rotary_base": 1e4, "rotary_fraction": float("nan")}, ValueError, "^rotary_fraction must .*, got nan"),
@@ -92,6 +93,12 @@ SETTINGS = {
     "cap": ({"logits_soft_cap": 0.7}, lambda t: {"cap": 0.7}),
     "sinks": ({"use_sinks": True}, lambda t: {}),
     "normalised": ({"normalize_qk": True, "out_features": 5}, lambda t: {}),
+}
+
+# modules whose cache takes prompts of different lengths
+RAGGED = {
+    "whole": {"num_kv_heads": 2, "rotary_base": 100.0},
+    "ring": {"num_kv_heads": 2, "rotary_base": 100.0, "local_window_size": (2, None), "ring_cache": True},
 }
 
 

@@ -3,6 +3,7 @@
 They differ where a row sees nothing: zeros here, the mean of the values there.
 """
 
+import functools
 import inspect
 
 import jax
@@ -96,12 +97,33 @@ def test_takes_every_argument_of_jax_nn_by_the_same_name_and_kind():
 @pytest.mark.skipif(
     "return_residual" not in inspect.signature(jax.nn.dot_product_attention).parameters, reason="older jax.nn"
 )
-def test_the_residual_equals_that_of_jax_nn(implementation):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_residual_equals_that_of_jax_nn(implementation, dtype):
+    q, k, v = qkv(dtype=dtype)
+    out, lse = jax.jit(functools.partial(implementation.attend, is_causal=True, return_residual=True))(q, k, v)
+    assert out.dtype == lse.dtype == dtype
+    wide = [x.astype(np.float32) for x in (q, k, v)]  # stock float16 does not run on every CPU
+    stock = jax.nn.dot_product_attention
+    wanted, wanted_lse = stock(*wide, is_causal=True, return_residual=True)
+    assert jax.eval_shape(lambda *x: stock(*x, return_residual=True), q, k, v)[1].dtype == lse.dtype
+    assert_close(out, wanted, dtype, terms=32, largest_score=4)
+    assert_close(lse, wanted_lse, dtype, terms=32, largest_score=4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_residual_beside_it_keeps_its_digits(implementation, dtype):
+    q, k, v = qkv(dtype=dtype)
+    _, lse = implementation.flash(q, k, v)
+    _, narrow = implementation.attend(q, k, v, return_residual=True)
+    assert lse.dtype == np.float32 and narrow.dtype == dtype
+    np.testing.assert_array_equal(lse.astype(dtype), narrow)
+
+
+def test_xla_is_what_jax_nn_calls_blockwise():
     q, k, v = qkv()
-    out, lse = implementation.attend(q, k, v, is_causal=True, return_residual=True)
-    wanted, wanted_lse = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
-    assert_close(out, wanted, "float32", terms=32, largest_score=4)
-    assert_close(lse, wanted_lse, "float32", terms=32, largest_score=4)
+    got = jax_mfa.dot_product_attention(q, k, v, implementation="xla")
+    np.testing.assert_array_equal(got, jax_mfa.dot_product_attention(q, k, v, implementation="blockwise"))
+    assert jax_mfa.explain(q, k, v, implementation="xla").implementation == "blockwise"
 
 
 def test_the_batch_axis_may_be_missing_as_in_jax_nn(implementation):

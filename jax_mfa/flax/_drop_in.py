@@ -4,32 +4,39 @@ jax_mfa's terms. Knows arrays and flax's arguments, not its modules.
 
 from __future__ import annotations
 
+import functools
 import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
 
-from jax_mfa.api import dot_product_attention
+from jax_mfa import checks
+from jax_mfa.api import Implementation, dot_product_attention
 from jax_mfa.specification import DTYPES, accumulation_dtype
 
 logger = logging.getLogger("jax_mfa.flax")
 
+BROADCAST_DROPOUT = "broadcast_dropout: one dropout mask for all batches and heads"
 
-def as_bool(mask):
+
+def as_bool(mask: ArrayLike) -> Array:
     """A mask as flax means it, of any dtype: what is not zero is visible."""
-    if mask is None:
-        return None
     mask = jnp.asarray(mask)
     return mask if mask.dtype == np.bool_ else mask != 0
 
 
-def seed_of(rng):
+def seed_of(rng: Array) -> Array:
     """A dropout seed, uint32[2], from a JAX random key of any kind, new style or raw."""
     return jax.random.bits(rng, (2,), jnp.uint32)
 
 
-def _widens(x, scores: tuple[int, ...]) -> bool:
+def _widens(x: ArrayLike, scores: tuple[int, ...]) -> bool:
     """Whether `x` gives scores more axes, or longer ones, than query and key do."""
     try:
         return np.broadcast_shapes(np.shape(x), scores) != scores
@@ -37,7 +44,7 @@ def _widens(x, scores: tuple[int, ...]) -> bool:
         return False  # it does not broadcast at all, and jax_mfa's own check will name it
 
 
-def _precision_met(precision) -> bool:
+def _precision_met(precision: Any) -> bool:
     """Whether jax_mfa's products are at least as precise as asked."""
     wanted = precision if isinstance(precision, tuple) else (precision,)
     try:
@@ -48,15 +55,29 @@ def _precision_met(precision) -> bool:
     return levels == {jax.lax.Precision.DEFAULT} or jax.default_backend() == "cpu"
 
 
-def drops(deterministic, dropout_rate, dropout_rng) -> bool:
+def drops(deterministic: bool, dropout_rate: float, dropout_rng: Array | None) -> bool:
     """Whether dropout is on, which needs a random key whoever runs the call."""
+    if not 0 <= checks.number("dropout_rate", dropout_rate) < 1:
+        raise ValueError(f"dropout_rate must be in the range [0, 1), got {dropout_rate}")
     on = not deterministic and dropout_rate > 0
     if on and dropout_rng is None:
-        raise ValueError(f"dropout_rng must be given with dropout_rate = {dropout_rate}, got None")
+        raise ValueError(f"dropout_rng is required with dropout_rate = {dropout_rate}, got None")
     return on
 
 
-def why_stock(query, key, value, bias, mask, *, broadcast_dropout, dropping, precision, module, custom) -> str | None:
+def why_stock(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
+    *,
+    broadcast_dropout: bool,
+    dropping: bool,
+    precision: Any,
+    module: Any,
+    custom: Mapping[str, Any],
+) -> str | None:
     """Why flax's own function must run a call, starting with the argument's name; None where jax_mfa can.
 
     Args:
@@ -71,7 +92,7 @@ def why_stock(query, key, value, bias, mask, *, broadcast_dropout, dropping, pre
         if replacement is not None:
             return f"{name}: the arithmetic is replaced"
     if dropping and broadcast_dropout:
-        return "broadcast_dropout: one dropout mask for all batches and heads"
+        return BROADCAST_DROPOUT
     if not _precision_met(precision):
         return f"precision: {precision}"
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -79,22 +100,34 @@ def why_stock(query, key, value, bias, mask, *, broadcast_dropout, dropping, pre
             return f"{name}: dtype {x.dtype.name}"
     if query.ndim >= 3 and key.ndim >= 3:
         scores = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-        for name, x in (("bias", bias), ("mask", mask)):
-            if x is not None and _widens(x, scores):
-                return f"{name}: shape {list(np.shape(x))} widens scores of shape {list(scores)}"
+        for name, term in (("bias", bias), ("mask", mask)):
+            if term is not None and _widens(term, scores):
+                return f"{name}: shape {list(jnp.shape(term))} widens scores of shape {list(scores)}"
     return None
 
 
-def give_way(reason: str, implementation: str | None):
+def give_way(reason: str, implementation: Implementation | None) -> None:
     """Records that flax's own function runs; refuses where the caller named an implementation."""
     if implementation is not None:
         raise NotImplementedError(
             f"implementation={implementation!r} cannot run this call, only flax's own attention can: {reason}"
         )
     logger.info("flax's own attention runs this call: %s", reason)
+    if reason == BROADCAST_DROPOUT:
+        _warn_of_broadcast_dropout()
 
 
-def with_causal(mask, is_causal: bool, query, key):
+@functools.cache
+def _warn_of_broadcast_dropout() -> None:
+    """Once in a process: flax broadcasts dropout by default, so few ask for it, or know what it costs."""
+    warnings.warn(
+        "attention with broadcast_dropout=True, flax's default, runs as flax's own function, in O(T·S) memory: "
+        "pass broadcast_dropout=False to the module to train with dropout in O(T + S)",
+        stacklevel=4,  # the caller of attention_fn
+    )
+
+
+def with_causal(mask: ArrayLike | None, is_causal: bool, query: Array, key: Array) -> ArrayLike | None:
     """`mask` with the causal rule in it, for a function of flax that may not know the rule."""
     if not is_causal:
         return mask
@@ -104,7 +137,7 @@ def with_causal(mask, is_causal: bool, query, key):
     return causal if mask is None else jnp.logical_and(as_bool(mask), causal)
 
 
-def blank_unseeing(out, mask):
+def blank_unseeing(out: Array, mask: ArrayLike | None) -> Array:
     """`out` with zeros in the rows that `mask` leaves nothing to see, so that both routes agree on them."""
     if mask is None:
         return out
@@ -113,15 +146,27 @@ def blank_unseeing(out, mask):
     return jnp.where(jnp.swapaxes(mask.any(-1), -1, -2)[..., None], out, jnp.zeros_like(out))
 
 
-def attend(query, key, value, bias, mask, *, dropout_rng, dropout_rate, is_causal, implementation):
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
+    *,
+    dropout_rng: Array | None,
+    dropout_rate: float,
+    is_causal: bool,
+    implementation: Implementation | None,
+) -> Array:
     """jax_mfa's attention with flax's conventions for bias, mask and dropout."""
-    dropout = {}
-    if dropout_rate > 0:
+    dropout: dict[str, Any] = {}
+    if dropout_rng is not None and dropout_rate > 0:
         dropout = {"dropout_rate": dropout_rate, "dropout_seed": seed_of(dropout_rng)}
     if bias is not None:
         bias = jnp.asarray(bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             bias = bias.astype(accumulation_dtype(query.dtype))
+    mask = None if mask is None else as_bool(mask)
     return dot_product_attention(
-        query, key, value, bias, as_bool(mask), is_causal=is_causal, implementation=implementation, **dropout
+        query, key, value, bias, mask, is_causal=is_causal, implementation=implementation, **dropout
     )

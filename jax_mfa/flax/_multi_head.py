@@ -8,19 +8,21 @@ heads, K key/value heads, H head size; M the length of a cache.
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
 
-from jax_mfa.api import dot_product_attention
+from jax_mfa import cache as decode_cache
+from jax_mfa import checks
+from jax_mfa.api import Numbers, dot_product_attention
 from jax_mfa.flax._drop_in import as_bool
-from jax_mfa.specification import accumulation_dtype
+from jax_mfa.specification import accumulation_dtype, known_lengths
 
 
-def first_given(name: str, *values):
+def first_given(name: str, *values: Any) -> Any:
     """The first of `values` that is not None."""
     for value in values:
         if value is not None:
@@ -29,24 +31,38 @@ def first_given(name: str, *values):
 
 
 def head_sizes(
-    features: int, num_heads: int, num_key_value_heads: int | None, head_dim: int | None, qkv_features: int | None
+    features: int,
+    num_heads: int,
+    num_key_value_heads: int | None,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    qkv_features: int | None,
 ) -> tuple[int, int]:
-    """K and H of a module, from what its user said about them.
+    """K and H of a module, from what its user said about them; num_kv_heads is flax's name of num_key_value_heads.
 
     Raises:
       TypeError: where a number is no integer.
-      ValueError: where heads do not divide, or head_dim and qkv_features contradict each other.
+      ValueError: where heads do not divide, or two arguments contradict each other.
     """
-    heads = num_heads if num_key_value_heads is None else num_key_value_heads
-    given = {"num_heads": num_heads, "num_key_value_heads": heads, "head_dim": head_dim, "qkv_features": qkv_features}
+    given = {
+        "num_heads": num_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "qkv_features": qkv_features,
+    }
     for name, x in given.items():
-        left_out = x is None and name in ("head_dim", "qkv_features")
-        if not left_out and (isinstance(x, bool) or not isinstance(x, numbers.Integral)):
-            raise TypeError(f"{name} must be an integer, got {x!r}")
-    if num_heads < 1 or heads < 1 or num_heads % heads:
+        if x is not None or name == "num_heads":
+            checks.integer(name, x)
+    if None not in (num_key_value_heads, num_kv_heads) and num_key_value_heads != num_kv_heads:
         raise ValueError(
-            f"num_heads must be a positive multiple of num_key_value_heads, got {num_heads} and {num_key_value_heads}"
+            "num_key_value_heads and num_kv_heads are two names of one number, "
+            f"got {num_key_value_heads} and {num_kv_heads}"
         )
+    name = "num_key_value_heads" if num_kv_heads is None else "num_kv_heads"
+    heads = next((x for x in (num_key_value_heads, num_kv_heads) if x is not None), num_heads)
+    if num_heads < 1 or heads < 1 or num_heads % heads:
+        raise ValueError(f"num_heads must be a positive multiple of {name}, got {num_heads} and {heads}")
     if head_dim is None:
         features = features if qkv_features is None else qkv_features
         if features < num_heads or features % num_heads:
@@ -63,8 +79,10 @@ def head_sizes(
     return heads, head_dim
 
 
-def key_value_inputs(inputs_q, inputs_k, inputs_v):
-    """Inputs of keys and values: by default those of the queries, and those of the keys."""
+def module_inputs(
+    inputs_q: ArrayLike, inputs_k: ArrayLike | None, inputs_v: ArrayLike | None
+) -> tuple[Array, Array, Array]:
+    """A module's inputs as arrays: those of keys by default those of queries, those of values those of keys."""
     if inputs_k is None and inputs_v is not None:
         raise ValueError("inputs_k must be given where inputs_v is, got None")
     inputs_k = inputs_q if inputs_k is None else inputs_k
@@ -72,25 +90,16 @@ def key_value_inputs(inputs_q, inputs_k, inputs_v):
     for name, x in (("inputs_q", inputs_q), ("inputs_k", inputs_k), ("inputs_v", inputs_v)):
         if jnp.ndim(x) < 2:
             raise ValueError(f"{name} must have shape [..., length, features], got {list(jnp.shape(x))}")
-    return inputs_k, inputs_v
+    return jnp.asarray(inputs_q), jnp.asarray(inputs_k), jnp.asarray(inputs_v)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rotary embedding
 
 
-def _number(name: str, x) -> float:
-    if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {x!r}")
-    try:
-        return float(x)
-    except OverflowError:
-        return math.inf
-
-
 def _turned(h: int, base, fraction, prefix: str = "") -> int:
     """How many of H features are turned. The arguments are called `prefix` + their names."""
-    number, part = _number(f"{prefix}base", base), _number(f"{prefix}fraction", fraction)
+    number, part = checks.number(f"{prefix}base", base), checks.number(f"{prefix}fraction", fraction)
     r = round(part * h) if 0 < part <= 1 else 0
     if r < 2 or r % 2 or abs(r - part * h) > 1e-6 * h:
         raise ValueError(
@@ -101,7 +110,9 @@ def _turned(h: int, base, fraction, prefix: str = "") -> int:
     return r
 
 
-def rotary_embedding(x, positions, *, base: float = 10000.0, fraction: float = 1.0):
+def rotary_embedding(
+    x: Array | np.ndarray, positions: ArrayLike, *, base: float = 10000.0, fraction: float = 1.0
+) -> Array:
     """Turns pairs of features by angles that grow with the position (RoFormer, arXiv:2104.09864, equation 34).
 
     The first R = fraction · H features are turned, the others left alone. Feature i < R/2 is paired with feature
@@ -156,60 +167,54 @@ def _positions(offset, length: int):
 
 
 class Cache(NamedTuple):
-    """Keys and values seen so far. Entries from `index` on were never written and are never seen."""
+    """Keys and values seen so far, as `jax_mfa.cache` has them. Columns never written are never seen."""
 
     key: Any  # [..., M, K, H]
     value: Any  # [..., M, K, H]
-    index: Any  # int32 scalar: how many are written
+    index: Any  # int32 [...]: how many tokens each batch row was given; a scalar, for all, in caches of flax's modules
 
 
-def empty_cache(lead: tuple[int, ...], length: int, heads: int, head_dim: int, dtype) -> Cache:
-    """A cache for `length` tokens with nothing in it."""
+def empty_cache(
+    lead: tuple[int, ...],
+    length: int,
+    heads: int,
+    head_dim: int,
+    dtype: Any,
+    ring: bool,
+    local_window_size: int | tuple[int | None, int | None] | None,
+) -> Cache:
+    """A cache for `length` tokens, or a ring of the window's size, with nothing in it."""
+    if ring:
+        length = decode_cache.ring_columns(local_window_size)
     # two arrays, not one twice: a donated cache must not name one buffer twice
     key, value = (jnp.zeros((*lead, length, heads, head_dim), dtype) for _ in range(2))
-    return Cache(key, value, jnp.zeros((), jnp.int32))
-
-
-def _append(cache: Cache, key, value) -> Cache:
-    """The cache with T more tokens; `key` and `value` are [..., T, K, H]."""
-    length, tokens = cache.key.shape[-3], key.shape[-3]
-    if key.shape[:-3] != cache.key.shape[:-3] or key.shape[-2:] != cache.key.shape[-2:]:
-        raise ValueError(
-            f"the cache, of shape {list(cache.key.shape)}, must differ from new keys in its length axis only, "
-            f"got {list(key.shape)}"
-        )
-    written = 0 if isinstance(cache.index, jax.core.Tracer) else int(cache.index)
-    if written + tokens > length:
-        raise ValueError(
-            f"the cache holds {length} tokens; {written} known to be written, it cannot take {tokens} more"
-        )
-    insert = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(
-        whole, part.astype(whole.dtype), cache.index, axis=whole.ndim - 3
-    )
-    return Cache(insert(cache.key, key), insert(cache.value, value), cache.index + jnp.int32(tokens))
+    return Cache(key, value, jnp.zeros(lead, jnp.int32))
 
 
 def attend(
-    query,
-    key,
-    value,
+    query: Array,
+    key: Array,
+    value: Array,
     *,
     cache: Cache | None,
-    mask,
-    query_offset,
-    key_value_seq_lengths,
+    ring_cache: bool,
+    mask: ArrayLike | None,
+    query_offset: Numbers[ArrayLike],
+    key_value_seq_lengths: Numbers[ArrayLike] | None,
     is_causal: bool,
     rotary_base: float | None,
     rotary_fraction: float,
-    **keywords,
-):
+    **keywords: Any,
+) -> tuple[Array, Cache | None]:
     """Rotary embedding, cache and attention.
 
     Args:
       query: `[..., T, N, H]`.
       key, value: `[..., S, K, H]`; with a cache those of the T new tokens.
       cache: what came before, or None.
+      ring_cache: whether the cache is a ring.
       mask: as flax means it, of any dtype.
+      key_value_seq_lengths: with a cache, how many of the T new tokens count.
       rotary_base: None for no rotary embedding.
       **keywords: for `jax_mfa.dot_product_attention`, as are the others.
 
@@ -219,40 +224,53 @@ def attend(
     """
     dtype = jnp.result_type(query, key, value)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
-    tokens, key_offset = query.shape[-3], 0
+    mask = None if mask is None else as_bool(mask)
+    tokens = query.shape[-3]
+    key_offset: Numbers[ArrayLike] = 0
     if cache is not None:
         if key.shape[-3] != tokens:
             raise ValueError(
                 f"decoding takes one key for each query: inputs_k must have the length {tokens} of inputs_q, "
                 f"got {key.shape[-3]}"
             )
-        if not (isinstance(query_offset, numbers.Integral) and query_offset == 0):
+        if not (checks.is_integer(query_offset) and query_offset == 0):
             raise ValueError("query_offset must not be given while decoding: the cache knows its position")
-        query_offset = key_offset = cache.index
+        if key.shape[:-3] != cache.key.shape[:-3] or key.shape[-2:] != cache.key.shape[-2:]:
+            raise ValueError(
+                f"the cache, of shape {list(cache.key.shape)}, must differ from new keys in its length axis only, "
+                f"got {list(key.shape)}"
+            )
+        if jnp.ndim(cache.index) and jnp.shape(cache.index) != key.shape[:-3]:
+            raise ValueError(
+                f"the index of the cache must have the leading axes {list(key.shape[:-3])} of the cached keys, "
+                f"or be one for all, got {list(jnp.shape(cache.index))}"
+            )
+        query_offset = key_offset = jnp.broadcast_to(cache.index, key.shape[:-3])
     if rotary_base is not None:
         _turned(query.shape[-1], rotary_base, rotary_fraction, "rotary_")  # by the names that modules have for them
         rotate = lambda x, offset: rotary_embedding(
             x, _positions(offset, x.shape[-3]), base=rotary_base, fraction=rotary_fraction
         )
         query, key = rotate(query, query_offset), rotate(key, key_offset)
-    full = None
     if cache is not None:
-        full = _append(cache, key, value)
-        key, value = full.key.astype(dtype), full.value.astype(dtype)
-        is_causal = True
-        lengths = () if key_value_seq_lengths is None else (jnp.asarray(key_value_seq_lengths),)
-        key_value_seq_lengths = full.index if not lengths else jnp.minimum(lengths[0], full.index)
+        if key_value_seq_lengths is not None:  # checked here, by the name that modules have for it
+            lengths = key_value_seq_lengths = known_lengths("key_value_seq_lengths", key_value_seq_lengths, tokens)
+            if lengths.shape not in ((), key.shape[:-3]):
+                raise ValueError(
+                    f"key_value_seq_lengths must have shape [...] = {list(key.shape[:-3])}, got {list(lengths.shape)}"
+                )
+        out, *new = decode_cache.attend(
+            query, key, value, *cache, key_value_seq_lengths, ring=ring_cache, mask=mask, **keywords
+        )
+        return out, Cache(*new)
     out = dot_product_attention(
         query,
         key,
         value,
-        mask=as_bool(mask),
+        mask=mask,
         is_causal=is_causal,
         query_offset=query_offset,
         key_value_seq_lengths=key_value_seq_lengths,
         **keywords,
     )
-    if full is not None and isinstance(full.index, jax.core.Tracer):
-        # how full a traced cache is shows only at run time, and a wrong answer must not look like a right one
-        out = jnp.where(full.index > full.key.shape[-3], jnp.asarray(jnp.nan, out.dtype), out)
-    return out, full
+    return out, None

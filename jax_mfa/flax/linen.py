@@ -13,29 +13,32 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import attention as _flax_attention
 from flax.linen.dtypes import promote_dtype as _promote_dtype
+from flax.typing import Initializer, PrecisionLike
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
-from jax_mfa.api import Implementation
+from jax_mfa.api import Implementation, Numbers
 from jax_mfa.flax import _drop_in, _multi_head
 
 __all__ = ["FlashMultiHeadAttention", "attention_fn"]
 
 # bound now: flax's name may be patched to mean `attention_fn`
-_stock_attention = _flax_attention.dot_product_attention
+_stock_attention: Callable[..., Array] = _flax_attention.dot_product_attention
 
 
 def attention_fn(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     broadcast_dropout: bool = True,
-    dropout_rng=None,
+    dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype=None,
-    precision=None,
-    module=None,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    module: nn.Module | None = None,
     force_fp32_for_softmax: bool = False,
     einsum_dot_general: Callable[..., Any] | None = None,
     qk_attn_weights_einsum: Callable[..., Any] | None = None,
@@ -43,7 +46,7 @@ def attention_fn(
     *,
     is_causal: bool = False,
     implementation: Implementation | None = None,
-):
+) -> Array:
     """`flax.linen.dot_product_attention` through jax_mfa: the `attention_fn` of flax's multi-head modules.
 
     `nn.MultiHeadDotProductAttention(..., attention_fn=attention_fn)`; `functools.partial` sets the keyword-only
@@ -54,7 +57,7 @@ def attention_fn(
     replaced einsums or `einsum_dot_general`, complex dtypes and others that jax_mfa has not, a bias or mask with a
     larger batch than the queries, and, on platforms other than CPU, a precision above the default. Note that flax's
     modules ask for broadcast dropout by default: set `broadcast_dropout=False` to train with dropout in O(T + S)
-    memory. The logger "jax_mfa.flax" says, at level INFO, which calls those are.
+    memory; the first such call warns. The logger "jax_mfa.flax" says, at level INFO, which calls those are.
 
     Args:
       query: `[..., T, N, H]`.
@@ -83,12 +86,12 @@ def attention_fn(
       ValueError, TypeError: as `jax_mfa.dot_product_attention` does; also for dropout without dropout_rng.
       NotImplementedError: where only flax's own function can run a call and an implementation is named.
     """
-    query, key, value = _promote_dtype(query, key, value, dtype=dtype)
+    q, k, v = _promote_dtype(query, key, value, dtype=dtype)
     dropping = _drop_in.drops(deterministic, dropout_rate, dropout_rng)
     reason = _drop_in.why_stock(
-        query,
-        key,
-        value,
+        q,
+        k,
+        v,
         bias,
         mask,
         broadcast_dropout=broadcast_dropout,
@@ -103,9 +106,9 @@ def attention_fn(
     )
     if reason is None:
         return _drop_in.attend(
-            query,
-            key,
-            value,
+            q,
+            k,
+            v,
             bias,
             mask,
             dropout_rng=dropout_rng,
@@ -114,11 +117,11 @@ def attention_fn(
             implementation=implementation,
         )
     _drop_in.give_way(reason, implementation)
-    mask = _drop_in.with_causal(mask, is_causal, query, key)
+    mask = _drop_in.with_causal(mask, is_causal, q, k)
     out = _stock_attention(
-        query,
-        key,
-        value,
+        q,
+        k,
+        v,
         bias=bias,
         mask=mask,
         broadcast_dropout=broadcast_dropout,
@@ -144,15 +147,17 @@ class FlashMultiHeadAttention(nn.Module):
     each a kernel and, with use_bias, a bias; `query_ln` and `key_ln` with normalize_qk; `sinks` [N] with use_sinks.
 
     Decoding: with `decode=True`, `init` on inputs of the length M makes an empty cache in the collection 'cache'
-    (`cached_key` and `cached_value` [..., M, K, H], `cache_index`). Each `apply(..., mutable=["cache"])` then takes the
-    next tokens, one or many, and gives what the causal run over all tokens gives for them. Decoding is causal whatever
+    (`cached_key` and `cached_value` [..., M, K, H], `cache_index` [...]). Each `apply(..., mutable=["cache"])` then
+    takes the next tokens, one or many, and gives what the causal run over all tokens gives for them. Each batch row has
+    an index of its own: prompts of different lengths are padded at their end, and key_value_seq_lengths given with
+    them. A scalar `cache_index`, as flax's own modules make it, is taken for all rows. Decoding is causal whatever
     is_causal says. More tokens than the cache holds raise a ValueError where the count is known while tracing; under
-    `jit`, where only the number of new tokens is, the outputs of a call that runs over are NaN.
+    `jit`, where only the number of new tokens is, the outputs of a batch row that runs over are NaN.
 
     Attributes:
       num_heads: N.
-      num_key_value_heads: K, a divisor of N; default N. Query head n uses key head n // (N // K) (grouped-query
-        attention, arXiv:2305.13245).
+      num_key_value_heads, num_kv_heads: K, a divisor of N, by either name (the second is flax's); default N. Query
+        head n uses key head n // (N // K) (grouped-query attention, arXiv:2305.13245).
       head_dim: H; default qkv_features / N.
       qkv_features: N · H; default the features of inputs_q.
       out_features: features of the result; default those of inputs_q.
@@ -169,6 +174,8 @@ class FlashMultiHeadAttention(nn.Module):
       dropout_rate: probability of dropping a weight; a mask of its own for every batch and head.
       deterministic: no dropout; here or in the call, needed with a dropout_rate.
       decode: use a cache.
+      ring_cache: the cache is a ring of the `left + 1` columns that a query sees through local_window_size, for any
+        number of tokens; mask, bias and segment ids cannot be given while decoding.
       dtype: of the computation; by default promoted from inputs and parameters.
       param_dtype: of the parameters.
       precision: of the projections.
@@ -194,33 +201,35 @@ class FlashMultiHeadAttention(nn.Module):
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     decode: bool = False
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    precision: Any = None
-    kernel_init: Callable[..., Any] = nn.initializers.lecun_normal()
-    out_kernel_init: Callable[..., Any] | None = None
-    bias_init: Callable[..., Any] = nn.initializers.zeros_init()
-    out_bias_init: Callable[..., Any] | None = None
-    sinks_init: Callable[..., Any] = nn.initializers.zeros_init()
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros_init()
+    out_bias_init: Initializer | None = None
+    sinks_init: Initializer = nn.initializers.zeros_init()
     implementation: Implementation | None = None
+    num_kv_heads: int | None = None
+    ring_cache: bool = False
 
     @nn.compact
     def __call__(
         self,
-        inputs_q,
-        inputs_k=None,
-        inputs_v=None,
+        inputs_q: ArrayLike,
+        inputs_k: ArrayLike | None = None,
+        inputs_v: ArrayLike | None = None,
         *,
-        bias=None,
-        mask=None,
-        query_seq_lengths=None,
-        key_value_seq_lengths=None,
-        query_segment_ids=None,
-        key_value_segment_ids=None,
-        query_offset=0,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        query_seq_lengths: Numbers[ArrayLike] | None = None,
+        key_value_seq_lengths: Numbers[ArrayLike] | None = None,
+        query_segment_ids: Numbers[ArrayLike] | None = None,
+        key_value_segment_ids: Numbers[ArrayLike] | None = None,
+        query_offset: Numbers[ArrayLike] = 0,
         deterministic: bool | None = None,
-        dropout_rng=None,
-    ):
+        dropout_rng: Array | None = None,
+    ) -> Array:
         """Projects, attends, projects.
 
         Args:
@@ -229,7 +238,9 @@ class FlashMultiHeadAttention(nn.Module):
           inputs_v: `[..., S, features of values]`; default inputs_k.
           bias: floating, broadcastable to `[..., N, T, S]`; while decoding S = M, here and below.
           mask: bool or numbers, broadcastable to `[..., N, T, S]`; what is not zero is visible.
-          query_seq_lengths, key_value_seq_lengths: integers `[...]`; rows and columns from there on are padding.
+          query_seq_lengths, key_value_seq_lengths: integers `[...]`; rows and columns from there on are padding. While
+            decoding key_value_seq_lengths says how many of this call's tokens count: a batch row's others are not
+            cached and see nothing, and its next token takes the place behind those that counted.
           query_segment_ids, key_value_segment_ids: integers `[..., T]` and `[..., S]`; a row sees its own segment.
           query_offset: integer or integers `[...]`: position of the first query; not while decoding.
           deterministic: goes before the attribute.
@@ -241,9 +252,14 @@ class FlashMultiHeadAttention(nn.Module):
         Raises:
           ValueError, TypeError: naming the argument, what was seen and what was expected.
         """
-        inputs_k, inputs_v = _multi_head.key_value_inputs(inputs_q, inputs_k, inputs_v)
+        x_q, x_k, x_v = _multi_head.module_inputs(inputs_q, inputs_k, inputs_v)
         heads, head_dim = _multi_head.head_sizes(
-            inputs_q.shape[-1], self.num_heads, self.num_key_value_heads, self.head_dim, self.qkv_features
+            x_q.shape[-1],
+            self.num_heads,
+            self.num_key_value_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.qkv_features,
         )
         common: dict[str, Any] = {
             "use_bias": self.use_bias,
@@ -254,9 +270,9 @@ class FlashMultiHeadAttention(nn.Module):
         project = functools.partial(
             nn.DenseGeneral, axis=-1, kernel_init=self.kernel_init, bias_init=self.bias_init, **common
         )
-        query = project(features=(self.num_heads, head_dim), name="query")(inputs_q)
-        key = project(features=(heads, head_dim), name="key")(inputs_k)
-        value = project(features=(heads, head_dim), name="value")(inputs_v)
+        query = project(features=(self.num_heads, head_dim), name="query")(x_q)
+        key = project(features=(heads, head_dim), name="key")(x_k)
+        value = project(features=(heads, head_dim), name="value")(x_v)
         if self.normalize_qk:
             normalize = functools.partial(nn.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
             query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
@@ -283,6 +299,7 @@ class FlashMultiHeadAttention(nn.Module):
             query_offset=query_offset,
             rotary_base=self.rotary_base,
             rotary_fraction=self.rotary_fraction,
+            ring_cache=self.ring_cache,
             implementation=self.implementation,
             **self._dropout(deterministic, dropout_rng),
         )
@@ -291,7 +308,7 @@ class FlashMultiHeadAttention(nn.Module):
                 variable.value = new
 
         return nn.DenseGeneral(
-            features=inputs_q.shape[-1] if self.out_features is None else self.out_features,
+            features=x_q.shape[-1] if self.out_features is None else self.out_features,
             axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
@@ -299,19 +316,22 @@ class FlashMultiHeadAttention(nn.Module):
             **common,
         )(out)
 
-    def _cache(self, key):
+    def _cache(self, key: Array) -> tuple[list[nn.Variable], _multi_head.Cache | None]:
         """The variables of the cache, and the cache in them; None while `init` makes them."""
         exists = self.has_variable("cache", "cached_key")
         if not exists and not self.is_initializing():
             raise ValueError(
                 "decode=True needs the collection 'cache': make it with `init` on inputs as long as the cache shall be"
             )
-        empty = lambda i: _multi_head.empty_cache(key.shape[:-3], *key.shape[-3:], key.dtype)[i]
+        *lead, length, heads, head_dim = key.shape
+        empty = lambda i: _multi_head.empty_cache(
+            tuple(lead), length, heads, head_dim, key.dtype, self.ring_cache, self.local_window_size
+        )[i]
         names = ("cached_key", "cached_value", "cache_index")
         variables = [self.variable("cache", name, empty, i) for i, name in enumerate(names)]
         return variables, _multi_head.Cache(*(variable.value for variable in variables)) if exists else None
 
-    def _dropout(self, deterministic, dropout_rng) -> dict[str, Any]:
+    def _dropout(self, deterministic: bool | None, dropout_rng: Array | None) -> dict[str, Any]:
         """The keywords of dropout; none where it is off."""
         if self.dropout_rate == 0.0 or _multi_head.first_given("deterministic", deterministic, self.deterministic):
             return {}

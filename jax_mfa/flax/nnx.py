@@ -6,52 +6,58 @@ Here are only what flax.nnx calls for: signatures, parameters, `nnx.Cache` varia
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import attention as _flax_attention
 from flax.nnx.nn.dtypes import promote_dtype as _promote_dtype
+from flax.typing import Initializer, PrecisionLike
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
-from jax_mfa.api import Implementation
+from jax_mfa.api import Implementation, Numbers
 from jax_mfa.flax import _drop_in, _multi_head
 
 __all__ = ["FlashMultiHeadAttention", "attention_fn"]
 
 # bound now: flax's name may be patched to mean `attention_fn`
-_stock_attention = _flax_attention.dot_product_attention
+_stock_attention: Callable[..., Array] = _flax_attention.dot_product_attention
 
 
 def attention_fn(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     broadcast_dropout: bool = True,
-    dropout_rng=None,
+    dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype=None,
-    precision=None,
-    module=None,
+    dtype: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    module: nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = _promote_dtype,
     is_causal: bool = False,
     *,
+    rope: Callable[..., Array] | None = None,
+    input_positions: ArrayLike | None = None,
     implementation: Implementation | None = None,
-):
+) -> Array:
     """`flax.nnx.dot_product_attention` through jax_mfa: the `attention_fn` of `nnx.MultiHeadAttention`.
 
-    `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`; `functools.partial` sets the implementation. Results equal
-    flax's but for two things: a row whose mask allows nothing gives zeros, where flax gives the mean of the values; and
-    the softmax is always taken in float32 (float64 for float64).
+    `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`; `functools.partial` sets rope and implementation. Results
+    equal flax's but for two things: a row whose mask allows nothing gives zeros, where flax gives the mean of the
+    values; and the softmax is always taken in float32 (float64 for float64).
 
     Flax's own function runs, with O(T·S) memory, what only it can do: sown weights (`module`), broadcast dropout,
     complex dtypes and others that jax_mfa has not, a bias or mask with a larger batch than the queries, and, on
     platforms other than CPU, a precision above the default. Note that flax's module asks for broadcast dropout by
-    default: set `broadcast_dropout=False` to train with dropout in O(T + S) memory. The logger "jax_mfa.flax" says, at
-    level INFO, which calls those are.
+    default: set `broadcast_dropout=False` to train with dropout in O(T + S) memory; the first such call warns. The
+    logger "jax_mfa.flax" says, at level INFO, which calls those are.
 
     Args:
       query: `[..., T, N, H]`.
@@ -69,6 +75,8 @@ def attention_fn(
       module: module that sows the weights; flax's own function.
       promote_dtype: takes (query, key, value) and dtype, returns them in one dtype.
       is_causal: row t sees columns s ≤ t. Not for flax's decode mode, which masks by itself.
+      rope: an `nnx.RoPE`, which turns query and key; not for flax's decode mode, which keeps keys unturned.
+      input_positions: `[T]` or `[..., T]`, for rope; by default 0, 1, 2, …
       implementation: as in `jax_mfa.dot_product_attention`. A named one never gives way to flax's own function.
 
     Returns:
@@ -78,12 +86,16 @@ def attention_fn(
       ValueError, TypeError: as `jax_mfa.dot_product_attention` does; also for dropout without dropout_rng.
       NotImplementedError: where only flax's own function can run a call and an implementation is named.
     """
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    if rope is not None:
+        query, key = (_turned(rope, x, input_positions) for x in (query, key))
+    elif input_positions is not None:
+        raise ValueError("input_positions must be given with rope: nothing else here asks for positions")
+    q, k, v = promote_dtype((query, key, value), dtype=dtype)
     dropping = _drop_in.drops(deterministic, dropout_rate, dropout_rng)
     reason = _drop_in.why_stock(
-        query,
-        key,
-        value,
+        q,
+        k,
+        v,
         bias,
         mask,
         broadcast_dropout=broadcast_dropout,
@@ -94,9 +106,9 @@ def attention_fn(
     )
     if reason is None:
         return _drop_in.attend(
-            query,
-            key,
-            value,
+            q,
+            k,
+            v,
             bias,
             mask,
             dropout_rng=dropout_rng,
@@ -106,11 +118,11 @@ def attention_fn(
         )
     _drop_in.give_way(reason, implementation)
     # neither promote_dtype nor is_causal is passed on: flax before 0.11 does not know them
-    mask = _drop_in.with_causal(mask, is_causal, query, key)
+    mask = _drop_in.with_causal(mask, is_causal, q, k)
     out = _stock_attention(
-        query,
-        key,
-        value,
+        q,
+        k,
+        v,
         bias=bias,
         mask=mask,
         broadcast_dropout=broadcast_dropout,
@@ -121,6 +133,14 @@ def attention_fn(
         module=module,
     )
     return _drop_in.blank_unseeing(out, mask)
+
+
+def _turned(rope: Callable[..., Array], x: ArrayLike, positions: ArrayLike | None) -> Array:
+    """`x`, `[..., T, N, H]`, turned by what takes `[..., T, H]` and positions `[T]`."""
+    turn = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
+    for _ in range(0 if positions is None else jnp.ndim(positions) - 1):  # the leading axes, where positions have them
+        turn = jax.vmap(turn)
+    return turn(x, positions)
 
 
 def _get(variable):
@@ -151,17 +171,19 @@ class FlashMultiHeadAttention(nnx.Module):
     use_sinks.
 
     Decoding: `init_cache` makes an empty cache (`nnx.Cache` variables `cached_key` and `cached_value` [..., M, K, H],
-    `cache_index`). With `decode=True` each call then takes the next tokens, one or many, and gives what the causal run
-    over all tokens gives for them. Decoding is causal whatever is_causal says. More tokens than the cache holds raise a
+    `cache_index` [...]). With `decode=True` each call then takes the next tokens, one or many, and gives what the
+    causal run over all tokens gives for them. Each batch row has an index of its own: prompts of different lengths are
+    padded at their end, and key_value_seq_lengths given with them. A scalar `cache_index`, as flax's own module makes
+    it, is taken for all rows. Decoding is causal whatever is_causal says. More tokens than the cache holds raise a
     ValueError where the count is known while tracing; under `jit`, where only the number of new tokens is, the outputs
-    of a call that runs over are NaN.
+    of a batch row that runs over are NaN.
 
     Args:
       num_heads: N.
       in_features: features of inputs_q.
       in_kv_features: features of inputs_k and inputs_v; default in_features.
-      num_key_value_heads: K, a divisor of N; default N. Query head n uses key head n // (N // K) (grouped-query
-        attention, arXiv:2305.13245).
+      num_key_value_heads, num_kv_heads: K, a divisor of N, by either name (the second is flax's); default N. Query
+        head n uses key head n // (N // K) (grouped-query attention, arXiv:2305.13245).
       head_dim: H; default qkv_features / N.
       qkv_features: N · H; default in_features.
       out_features: features of the result; default in_features.
@@ -178,6 +200,8 @@ class FlashMultiHeadAttention(nnx.Module):
       dropout_rate: probability of dropping a weight; a mask of its own for every batch and head.
       deterministic: no dropout; here or in the call, needed with a dropout_rate.
       decode: use the cache.
+      ring_cache: the cache is a ring of the `left + 1` columns that a query sees through local_window_size, for any
+        number of tokens; mask, bias and segment ids cannot be given while decoding.
       dtype: of the computation; by default promoted from inputs and parameters.
       param_dtype: of the parameters.
       precision: of the projections.
@@ -200,6 +224,7 @@ class FlashMultiHeadAttention(nnx.Module):
         *,
         in_kv_features: int | None = None,
         num_key_value_heads: int | None = None,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         qkv_features: int | None = None,
         out_features: int | None = None,
@@ -214,14 +239,15 @@ class FlashMultiHeadAttention(nnx.Module):
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
         decode: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        precision: Any = None,
-        kernel_init: Callable[..., Any] = _LECUN_NORMAL,
-        out_kernel_init: Callable[..., Any] | None = None,
-        bias_init: Callable[..., Any] = _ZEROS,
-        out_bias_init: Callable[..., Any] | None = None,
-        sinks_init: Callable[..., Any] = _ZEROS,
+        ring_cache: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = _LECUN_NORMAL,
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = _ZEROS,
+        out_bias_init: Initializer | None = None,
+        sinks_init: Initializer = _ZEROS,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
@@ -229,7 +255,7 @@ class FlashMultiHeadAttention(nnx.Module):
         self.num_heads = num_heads
         self.in_features = in_features
         self.num_key_value_heads, self.head_dim = _multi_head.head_sizes(
-            in_features, num_heads, num_key_value_heads, head_dim, qkv_features
+            in_features, num_heads, num_key_value_heads, num_kv_heads, head_dim, qkv_features
         )
         self.rotary_base = rotary_base
         self.rotary_fraction = rotary_fraction
@@ -240,6 +266,7 @@ class FlashMultiHeadAttention(nnx.Module):
         self.dropout_rate = dropout_rate
         self.deterministic = deterministic
         self.decode = decode
+        self.ring_cache = ring_cache
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.implementation = implementation
@@ -281,21 +308,21 @@ class FlashMultiHeadAttention(nnx.Module):
 
     def __call__(
         self,
-        inputs_q,
-        inputs_k=None,
-        inputs_v=None,
+        inputs_q: ArrayLike,
+        inputs_k: ArrayLike | None = None,
+        inputs_v: ArrayLike | None = None,
         *,
-        bias=None,
-        mask=None,
-        query_seq_lengths=None,
-        key_value_seq_lengths=None,
-        query_segment_ids=None,
-        key_value_segment_ids=None,
-        query_offset=0,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        query_seq_lengths: Numbers[ArrayLike] | None = None,
+        key_value_seq_lengths: Numbers[ArrayLike] | None = None,
+        query_segment_ids: Numbers[ArrayLike] | None = None,
+        key_value_segment_ids: Numbers[ArrayLike] | None = None,
+        query_offset: Numbers[ArrayLike] = 0,
         deterministic: bool | None = None,
         decode: bool | None = None,
-        rngs: Any = None,
-    ):
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> Array:
         """Projects, attends, projects.
 
         Args:
@@ -304,7 +331,9 @@ class FlashMultiHeadAttention(nnx.Module):
           inputs_v: `[..., S, in_kv_features]`; default inputs_k.
           bias: floating, broadcastable to `[..., N, T, S]`; while decoding S = M, here and below.
           mask: bool or numbers, broadcastable to `[..., N, T, S]`; what is not zero is visible.
-          query_seq_lengths, key_value_seq_lengths: integers `[...]`; rows and columns from there on are padding.
+          query_seq_lengths, key_value_seq_lengths: integers `[...]`; rows and columns from there on are padding. While
+            decoding key_value_seq_lengths says how many of this call's tokens count: a batch row's others are not
+            cached and see nothing, and its next token takes the place behind those that counted.
           query_segment_ids, key_value_segment_ids: integers `[..., T]` and `[..., S]`; a row sees its own segment.
           query_offset: integer or integers `[...]`: position of the first query; not while decoding.
           deterministic: goes before the attribute.
@@ -317,15 +346,15 @@ class FlashMultiHeadAttention(nnx.Module):
         Raises:
           ValueError, TypeError: naming the argument, what was seen and what was expected.
         """
-        inputs_k, inputs_v = _multi_head.key_value_inputs(inputs_q, inputs_k, inputs_v)
+        x_q, x_k, x_v = _multi_head.module_inputs(inputs_q, inputs_k, inputs_v)
         for name, x, linear in (
-            ("inputs_q", inputs_q, self.query),
-            ("inputs_k", inputs_k, self.key),
-            ("inputs_v", inputs_v, self.value),
+            ("inputs_q", x_q, self.query),
+            ("inputs_k", x_k, self.key),
+            ("inputs_v", x_v, self.value),
         ):
             if (x.shape[-1],) != linear.in_features:
                 raise ValueError(f"{name} must have {linear.in_features[0]} features, got shape {list(x.shape)}")
-        query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
+        query, key, value = self.query(x_q), self.key(x_k), self.value(x_v)
         if self.normalize_qk:
             query, key = self.query_ln(query), self.key_ln(key)
 
@@ -351,6 +380,7 @@ class FlashMultiHeadAttention(nnx.Module):
             query_offset=query_offset,
             rotary_base=self.rotary_base,
             rotary_fraction=self.rotary_fraction,
+            ring_cache=self.ring_cache,
             implementation=self.implementation,
             **self._dropout(deterministic, rngs),
         )
@@ -359,7 +389,7 @@ class FlashMultiHeadAttention(nnx.Module):
                 _set(variable, new)
         return self.out(out)
 
-    def _dropout(self, deterministic, rngs) -> dict[str, Any]:
+    def _dropout(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> dict[str, Any]:
         """The keywords of dropout; none where it is off."""
         if self.dropout_rate == 0.0 or _multi_head.first_given("deterministic", deterministic, self.deterministic):
             return {}
@@ -369,7 +399,7 @@ class FlashMultiHeadAttention(nnx.Module):
         stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
         return {"dropout_rate": self.dropout_rate, "dropout_seed": _drop_in.seed_of(stream())}
 
-    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = None):
+    def init_cache(self, input_shape: Sequence[int], dtype: DTypeLike | None = None) -> None:
         """Makes an empty cache, or empties the one there is.
 
         Args:
@@ -381,11 +411,17 @@ class FlashMultiHeadAttention(nnx.Module):
             raise ValueError(f"input_shape must be (..., length, features), got {input_shape}")
         dtype = dtype or self.dtype or self.param_dtype
         cache = _multi_head.empty_cache(
-            tuple(input_shape[:-2]), input_shape[-2], self.num_key_value_heads, self.head_dim, dtype
+            tuple(input_shape[:-2]),
+            input_shape[-2],
+            self.num_key_value_heads,
+            self.head_dim,
+            dtype,
+            self.ring_cache,
+            self.local_window_size,
         )
         self.cached_key, self.cached_value, self.cache_index = map(nnx.Cache, cache)
 
-    def set_view(self, deterministic: bool | None = None, decode: bool | None = None):
+    def set_view(self, deterministic: bool | None = None, decode: bool | None = None) -> None:
         """For `nnx.view`.
 
         Args:

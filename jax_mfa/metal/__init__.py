@@ -31,6 +31,8 @@ def unsupported(spec: Specification, operands: Operands) -> str:
         return f"bias: Metal has no {operands.bias.dtype.name}; it takes {', '.join(DTYPES)}"
     b, _, n, h = operands.query.shape
     v = operands.value.shape[-1]
+    if not isinstance(b, int):
+        return f"query: a launch plan is made for a known batch, got B = {b}"
     if max(h, v) > MAX_HEAD:
         return f"query, key, value: head sizes go to {MAX_HEAD}, got H = {h}, V = {v}"
     if max(b, n) > MAX_GRID:
@@ -106,7 +108,7 @@ def _checked(plan):
 
 
 def forward(spec: Specification, operands: Operands):
-    """Attention and its statistic, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
+    """Attention, and maximum and sum of each row, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
     o, carried = operands, launch_arrays(spec, operands)
     plan = _checked(
         kernels.forward(spec, o.query, o.key, o.value, variant=runtime.get().variant, uses=features(o), **carried)
@@ -114,14 +116,14 @@ def forward(spec: Specification, operands: Operands):
     return tuple(runtime.call(plan, runtime.TARGETS[0], o.query, o.key, o.value, *carried.values()).values())
 
 
-def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_statistic, wanted: tuple[str, ...]):
+def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
     """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
     o, carried = operands, launch_arrays(spec, operands)
     plan = kernels.backward(
         spec, o.query, o.key, o.value, wanted=wanted, variant=runtime.get().variant, uses=features(o), **carried
     )
-    d_out, d_statistic = d_out.astype(out.dtype), d_statistic.astype(statistic.dtype)
-    inputs = (o.query, o.key, o.value, *carried.values(), out, statistic, d_out, d_statistic)
+    d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
+    inputs = (o.query, o.key, o.value, *carried.values(), out, row_max, row_sum, d_out, d_lse)
     found = runtime.call(_checked(plan), runtime.TARGETS[1], *inputs)
 
     def cotangent(name):
@@ -134,7 +136,9 @@ def backward(spec: Specification, operands: Operands, out, statistic, d_out, d_s
             x = found["d_slopes"].sum(1)
         elif name == "sinks":
             sinks = jnp.broadcast_to(expand_rows(o.sinks, repeat, out.shape[0]), (out.shape[0], out.shape[2]))
-            x = -(jnp.exp(sinks.astype(statistic.dtype)[:, None] - statistic) * found["row_sums"]).sum(1)
+            empty = row_sum == 0
+            weight = jnp.exp(jnp.where(empty, 0, sinks.astype(row_max.dtype)[:, None] - row_max))
+            x = -(weight / jnp.where(empty, 1, row_sum) * found["row_sums"]).sum(1)
         else:
             x = found[f"d_{name}"]
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)

@@ -98,8 +98,12 @@ class Shapes:
     def like_out(self, name: str, role: str) -> Buffer:
         return Buffer(name, role, self.dtype, (self.batch, self.t, self.n, self.v))
 
-    def rows(self, name: str, role: str) -> Buffer:
-        return Buffer(name, role, "float32", (self.batch, self.t, self.n))
+    def rows(self, name: str, role: str, *more: int) -> Buffer:
+        return Buffer(name, role, "float32", (self.batch, self.t, self.n, *more))
+
+    def results(self, role: str) -> tuple[Buffer, ...]:
+        """Those of the forward pass, which the backward pass takes."""
+        return self.like_out("out", role), self.rows("row_max", role), self.rows("row_sum", role)
 
     def inputs(self) -> tuple[Buffer, ...]:
         """Query, key, value and what else the launch carries."""
@@ -358,8 +362,8 @@ def _forward(spec: Specification, key, chosen: tiles.Tiles | tiles.Portable) -> 
     return Plan(
         "attention_forward",
         source.base_hash(),
-        (*x.inputs(), x.like_out("out", "output"), x.rows("statistic", "output"), *launch.scratch),
-        launch.dispatches(spec, x, "out", "statistic"),
+        (*x.inputs(), *x.results("output"), *launch.scratch),
+        launch.dispatches(spec, x, "out", "row_max", "row_sum"),
     )
 
 
@@ -386,8 +390,7 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
         source.base_hash(),
         (
             *x.inputs(),
-            x.like_out("out", "output"),
-            x.rows("statistic", "output"),
+            *x.results("output"),
             Buffer("split_out", "scratch", "float32", (x.batch, x.k, splits, group, x.v)),
             Buffer("split_state", "scratch", "float32", (x.batch, x.k, splits, group, 2)),
         ),
@@ -397,7 +400,14 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
                 merge,
                 (-(-group // ROW_SUM_SIMDGROUPS), x.k, x.batch),
                 _arguments(
-                    "split_out", "split_state", operands["numbers"], "out", "statistic", operands["parameters"], count
+                    "split_out",
+                    "split_state",
+                    operands["numbers"],
+                    "out",
+                    "row_max",
+                    "row_sum",
+                    operands["parameters"],
+                    count,
                 ),
             ),
         ),
@@ -408,15 +418,20 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
 def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.Tiles | tiles.Portable) -> Plan:
     x = Shapes(*key)
     family = _family(spec, x, chosen)
-    results = [x.rows("row_sums", "output" if "sinks" in wanted else "scratch")]
+    results = [
+        x.rows("row_sums", "output" if "sinks" in wanted else "scratch"),
+        x.rows("row_states", "scratch", 2),
+    ]
     sums = family.row_sums()
-    arguments = _arguments("out", "d_out", "statistic", "d_statistic", "row_sums", _parameters(spec, x))
+    arguments = _arguments(
+        "out", "d_out", "row_max", "row_sum", "d_lse", "row_sums", "row_states", _parameters(spec, x)
+    )
     dispatches = [Dispatch(sums.kernel, sums.grid, arguments)]
 
     def add(launch: Launch, *made: Buffer | None) -> None:
         results.extend(b for b in (*made, *launch.scratch) if b)
         own = (b.name if b else None for b in made)
-        dispatches.extend(launch.dispatches(spec, x, "d_out", "statistic", "row_sums", *own))
+        dispatches.extend(launch.dispatches(spec, x, "d_out", "row_states", "row_sums", *own))
 
     scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
     if "query" in wanted or scale or slopes:
@@ -440,10 +455,9 @@ def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.T
         source.base_hash(),
         (
             *x.inputs(),
-            x.like_out("out", "input"),
-            x.rows("statistic", "input"),
+            *x.results("input"),
             x.like_out("d_out", "input"),
-            x.rows("d_statistic", "input"),
+            x.rows("d_lse", "input"),
             *results,
         ),
         tuple(dispatches),
@@ -521,6 +535,6 @@ def backward(
 ) -> Plan:
     """The plan of the backward pass for the gradients in `wanted`; other arguments as of `forward`.
 
-    Its inputs are those of the forward pass, then out, statistic, d_out, d_statistic.
+    Its inputs are those of the forward pass, then out, row_max, row_sum, d_out, d_lse.
     """
     return _backward(spec, _key(query, key, value, uses, optional), wanted, _select(variant, query, value))

@@ -24,7 +24,7 @@ from jax_mfa.metal.plan import Plan
 from jax_mfa.specification import Operands, Specification, specify
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}
-EMPTY = np.finfo(np.float32).max  # the statistic of a row that sees nothing
+ROWS = ("row_max", "row_sum")  # what the forward pass leaves of each row for the backward pass
 # the implementation behind the fixture `on_device`, whatever the process was started with
 ON_METAL = dataclasses.replace(harness.BY_NAME_OF_IMPLEMENTATION["metal"], available=True)
 SINGLE = 2e-6  # of the largest output: what float32 arithmetic may cost a forward pass
@@ -204,7 +204,7 @@ def _both(plan: Callable[[str], Plan], arrays, cotangents, *, text: str | None =
     """The plans "forward" and "backward", the second fed by the first: the arrays and dispatches of both."""
     forward = run(plan("forward"), arrays, text=text, seed=seed)
     d_out, d_lse = cotangents
-    passed = {x: forward.arrays[x] for x in ("out", "statistic")} | {"d_out": d_out, "d_statistic": d_lse}
+    passed = {x: forward.arrays[x] for x in ("out", *ROWS)} | {"d_out": d_out, "d_lse": d_lse}
     backward = run(plan("backward"), arrays | passed, text=text, seed=seed)
     return Ran(forward.arrays | backward.arrays, forward.dispatches + backward.dispatches)
 
@@ -265,9 +265,17 @@ def assert_forward(got: np.ndarray, expected: np.ndarray, dtype: str, what: str 
     assert (error <= allowed).all(), f"{what}: error {error.max()}, largest {np.abs(expected).max()}"
 
 
-def assert_statistic(got: np.ndarray, lse: np.ndarray) -> None:
-    """The log-sum-exp, with its stand-in for minus infinity; 2e-6 of the largest, which counts as 1 at least."""
-    np.testing.assert_array_equal(got == EMPTY, lse == -np.inf)
+def log_sum_exp(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """The log-sum-exp of maximum and sum of each row, in float64; minus infinity where a row sees nothing."""
+    row_max, row_sum = (arrays[name].astype(np.float64) for name in ROWS)
+    assert np.isfinite(row_max).all()
+    with np.errstate(divide="ignore"):
+        return row_max + np.log(row_sum)
+
+
+def assert_log_sum_exp(got: np.ndarray, lse: np.ndarray) -> None:
+    """2e-6 of the largest, which counts as 1 at least."""
+    np.testing.assert_array_equal(got == -np.inf, lse == -np.inf)
     finite = np.isfinite(lse)
     error = np.abs(np.where(finite, got, 0) - np.where(finite, lse, 0))
     assert error.max(initial=0.0) <= SINGLE * max(np.abs(lse[finite]).max(initial=0.0), 1.0), (
@@ -280,7 +288,7 @@ def assert_right(problem: Problem, ran: Ran) -> None:
     assert ran.reports == [], "\n".join(ran.reports[:10])
     wanted, arguments = answer(problem), problem.arguments()
     assert_forward(ran.arrays["out"], wanted.out, problem.dtype)
-    assert_statistic(ran.arrays["statistic"], wanted.lse)
+    assert_log_sum_exp(log_sum_exp(ran.arrays), wanted.lse)
     for name in ("query", "key", "value"):
         if f"d_{name}" not in ran.arrays:  # the forward pass alone
             continue

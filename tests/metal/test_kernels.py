@@ -119,7 +119,7 @@ def test_a_poisoned_column_reaches_only_the_rows_that_see_it(variant, dtype):
         np.testing.assert_array_equal(ran.arrays["out"][:, :column], clean.arrays["out"][:, :column])
         assert not np.isfinite(ran.arrays["out"][:, column:].astype(np.float32)).any()
     d_out, d_lse = problem.cotangents(arguments)
-    inputs = arrays | {x: clean.arrays[x] for x in ("out", "statistic")} | {"d_out": d_out, "d_statistic": d_lse}
+    inputs = arrays | {x: clean.arrays[x] for x in ("out", *plans.ROWS)} | {"d_out": d_out, "d_lse": d_lse}
     clean = plans.run(problem.plan("backward"), inputs)
     spoilt = d_out.copy()
     spoilt[:, column] = np.nan  # columns after it are not seen by that row
@@ -151,9 +151,7 @@ def test_through_jit_and_the_launcher(on_device, problem, variant):
         out, lse, gradients = harness.evaluate(plans.ON_METAL, arguments, d_out, d_lse)
     ran = plans.evaluate(dataclasses.replace(problem, variant=variant))
     np.testing.assert_array_equal(out, ran.arrays["out"])
-    np.testing.assert_array_equal(
-        lse, np.where(ran.arrays["statistic"] == plans.EMPTY, -np.inf, ran.arrays["statistic"])
-    )
+    np.testing.assert_array_max_ulp(lse, plans.log_sum_exp(ran.arrays).astype(np.float32), 2)
     for name, x in gradients.items():
         np.testing.assert_array_equal(x, ran.arrays[f"d_{name}"], err_msg=name)
     plans.assert_right(problem, ran)
@@ -241,7 +239,7 @@ MUTATIONS = {
         "wrong",
     ),
     "the row sum's sign": (replacing("- row_shift[block]", "+ row_shift[block]"), Problem(), "wrong"),
-    "the log-sum-exp's cotangent dropped": (replacing("sum - d_statistic[at]", "sum"), Problem(), "wrong"),
+    "the log-sum-exp's cotangent dropped": (replacing("sum - d_lse[at]", "sum"), Problem(), "wrong"),
 }
 
 

@@ -46,8 +46,7 @@ class Mistake:
 MISTAKES = {
     # scores
     "bias added before the scale": Mistake(
-        "float x = product * scale;\n    if (bias_type != 0) {\n      x += bias_at(row, column);",
-        "float x = product * scale;\n    if (bias_type != 0) {\n      x += bias_at(row, column) * scale;",
+        "      x += bias;", "      x += bias * scale;",
         call(bias=BIAS),
     ),
     "bias added after the soft cap": Mistake(
@@ -56,7 +55,7 @@ MISTAKES = {
         call(bias=BIAS, logits_soft_cap=1.5),
     ),
     "the soft cap's derivative left out": Mistake(
-        "return d_logit * (1.0f - y * y);", "return d_logit;", call(logits_soft_cap=1.5)
+        "return d_x * (1.0f - y * y);", "return d_x;", call(logits_soft_cap=1.5)
     ),
     "ALiBi with the wrong sign": Mistake(
         "x += slope * distance(row, column)", "x -= slope * distance(row, column)", call(alibi_slopes=SLOPES)
@@ -70,10 +69,10 @@ MISTAKES = {
         "of_head(head)[1] : 0.0f", "of_head(0)[1] : 0.0f", call(alibi_slopes=SLOPES)
     ),
     "a sink left out of the sum": Mistake(
-        "sum += fast::exp2(score.sink(head) - zero);", "sum += 0.0f;", call(sinks=SLOPES)
+        "sum += weight_of(score.sink(head), largest);", "sum += 0.0f;", call(sinks=SLOPES)
     ),
     "a sink that rows count which see nothing": Mistake(
-        "const bool empty = largest == -INFINITY;\n    if (has_sinks && !empty) {",
+        "const bool empty = is_invisible(sum);\n    if (has_sinks) {",
         "const bool empty = false;\n    if (has_sinks) {",
         call(sinks=SLOPES, query_seq_lengths=np.int32([30, 0])),
     ),
@@ -133,8 +132,8 @@ MISTAKES = {
     ),
     # rows that see nothing, and the ends of rows
     "rows that see nothing give NaN": Mistake(
-        "const float zero = largest == -INFINITY ? 0.0f : largest;\n      const float shrink",
-        "const float zero = largest;\n      const float shrink",
+        "const float shrink = weight_of(high[block], or_zero(largest));",
+        "const float shrink = weight_of(high[block], largest);",
         call(mask=np.arange(37)[:, None] != np.full((1, 53), 11)),
     ),
     "rows that see nothing give the mean": Mistake(
@@ -187,7 +186,7 @@ def noticed(ran: plans.Ran, arguments: dict[str, Any]) -> bool:
     answer = oracle.attention(**arguments, d_out=d_out, d_lse=d_lse)
     common = {"terms": harness.terms_of(arguments), "largest_score": answer.largest_score}
     got = ran.arrays
-    lse = np.where(got["statistic"] == plans.EMPTY, -np.inf, got["statistic"])
+    lse = plans.log_sum_exp(got)
     try:
         harness.assert_close(got["out"], answer.out, "float32", **common)
         harness.assert_close(lse, answer.lse, "float32", **common)

@@ -145,7 +145,16 @@ def test_wheel_for_other_machines_is_pure_and_has_the_kernels(pure: pathlib.Path
 
 def test_wheel_for_a_mac_installs_there(pure: pathlib.Path, module: pathlib.Path, tmp_path: pathlib.Path) -> None:
     made = script.assemble(pure, module, tmp_path / "dist")
+    interpreter = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert made.name.endswith(f"-{interpreter}-{interpreter}-macosx_14_0_arm64.whl")
+    assert script.assemble(pure, module, tmp_path / "again").read_bytes() == made.read_bytes()
     with zipfile.ZipFile(made) as archive:
+        (about,) = (name for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))
+        lines = archive.read(about).decode().splitlines()
+        assert [line for line in lines if line.startswith("Tag:")] == [
+            f"Tag: {interpreter}-{interpreter}-macosx_14_0_arm64"
+        ]
+        assert "Root-Is-Purelib: false" in lines
         record = next(name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
         rows = list(csv.reader(archive.read(record).decode().splitlines()))
         assert {row[0] for row in rows} == set(archive.namelist())

@@ -1,0 +1,284 @@
+"""Caches of keys and values for decoding: each batch row with a length of its own, of all tokens or of a local window.
+
+`append` writes new tokens behind those that a cache holds; `attend` also lets the new queries see them. A cache is two
+arrays and the lengths, no object, so that it may live in any tree of JAX and be donated.
+
+Dimension letters: B batch (any leading axes, or none), T new tokens, S columns of a cache, N query heads, K key/value
+heads, H head size of queries and keys, V of values.
+
+A plain cache holds the token of position p in column p. A *ring* holds it in column p mod S: of any number of tokens
+the S newest. A local window `(left, 0)` sees no token but the `left + 1` newest, so a ring of as many columns serves
+it for ever. Keys are turned by a rotary embedding before they are cached: their order in the ring does not matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_mfa import checks
+from jax_mfa.api import Implementation, Numbers, dot_product_attention
+from jax_mfa.specification import MAX_POSITION, known_lengths
+
+__all__ = ["append", "attend"]
+
+
+def append(
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: Numbers[ArrayLike],
+    key: ArrayLike,
+    value: ArrayLike,
+    new_lengths: Numbers[ArrayLike] | None = None,
+    *,
+    ring: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Writes each batch row's new tokens behind those that its cache holds, for `jax_mfa.decode_attention`.
+
+    Costs O(T), whatever S, where the caches are donated to `jit`. Tokens that a plain cache has no column for are
+    dropped, yet counted: a returned length above S says so (and is refused where it is known). A ring drops its oldest.
+
+    Args:
+      key_cache: `[B, S, K, H]`, floating.
+      value_cache: `[B, S, K, V]`, floating.
+      lengths: integers `[B]` (or one for all): how many tokens each batch row's cache was given so far.
+      key: `[B, T, K, H]`, the new tokens; stored in the dtype of key_cache.
+      value: `[B, T, K, V]`; stored in the dtype of value_cache.
+      new_lengths: integers `[B]` (or one for all): how many of the T tokens count, from the first on; the others are
+        padding and are not written. Default T.
+      ring: the caches are rings.
+
+    Returns:
+      key_cache, value_cache: as they were, but for the columns of the new tokens.
+      lengths: `lengths + new_lengths`, int32 `[B]`.
+
+    Raises:
+      ValueError, TypeError: naming the argument, what was seen and what was expected; also where more tokens are known
+        to come than a plain cache holds. Values are known where they are not traced.
+    """
+    arrays = _arrays(key_cache, value_cache, key, value)
+    start, count = _counts(*arrays, lengths, new_lengths, ring)
+    return _append(*arrays, start, count, ring)
+
+
+def _append(key_cache, value_cache, key, value, start, count, ring: bool) -> tuple[Array, Array, Array]:
+    columns, tokens = key_cache.shape[-3], jnp.arange(key.shape[-3], dtype=jnp.int32)
+
+    def write(cache, new, start, count):  # of one batch row
+        column, counts = start + tokens, tokens < count
+        if ring:
+            column, counts = column % columns, counts & (tokens >= count - columns)
+        # there is no column `columns`: what goes there is dropped, as is what lies beyond
+        return cache.at[jnp.where(counts, column, columns)].set(new.astype(cache.dtype), mode="drop")
+
+    for _ in start.shape:
+        write = jax.vmap(write)
+    return write(key_cache, key, start, count), write(value_cache, value, start, count), start + count
+
+
+def attend(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: Numbers[ArrayLike],
+    new_lengths: Numbers[ArrayLike] | None = None,
+    *,
+    ring: bool = False,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    query_seq_lengths: Numbers[ArrayLike] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Numbers[ArrayLike] | None = None,
+    sinks: Numbers[ArrayLike] | None = None,
+    query_segment_ids: Numbers[ArrayLike] | None = None,
+    key_value_segment_ids: Numbers[ArrayLike] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Numbers[ArrayLike] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Array, Array, Array, Array]:
+    """`append`, and causal attention of the new tokens over all that they may see: a prompt, or the next tokens.
+
+    A batch row's tokens stand at positions `lengths`, `lengths + 1`, …, and see those of its cache and of their own up
+    to themselves. A padding token sees nothing. A new token of one call, T = 1, reads a ring where it lies; for more
+    the window is laid out in order first, which copies it.
+
+    Args:
+      query: `[B, T, N, H]`; the computation has its dtype.
+      key, value, key_cache, value_cache, lengths, new_lengths: as in `append`.
+      ring: the caches are rings, of `left + 1` columns for a local_window_size of `(left, right)`.
+      bias, mask, query_segment_ids, key_value_segment_ids: as in `jax_mfa.dot_product_attention`, where S counts the
+        columns of the cache; not with a ring, whose columns have no position of their own.
+      scale, query_seq_lengths, local_window_size, logits_soft_cap, alibi_slopes, sinks, dropout_rate, dropout_seed,
+        implementation: as in `jax_mfa.dot_product_attention`.
+
+    Returns:
+      out: `[B, T, N, V]` of the query's dtype; NaN in a batch row that was given more tokens than its plain cache has
+        columns, for a wrong answer must not look like a right one.
+      key_cache, value_cache, lengths: as in `append`.
+
+    Raises:
+      ValueError, TypeError: as `append` and `jax_mfa.dot_product_attention`; also for a ring without a window, or of
+        another size.
+      NotImplementedError: where a named implementation cannot run the call.
+    """
+    query = _floating("query", query, "[..., T, N, H]")
+    arrays = key_cache, value_cache, key, value = _arrays(key_cache, value_cache, key, value)
+    start, count = _counts(*arrays, lengths, new_lengths, ring)
+    columns, tokens = key_cache.shape[-3], key.shape[-3]
+    if query.shape[-3] != tokens:
+        raise ValueError(f"query must be as long as key, [..., T = {tokens}, N, H], got {list(query.shape)}")
+    if query_seq_lengths is not None:
+        query_seq_lengths = known_lengths("query_seq_lengths", query_seq_lengths, tokens)
+        query_seq_lengths = jnp.minimum(_per_row("query_seq_lengths", query_seq_lengths, start.shape, tokens), count)
+    elif new_lengths is not None:
+        query_seq_lengths = count  # padding sees nothing
+    left = ring_columns(local_window_size) - 1 if ring else 0
+    if ring:
+        by_column = {
+            "bias": bias,
+            "mask": mask,
+            "query_segment_ids": query_segment_ids,
+            "key_value_segment_ids": key_value_segment_ids,
+        }
+        for name, x in by_column.items():
+            if x is not None:
+                raise ValueError(f"{name} must not be given with a ring cache, whose columns have no fixed position")
+        if columns != left + 1:
+            raise ValueError(
+                f"a ring cache for local_window_size = {local_window_size!r} must have {left + 1} columns, "
+                f"got key_cache of shape {list(key_cache.shape)}"
+            )
+    keys, values, total = caches = _append(*arrays, start, count, ring)
+
+    filled = jnp.minimum(total, columns)
+    visible: dict[str, Any] = {"local_window_size": local_window_size}
+    if not ring:
+        visible |= {"query_offset": start, "key_value_seq_lengths": filled}
+    elif tokens == 1 and alibi_slopes is None:  # the ring now holds what the one query sees, and nothing more
+        visible = {"query_offset": filled - 1, "key_value_seq_lengths": filled}
+    else:
+        keys, values = (
+            jnp.concatenate([_newest(cache, start, left), new.astype(cache.dtype)], axis=-3)
+            for cache, new in ((key_cache, key), (value_cache, value))
+        )
+        # column c is position start − left + c; the first `left − start` were never written
+        seen = jnp.stack([jnp.maximum(left - start, 0), left + count], axis=-1)
+        seen = jnp.broadcast_to(seen[..., None, :], (*start.shape, tokens, 2))
+        visible |= {"query_offset": left, "key_value_ranges": seen}
+    out = dot_product_attention(
+        query,
+        keys.astype(query.dtype),
+        values.astype(query.dtype),
+        bias,
+        mask,
+        is_causal=True,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
+        implementation=implementation,
+        **visible,
+    )
+    if not ring and isinstance(total, jax.core.Tracer):
+        # how full a traced cache is shows only at run time
+        out = jnp.where((total > columns)[..., None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
+    return out, *caches
+
+
+def ring_columns(local_window_size: int | tuple[int | None, int | None] | None) -> int:
+    """How many columns a ring cache has for a window: those that one query sees.
+
+    Raises:
+      ValueError: where the window has no limit on the left.
+    """
+    left = local_window_size[0] if isinstance(local_window_size, (tuple, list)) else local_window_size
+    if left is None:
+        raise ValueError(f"a ring cache needs a local_window_size with a limit on the left, got {local_window_size!r}")
+    return checks.integer("local_window_size", left, least=0) + 1
+
+
+def _newest(cache, start, count: int):
+    """The `count` tokens before position `start` of a ring of `count + 1` columns, in order."""
+    tokens = jnp.arange(count, dtype=jnp.int32)
+    take = lambda cache, start: jnp.take(cache, (start + 1 + tokens) % (count + 1), axis=0, mode="clip")
+    for _ in start.shape:
+        take = jax.vmap(take)
+    return take(cache, start)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def _floating(name: str, x, shape: str) -> Array:
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating) or len(x.shape) < 3:
+        seen = f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+        error = ValueError if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) else TypeError
+        raise error(f"{name} must be a floating array {shape}, got {seen}")
+    return jnp.asarray(x)
+
+
+def _arrays(key_cache, value_cache, key, value) -> tuple[Array, Array, Array, Array]:
+    """The arrays of `append`, of JAX and of shapes that fit."""
+    key_cache = _floating("key_cache", key_cache, "[..., S, K, H]")
+    value_cache = _floating("value_cache", value_cache, "[..., S, K, V]")
+    key, value = _floating("key", key, "[..., T, K, H]"), _floating("value", value, "[..., T, K, V]")
+    if value_cache.shape[:-1] != key_cache.shape[:-1]:
+        raise ValueError(
+            f"value_cache must have the shape of key_cache, {list(key_cache.shape)}, but for the head size, "
+            f"got {list(value_cache.shape)}"
+        )
+    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        if new.shape[:-3] != cache.shape[:-3] or new.shape[-2:] != cache.shape[-2:]:
+            raise ValueError(
+                f"{name} must have the shape of {name}_cache, {list(cache.shape)}, but for the length, "
+                f"got {list(new.shape)}"
+            )
+    if value.shape[-3] != key.shape[-3]:
+        raise ValueError(f"value must have the length T = {key.shape[-3]} of key, got {list(value.shape)}")
+    return key_cache, value_cache, key, value
+
+
+def _counts(key_cache, value_cache, key, value, lengths, new_lengths, ring: bool) -> tuple[Array, Array]:
+    """How many tokens each batch row has and how many come, int32 with the leading axes of the cache."""
+    lead, columns, tokens = key_cache.shape[:-3], key_cache.shape[-3], key.shape[-3]
+    lengths = known_lengths("lengths", lengths, MAX_POSITION if ring else columns)
+    new_lengths = np.int32(tokens) if new_lengths is None else known_lengths("new_lengths", new_lengths, tokens)
+    start, count = _per_row("lengths", lengths, lead, MAX_POSITION), _per_row("new_lengths", new_lengths, lead, tokens)
+    written, coming = np.broadcast_arrays(_known(lengths), _known(new_lengths))
+    if not ring and written.size and (written + coming).max() > columns:
+        row = np.argmax(written + coming)
+        raise ValueError(
+            f"the cache holds {columns} tokens; {written.flat[row]} known to be written, "
+            f"it cannot take {coming.flat[row]} more"
+        )
+    return start, count
+
+
+def _known(x):
+    """Integers, or 0 while they are traced or live on other hosts."""
+    if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or not x.is_fully_addressable):
+        return np.int64(0)
+    return np.asarray(x, np.int64)
+
+
+def _per_row(name: str, x, lead: tuple[int, ...], most: int) -> Array:
+    """Integers of the shape `lead`, or one for all, as int32 of the shape `lead`, brought within 0..most."""
+    if np.shape(x) not in ((), lead):
+        raise ValueError(f"{name} must have shape [B] = {list(lead)}, got {list(np.shape(x))}")
+    x = jnp.asarray(x)
+    return jnp.broadcast_to(jnp.clip(x, 0, min(most, int(jnp.iinfo(x.dtype).max))).astype(jnp.int32), lead)

@@ -1,0 +1,133 @@
+"""The scoped stand-in for `jax.nn.dot_product_attention`."""
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+from harness import qkv
+
+import jax_mfa
+from jax_mfa import overriding
+
+Q, K, V = qkv()
+
+
+def taken(function, *arguments) -> list:
+    """The implementations that the attention in a function's program asks for; "stock" for JAX's own."""
+    equations = jax.make_jaxpr(lambda *x: function(*x))(*arguments).jaxpr.eqns  # JAX traces a function once
+    return [x.params["implementation"] for x in equations if x.primitive.name == "jax_mfa_attention"] or ["stock"]
+
+
+def call(q, k, v, **keywords):
+    return jax.nn.dot_product_attention(q, k, v, **keywords)
+
+
+def test_calls_of_jax_nn_run_here_within_the_context_only():
+    stock = jax.nn.dot_product_attention
+    assert taken(call, Q, K, V) == ["stock"]
+    with jax_mfa.override_jax_nn():
+        assert taken(call, Q, K, V) == [None]
+        np.testing.assert_array_equal(
+            call(Q, K, V, is_causal=True), jax_mfa.dot_product_attention(Q, K, V, is_causal=True)
+        )
+    assert jax.nn.dot_product_attention is stock
+
+
+def test_an_exception_ends_the_context_too():
+    stock = jax.nn.dot_product_attention
+    with pytest.raises(ZeroDivisionError), jax_mfa.override_jax_nn():
+        raise ZeroDivisionError
+    assert jax.nn.dot_product_attention is stock
+
+
+def test_contexts_nest():
+    with jax_mfa.override_jax_nn("blockwise"):
+        outer = jax.nn.dot_product_attention
+        with jax_mfa.override_jax_nn():
+            assert taken(call, Q, K, V) == [None]
+        assert jax.nn.dot_product_attention is outer
+        assert taken(call, Q, K, V) == ["blockwise"]
+
+
+def test_a_function_may_be_decorated():
+    decorated = jax_mfa.override_jax_nn("blockwise")(lambda: taken(call, Q, K, V))
+    for _ in range(2):
+        assert decorated() == ["blockwise"]
+        assert taken(call, Q, K, V) == ["stock"]
+
+
+def test_an_implementation_that_is_none_is_refused_at_once():
+    stock = jax.nn.dot_product_attention
+    with pytest.raises(ValueError, match="implementation must be"), jax_mfa.override_jax_nn("cudnn"):
+        pass
+    assert jax.nn.dot_product_attention is stock
+
+
+def test_it_looks_like_what_it_stands_in_for():
+    stock = jax.nn.dot_product_attention
+    with jax_mfa.override_jax_nn():
+        assert inspect.signature(jax.nn.dot_product_attention) == inspect.signature(stock)
+        assert jax.nn.dot_product_attention.__name__ == stock.__name__
+        with pytest.raises(TypeError, match="caussal"):
+            call(Q, K, V, caussal=True)
+
+
+@pytest.mark.skipif(
+    "return_residual" not in inspect.signature(jax.nn.dot_product_attention).parameters, reason="older jax.nn"
+)
+def test_no_gradient_passes_the_residual_as_in_jax_nn():
+    gradient = jax.grad(lambda q: sum(x.sum() for x in call(q, K, V, return_residual=True)))
+    wanted = gradient(Q)
+    with jax_mfa.override_jax_nn():
+        np.testing.assert_allclose(gradient(Q), wanted, atol=1e-5)
+    both = jax.grad(lambda q: sum(x.sum() for x in jax_mfa.dot_product_attention(q, K, V, return_residual=True)))
+    assert abs(both(Q) - wanted).max() > 0.01
+
+
+@pytest.fixture
+def newer_stock(monkeypatch):
+    """In place of JAX's function one of a JAX to come, which says what it was called with."""
+
+    def dot_product_attention(
+        query, key, value, bias=None, mask=None, *, implementation=None, is_causal=False, novel=None
+    ):
+        return "stock", implementation, novel
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+    monkeypatch.setattr(overriding, "dot_product_attention", lambda **keywords: ("ours", keywords))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_only_the_stock_function_knows_goes_to_it(newer_stock, depth):
+    outer = jax_mfa.override_jax_nn() if depth == 2 else jax_mfa.override_jax_nn("reference")
+    with outer, jax_mfa.override_jax_nn("blockwise"):
+        assert call(Q, K, V, implementation="cudnn") == ("stock", "cudnn", None)
+        assert call(Q, K, V, novel=np.ones(2))[0] == "stock"
+        for asked in ({}, {"implementation": None}, {"implementation": "xla"}, {"novel": None}):
+            who, keywords = call(Q, K, V, is_causal=True, **asked)
+            assert who == "ours" and keywords.keys() == {"query", "key", "value", "is_causal", "implementation"}
+            assert keywords["implementation"] == "blockwise" and keywords["is_causal"] and keywords["key"] is K
+
+
+def test_a_program_keeps_what_it_was_traced_with():
+    nothing = np.zeros((1, 1, 1, 9), bool)  # a row that sees nothing tells who computed it
+    traced_before, traced_inside = (jax.jit(lambda q, k, v, mask: call(q, k, v, mask=mask)) for _ in range(2))
+    assert np.asarray(traced_before(Q, K, V, nothing)).any()
+    with jax_mfa.override_jax_nn():
+        assert np.asarray(traced_before(Q, K, V, nothing)).any()
+        assert not np.asarray(traced_inside(Q, K, V, nothing)).any()
+    assert not np.asarray(traced_inside(Q, K, V, nothing)).any()
+
+
+def test_flax_models_gain_without_an_edit():
+    nnx = pytest.importorskip("flax.nnx")
+    if "jax.nn.dot_product_attention" not in inspect.getsource(nnx.dot_product_attention):
+        pytest.skip("this flax has attention of its own")
+    model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
+    wanted = model(x)
+    assert taken(lambda x: model(x), x) == ["stock"]
+    with jax_mfa.override_jax_nn():
+        assert taken(lambda x: model(x), x) == [None]
+        np.testing.assert_allclose(model(x), wanted, atol=1e-5)
