@@ -90,11 +90,6 @@ def _finite(x):
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def _weights(scores, row_max):
-    # scores made again may be rounded otherwise; where they are huge, a unit in the last place is a large power of e
-    return jnp.exp(jnp.minimum(scores - row_max[..., None], scores.dtype.type(0)))
-
-
 def _all_finite(*arrays):
     # a maximum keeps NaN and is one cheap reduction
     return functools.reduce(jnp.logical_and, [jnp.abs(x).max() < np.inf for x in arrays])
@@ -144,6 +139,15 @@ class _Problem:
 
     def step(self, index) -> _Step:
         return _Step(self, index)
+
+    def weights(self, scores, row_max):
+        """exp(scores − row_max) of [..., columns] and [...]."""
+        x = scores - row_max[..., None]
+        if self.operands.bias is not None or self.operands.alibi_slopes is not None:
+            # scores that are made again may be rounded otherwise: where they are huge, and one unit in the last place
+            # is a large power of e, none may pass the maximum
+            x = jnp.minimum(x, self.acc.type(0))
+        return jnp.exp(x)
 
 
 class _Step:
@@ -271,7 +275,7 @@ class _Step:
     def whole_tiles(self, i, low, end):
         """The column tiles within low … end in which nothing is hidden; rules about single pairs may hide anywhere."""
         size, (left, right) = self.p.tiles.columns, self.p.spec.band
-        by_pair = (self.mask, self.query_segments, self.key_ranges, self.blocks, self.query_lengths, self.bias)
+        by_pair = (self.mask, self.query_segments, self.key_ranges, self.blocks, self.query_lengths)
         if self.p.column_tiles == 1 or any(x is not None for x in by_pair):
             return low, low
         high = self.p.s // size  # the last tile of a ragged length repeats columns of its neighbour
@@ -291,7 +295,10 @@ class _Step:
         return _loop(last, end, functools.partial(body, whole=False), carry)
 
     def visible(self, i, j):
-        """Which scores of a tile count: bool, broadcastable to [R, E, G, rows, columns]; None where all do."""
+        """Which scores of a tile count: bool, broadcastable to [R, E, G, rows, columns]; None where all do.
+
+        A bias of −∞ is not asked: `scores` are −∞ there.
+        """
         p, spec, c = self.p, self.p.spec, self.p.tiles
         left, right = spec.band
         rules = []
@@ -316,8 +323,6 @@ class _Step:
             if self.key_ranges is not None:
                 start, end = (x[:, None, None, :, None] for x in self.ranges(i))
                 rules.append((column >= start) & (column < end))
-            if spec.bias_hides(p.operands):
-                rules.append(self.tile_of(self.bias, i, j) != -np.inf)
             if self.blocks is not None:
                 block_rows, block_columns = spec.mask_block
                 blocks = jnp.take(self.blocks, row.reshape(-1) // block_rows, axis=3)
@@ -325,6 +330,15 @@ class _Step:
         if p.s % c.columns:
             rules.append(column >= j * c.columns)
         return functools.reduce(jnp.logical_and, rules) if rules else None
+
+    def all_visible(self, i, j, own=None):
+        """The same after the bias, and of those rows that are a tile's `own`: [R, E, G, rows, columns]."""
+        c, see = self.p.tiles, self.visible(i, j)
+        rules = [jnp.ones((c.batch_rows, c.key_heads, self.p.g, c.rows, c.columns), bool)]
+        rules += [x for x in (see, own) if x is not None]
+        if self.p.spec.bias_hides(self.p.operands):
+            rules.append(self.tile_of(self.bias, i, j) != -np.inf)
+        return functools.reduce(jnp.logical_and, rules)
 
     def own_rows(self, i):
         """Which rows of a tile it does not share with its neighbour; None where the tiles do not overlap."""
@@ -386,38 +400,27 @@ class _Step:
             a.reshape(r * e, x, g * t), weights.reshape(r * e, g * t, -1), (((2,), (1,)), ((0,), (0,)))
         ).reshape(r, e, x, -1)
 
-    def over_visible(self, see, *terms):
-        """Products of a tile's weights, 0 where hidden, such that nothing of what is hidden reaches a sum.
+    def clean(self, x):
+        """`x` with zeros for what is not finite, where something may be hidden: 0 · NaN is NaN."""
+        return _finite(x) if self.p.masked else x
 
-        0 · NaN is NaN: where a product would meet numbers that are not finite, it runs over the finite ones, and what
-        the others do to those who see them is added term by term.
+    def of_others(self, see, product, weights, x):
+        """What `product(weights, clean(x))` leaves out: the sums of terms whose x is not finite, where visible.
+
+        Such a sum is ±∞ or NaN, which three products of signs tell, as plain arithmetic has it.
 
         Args:
-          see: as `visible` gives it.
-          *terms: triples of `product` or `transposed_product`, the weights [R, E, G, rows, columns], and what they
-            weigh: rows of keys or values [R|1, E, columns, y], or of queries [R, E, x, G, rows].
+          see: as `visible` gives it, of the shape of the weights.
+          product: `product` or `transposed_product`.
+          weights: [R, E, G, rows, columns].
+          x: rows of keys or values [R|1, E, columns, y], or of queries [R, E, x, G, rows].
         """
-
-        def products():
-            return tuple(product(weights, x) for product, weights, x in terms)
-
-        def by_term(product, weights, x):
-            straight = product == self.product
-            axis = 3 if straight else 2  # of what is weighed, along which the sums keep their length
-
-            def others(x):  # of one element of each row
-                x = x[:, :, None, None, :] if straight else x[..., None]
-                met = see & ~(jnp.isfinite(weights) & jnp.isfinite(x))
-                return jnp.where(met, weights * x, self.p.acc.type(0)).sum(4 if straight else (2, 3))
-
-            # one after the other: all at once they are a tile for each
-            others = jnp.moveaxis(lax.map(others, jnp.moveaxis(x, axis, 0)), 0, 4 if straight else 2)
-            return product(_finite(weights), _finite(x)) + others
-
-        if see is None:
-            return products()
-        finite = _all_finite(*(x for *_, x in terms))
-        return lax.cond(finite, products, lambda: tuple(by_term(*term) for term in terms))
+        sign = jnp.where(see & ~jnp.isnan(weights), jnp.sign(weights), 0).astype(x.dtype)
+        infinite = jnp.where(jnp.isinf(x), jnp.sign(x), 0)
+        net, infinities = product(sign, infinite), product(jnp.abs(sign), jnp.abs(infinite))
+        terms = product(see.astype(x.dtype), (~jnp.isfinite(x)).astype(x.dtype))
+        undefined = (terms != infinities) | (jnp.abs(net) != infinities)
+        return jnp.where(undefined, jnp.nan, jnp.where(infinities > 0, jnp.sign(net) * jnp.inf, 0)).astype(x.dtype)
 
     def scaled(self, q):
         """Queries times a scale that is known; one that is not, and may be infinite, waits for the product."""
@@ -432,7 +435,10 @@ class _Step:
         if self.scale is not None:
             x = x * self.scale
         if self.bias is not None:
-            x = x + self.tile_of(self.bias, i, j).astype(x.dtype)
+            bias = self.tile_of(self.bias, i, j).astype(x.dtype)
+            x = x + bias
+            if self.p.spec.bias_hides(self.p.operands):  # whatever the product is
+                x = jnp.where(bias == -np.inf, bias, x)
         if self.slopes is not None:
             x = x + self.slopes * (self.columns(j) - self.positions(i)).astype(x.dtype)
         cap, d_cap = self.p.spec.logits_soft_cap, None
@@ -473,8 +479,6 @@ def forward(spec: Specification, operands: Operands):
     c = tiling(spec, operands, FORWARD_SCORES)
     p = _Problem(spec, operands, c)
     acc = p.acc
-    # what a row's maximum is at least, once it sees something: scores of −∞ are told from no scores by it
-    lowest = acc.type(jnp.finfo(acc).min)
 
     def step(index, results):
         w = p.step(index)
@@ -488,17 +492,14 @@ def forward(spec: Specification, operands: Operands):
                     # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
                     x, _ = w.scores(q_i, w.keys_like("key", j), i, j)
                     see = None if whole else w.visible(i, j)
-                    if see is None:
-                        high = jnp.maximum(x.max(-1), lowest)
-                    else:
+                    if see is not None:
                         x = jnp.where(see, x, acc.type(-np.inf))
-                        high = jnp.where(see, jnp.maximum(x, lowest), acc.type(-np.inf)).max(-1)
-                    new_high = high if carry is None else jnp.maximum(carry[0], high)
+                    new_high = x.max(-1) if carry is None else jnp.maximum(carry[0], x.max(-1))
                     shift = jnp.where(new_high == -np.inf, acc.type(0), new_high)
-                    probability = _weights(x, shift)
+                    probability = p.weights(x, shift)
                     new_total = probability.sum(-1)
                     probability = w.dropped(probability, i, j)
-                    (new_sums,) = w.over_visible(see, (w.product, probability, w.keys_like("value", j)))
+                    new_sums = w.product(probability, w.clean(w.keys_like("value", j)))
                     if carry is not None:
                         high, total, sums = carry
                         rescale = jnp.exp(high - shift)
@@ -517,12 +518,12 @@ def forward(spec: Specification, operands: Operands):
 
             empty = high == -np.inf
             if sinks is not None:
-                new_high = jnp.maximum(high, sinks)
+                new_high = jnp.where(empty, acc.type(0), jnp.maximum(high, sinks))
                 rescale = jnp.exp(high - new_high)
                 total = total * rescale + jnp.exp(sinks - new_high)
                 sums, high = sums * rescale[..., None], new_high
-            total = jnp.where(empty, acc.type(0), jnp.where(total == 0, acc.type(np.nan), total))
-            out_i = jnp.where(empty[..., None], acc.type(0), sums / jnp.where(empty, acc.type(1), total)[..., None])
+            total = jnp.where(empty, acc.type(0), total)
+            out_i = sums / jnp.where(empty, acc.type(1), total)[..., None]
             row_max = jnp.where(empty, acc.type(0), _finite(high))
             return tuple(w.put_queries(x, part, i) for x, part in zip(results, (out_i, row_max, total)))
 
@@ -530,7 +531,70 @@ def forward(spec: Specification, operands: Operands):
 
     rows = (p.batch, p.t, p.n)
     out = jnp.zeros((*rows, p.v), operands.query.dtype)
-    return _loop(0, p.steps, step, (out, jnp.zeros(rows, acc), jnp.zeros(rows, acc)))
+    out, row_max, row_sum = _loop(0, p.steps, step, (out, jnp.zeros(rows, acc), jnp.zeros(rows, acc)))
+    infinite = lax.cond((row_sum == 0).any(), lambda: ~_is_tame(p), lambda: jnp.zeros((), bool))
+    if p.masked:
+        infinite = infinite | ~_all_finite(operands.value)
+    return _with_others(p, jnp.where(infinite, p.steps, 0), out, row_max, row_sum)
+
+
+def _is_tame(p: _Problem):
+    """Whether no score can be infinite but by a bias that hides its column."""
+    o = p.operands
+    largest = lambda x: jnp.abs(x).max(initial=0).astype(p.acc)
+    size = largest(o.query) * largest(o.key) * (p.h * (abs(p.spec.scale) if o.scale is None else largest(o.scale)))
+    if o.bias is not None:
+        size = size + largest(jnp.where(o.bias == -np.inf, o.bias.dtype.type(0), o.bias))
+    if o.alibi_slopes is not None:
+        size = size + largest(o.alibi_slopes) * _MOST
+    return size < float(jnp.finfo(p.acc).max) / 4
+
+
+def _with_others(p: _Problem, steps, out, row_max, row_sum):
+    """The results of `forward` with what its sums left out: values that are not finite, and rows whose scores are all
+    −∞. A loop over `steps`, which are none where there are none of them: it changes its arrays in place."""
+    o, acc = p.operands, p.acc
+
+    def step(index, results):
+        w = p.step(index)
+
+        def row_tile(i, results):
+            q_i = w.scaled(w.queries_like(o.query, i).astype(acc))
+            row_max_i, row_sum_i = w.queries_like(row_max, i), w.queries_like(row_sum, i)
+
+            def column_tile(j, carry):
+                def visit(carry):
+                    seen, others = carry
+                    see, values_j = w.all_visible(i, j), w.keys_like("value", j)
+
+                    def add(others):
+                        x, _ = w.scores(q_i, w.keys_like("key", j), i, j)
+                        weights = w.dropped(p.weights(jnp.where(see, x, acc.type(-np.inf)), row_max_i), i, j)
+                        return others + w.of_others(see, w.product, weights, values_j)
+
+                    if p.masked:
+                        others = lax.cond(_all_finite(values_j), lambda x: x, add, others)
+                    return seen | see.any(-1), others
+
+                return w.unless_empty(i, j, visit, carry)
+
+            init = jnp.zeros(row_sum_i.shape, bool), jnp.zeros((*row_sum_i.shape, p.v), acc)
+            seen, others = _loop(*w.column_tiles(i), column_tile, init)
+            others = others + w.queries_like(out, i).astype(acc)
+            lost = seen & (row_sum_i == 0)
+            row_sum_i = jnp.where(lost, acc.type(np.nan), row_sum_i)
+            if o.sinks is not None:  # a sink beside scores of −∞ takes all of the softmax
+                sinks = jnp.broadcast_to(w.per_head(w.rows("sinks"))[..., 0], lost.shape)
+                taken = lost & (sinks > -np.inf)
+                row_max_i = jnp.where(taken, _finite(sinks), row_max_i)
+                row_sum_i = jnp.where(taken, jnp.exp(sinks - sinks), row_sum_i)
+            undefined = seen & jnp.isnan(row_sum_i)
+            others = jnp.where(undefined[..., None], acc.type(np.nan), others)
+            return tuple(w.put_queries(x, part, i) for x, part in zip(results, (others, row_max_i, row_sum_i)))
+
+        return _loop(0, p.row_tiles, row_tile, results)
+
+    return _loop(0, steps, step, (out, row_max, row_sum))
 
 
 def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
@@ -553,12 +617,13 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
     shift = jnp.einsum("...v,...v->...", d_out.astype(acc), out.astype(acc), precision="highest")
     shift = jnp.where(empty, acc.type(0), (shift - d_lse.astype(acc)) * inverse)
 
-    once = p.row_tiles == 1 and p.s % c.columns == 0  # each column is met once then
+    met_once = p.row_tiles == 1 and p.s % c.columns == 0
     bias_gradient = "bias" in wanted
     slope_gradient = "alibi_slopes" in wanted
 
-    def step(index, results):
+    def step(index, results, of_others: bool):
         w = p.step(index)
+        once = met_once and not of_others
 
         def row_tile(i, results):
             d_query, d_key, d_value, d_slopes, d_bias = results
@@ -587,23 +652,27 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
                         see = own if see is None else see & own
                     if see is not None:
                         x = jnp.where(see, x, acc.type(-np.inf))
-                    e = _weights(x, row_max_i)
+                    e = p.weights(x, row_max_i)
                     dropped = w.dropped(e, i, j)
                     d_x = dropped * d_p - e * shift_i[..., None]
                     if d_cap is not None:
                         d_x = d_x * d_cap
+                    if p.spec.bias_hides(operands):
+                        shown = w.tile_of(w.bias, i, j) != -np.inf
+                        see = shown if see is None else see & shown
                     if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
                         d_x = jnp.where(see, d_x, acc.type(0))
 
-                    part, d_key_j, d_value_j = w.over_visible(
-                        see,
-                        (w.product, d_x, keys_j),
-                        (w.transposed_product, d_x, q_transposed_i),
-                        (w.transposed_product, dropped, do_transposed_i),
-                    )
-                    d_q_i = part if p.column_tiles == 1 else d_q_i + part
-                    d_key = w.add(d_key, d_key_j, column, once)
-                    d_value = w.add(d_value, d_value_j, column, once)
+                    if of_others:
+                        sums = functools.partial(w.of_others, w.all_visible(i, j, own))
+                    else:
+                        sums = lambda product, weights, x: product(weights, w.clean(x))
+                    part = sums(w.product, d_x, keys_j)
+                    d_q_i = part if p.column_tiles == 1 and not of_others else d_q_i + part
+                    d_key = w.add(d_key, sums(w.transposed_product, d_x, q_transposed_i), column, once)
+                    d_value = w.add(d_value, sums(w.transposed_product, dropped, do_transposed_i), column, once)
+                    if of_others:
+                        return d_q_i, d_key, d_value, d_slopes, d_bias
                     if slope_gradient:
                         distance = (w.columns(j) - w.positions(i)).astype(acc)
                         d_slopes = w.add(d_slopes, (d_x * distance).sum((3, 4)))
@@ -611,10 +680,16 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
                         d_bias = _add_bias_gradient(w, d_bias, d_x, start, column)
                     return d_q_i, d_key, d_value, d_slopes, d_bias
 
+                if of_others:
+                    finite = _all_finite(q_i, do_i, w.keys_like("key", j))
+                    return lax.cond(finite, lambda carry: carry, visit, carry)
                 return w.unless_empty(i, j, visit, carry)
 
             low, end = w.column_tiles(i)
             init = jnp.zeros(q_i.shape, acc), d_key, d_value, d_slopes, d_bias
+            if of_others:
+                d_q_i, *rest = _loop(low, end, functools.partial(column_tile, whole=False), init)
+                return w.put_queries(d_query, d_q_i + w.queries_like(d_query, i), i), *rest
             d_q_i, d_key, d_value, d_slopes, d_bias = w.over_columns(i, low, end, column_tile, init)
             if own is not None:  # rows that the tile shares with its neighbour are zero here
                 d_q_i = d_q_i + w.queries_like(d_query, i)
@@ -626,7 +701,12 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
     results = (p.batch, p.t, p.n, p.h), (p.batch, p.k, p.h, p.s), (p.batch, p.k, p.v, p.s), (p.batch, p.k, p.g)
     init = *(jnp.zeros(shape, acc) for shape in results), jnp.zeros(operands.bias.shape if bias_gradient else (), acc)
     # the gradients by the scaled product; the scale itself follows outside
-    d_query, d_key, d_value, d_slopes, d_bias = _loop(0, p.steps, step, init)
+    results = _loop(0, p.steps, functools.partial(step, of_others=False), init)
+    if p.masked:
+        visible = jnp.where(empty[..., None], d_out.dtype.type(0), d_out)
+        finite = _all_finite(operands.query, operands.key, visible, inverse)
+        results = _loop(0, jnp.where(finite, 0, p.steps), functools.partial(step, of_others=True), results)
+    d_query, d_key, d_value, d_slopes, d_bias = results
 
     def scaled(x):
         if operands.scale is None:
