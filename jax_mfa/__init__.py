@@ -5,6 +5,7 @@
 
 from jax.export import DisabledSafetyCheck
 
+from jax_mfa import cache
 from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.merging import merge
@@ -18,6 +19,7 @@ __all__ = [
     "DISABLE_EXPORT_CHECKS",
     "BlockMask",
     "Explanation",
+    "cache",
     "decode_attention",
     "dot_product_attention",
     "explain",

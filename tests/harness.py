@@ -52,10 +52,7 @@ class Implementation:
     @property
     def disabled_checks(self):
         """What `jax.export` must be told to let the custom calls through."""
-        from jax.export import DisabledSafetyCheck
-
-        targets = () if self.in_jnp else jax_mfa.metal.runtime.TARGETS
-        return [DisabledSafetyCheck.custom_call(target) for target in targets]
+        return () if self.in_jnp else jax_mfa.DISABLE_EXPORT_CHECKS
 
     def attend(self, *args, **keywords):
         return jax_mfa.dot_product_attention(*args, implementation=self.name, **keywords)

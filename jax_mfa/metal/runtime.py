@@ -13,7 +13,9 @@ import importlib
 import importlib.util
 import os
 import pathlib
+import platform
 import re
+import subprocess
 import sys
 import threading
 import warnings
@@ -96,8 +98,9 @@ def _registered(chosen: str) -> Runtime:
     except ModuleNotFoundError as error:
         if error.name != "jax_mfa._metal":
             return Runtime(reason=f"the native module could not be built: {error}")
-        return Runtime(reason=NOT_APPLE, expected=sys.platform != "darwin")
-    except (ImportError, RuntimeError, OSError) as error:
+        apple = sys.platform == "darwin" and platform.machine() == "arm64"
+        return Runtime(reason=NOT_APPLE, expected=not apple)
+    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         return Runtime(reason=f"the native module could not be loaded: {error}")
     # a handler for another API, once registered, would take the whole CPU backend down: compare first
     built, installed = module.api_version(), _installed_api()

@@ -57,7 +57,7 @@ _MEANINGS = {
     "dropout": "[B, 4]: two words of the seed, and the batch index and first head of its random counter",
     "out": "[B, T, N, V]: softmax(scale * q k^T) v; zeros where a row sees nothing",
     "row_max": "[B, T, N]: largest score of a row, its sink included; finite, 0 where there is none",
-    "row_sum": "[B, T, N]: sum of exp(score - row_max); 0 where a row sees nothing, NaN where its softmax is not defined",
+    "row_sum": "[B, T, N]: sum of exp(score - row_max); 0 where a row sees nothing, NaN where it has no softmax",
     "d_out": "[B, T, N, V]: cotangent of out",
     "d_lse": "[B, T, N]: cotangent of the log-sum-exp, row_max + log(row_sum); zeros where that is unused",
     "row_sums": "[B, T, N]: sum(d_out * out) - d_lse; zero where a row sees nothing",
