@@ -259,8 +259,8 @@ def dot_product_attention(
 
     Returns:
       `[B, T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp of each row's scores, `[B, T, N]`
-      of the query's dtype as in `jax.nn` (`flash_attention` gives all of its digits), and differentiable, as it is not
-      there. It includes the sink where sinks are given, and is −inf for a row that sees nothing, sink or not.
+      of the query's dtype and without a gradient, as in `jax.nn`; `flash_attention` gives all of its digits, and its
+      gradient. It includes the sink where sinks are given, and is −inf for a row that sees nothing, sink or not.
 
     Raises:
       ValueError, TypeError: naming the argument, what was seen and what was expected.
@@ -270,7 +270,7 @@ def dot_product_attention(
     if not return_residual:
         return _call(arguments, implementation, False)
     out, lse = _call(arguments, implementation, True)
-    return out, lse.astype(out.dtype)
+    return out, jax.lax.stop_gradient(lse.astype(out.dtype))
 
 
 def flash_attention(

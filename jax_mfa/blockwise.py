@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jax_mfa.philox import keep_mask
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, reduce_rows, row_index
+from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows, reduce_rows, row_index
 
 # Measured on x86-64 with two cores: below 512 × 512 scores a product slows down; 1024 × 1024 are better still, but
 # where positions hide columns they compute more that is hidden. Several heads share a step up to this many scores;
@@ -741,7 +741,7 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
 def _per_batch_row(p: _Problem, x, name: str):
     """`[rows, ...]` as `[B, 1, 1, ...]`, or `[1, 1, 1, ...]` where a single row serves all."""
     if x.shape[0] != 1:
-        x = x[row_index(np.arange(p.batch), getattr(p.repeats, name), x.shape[0])]
+        x = expand_rows(x, getattr(p.repeats, name), p.batch)
     return x.reshape(x.shape[0], 1, 1, *x.shape[1:], *((1,) if x.ndim == 1 else ()))
 
 

@@ -56,9 +56,6 @@ def _stand_in(stock: Callable[..., Any], implementation: Implementation | None) 
         if asked not in (None, "xla") or any(given[x] is not signature.parameters[x].default for x in foreign):
             return stock(*args, **keywords)
         ours = {name: x for name, x in given.items() if name in _OURS}
-        results = dot_product_attention(**ours, implementation=implementation)
-        if not given.get("return_residual"):
-            return results
-        return results[0], jax.lax.stop_gradient(results[1])  # as in `jax.nn`
+        return dot_product_attention(**ours, implementation=implementation)
 
     return attention
