@@ -258,6 +258,7 @@ def plot_similarities(sentences: Sequence[str], embeddings: np.ndarray, path: Pa
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib import font_manager
 
     sentences, embeddings = sentences[:PLOT_LIMIT], embeddings[:PLOT_LIMIT]
     count = len(sentences)
@@ -271,8 +272,10 @@ def plot_similarities(sentences: Sequence[str], embeddings: np.ndarray, path: Pa
     image = axes.imshow(cosines, cmap="viridis", vmin=lowest, vmax=1, extent=numbering)
     figure.colorbar(image, ax=axes, label="cosine similarity", shrink=0.9)
     if labelled:
-        # a dollar sign would begin a formula
-        names = [shorten(sentence, 48).replace("$", r"\$") for sentence in sentences]
+        # a dollar sign would begin a formula, and what the font lacks would be warned of
+        font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
+        drawn = lambda text: "".join(c if font.get_char_index(ord(c)) else "\N{REPLACEMENT CHARACTER}" for c in text)
+        names = [drawn(shorten(sentence, 48)).replace("$", r"\$") for sentence in sentences]
         axes.set_yticks(range(1, count + 1), [f"{name}  {i + 1}" for i, name in enumerate(names)])
         axes.set_xticks(range(1, count + 1), range(1, count + 1), fontsize=10 if count <= TABLE_LIMIT else 7)
         axes.tick_params(length=0)

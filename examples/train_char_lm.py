@@ -406,6 +406,7 @@ def plot_losses(path: Path, run: Run, title: str, letter_entropy: float) -> None
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     losses = np.array(run.losses)
     steps = np.arange(1, len(losses) + 1)
@@ -423,6 +424,7 @@ def plot_losses(path: Path, run: Run, title: str, letter_entropy: float) -> None
     axes.annotate(f"{last:.2f}", (step, last), (7, 0), textcoords="offset points", va="center", color="tab:orange")
     axes.set(xlabel="step", ylabel="loss (nats per character)", title=title, ylim=(0, None))
     axes.set_xlim(0, len(losses) * 1.08)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 
 import jax
 import numpy as np
@@ -201,6 +202,14 @@ def test_the_program_prints_a_table_and_writes_its_files(tmp_path):
     assert re.search("jax_mfa (blockwise|metal)", printed)
     pixels = picture(plot)
     assert min(pixels.shape[:2]) > 300 and len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 50
+
+
+def test_plots_need_no_glyph_that_the_font_lacks(tmp_path):
+    vectors = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sentence_embeddings.plot_similarities(["蛙が鳴く", "🐸 costs $5"], vectors, tmp_path / "heat.png")
+    assert picture(tmp_path / "heat.png").shape[0] > 100
 
 
 @needs_model
