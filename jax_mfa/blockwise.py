@@ -437,10 +437,10 @@ class _Step:
         if self.bias is not None:
             bias = self.tile_of(self.bias, i, j).astype(x.dtype)
             x = x + bias
-            if self.p.spec.bias_hides(self.p.operands):  # whatever the product is
-                x = jnp.where(bias == -np.inf, bias, x)
         if self.slopes is not None:
             x = x + self.slopes * (self.columns(j) - self.positions(i)).astype(x.dtype)
+        if self.p.spec.bias_hides(self.p.operands):  # whatever the rest is
+            x = jnp.where(bias == -np.inf, bias, x)
         cap, d_cap = self.p.spec.logits_soft_cap, None
         if cap is not None:
             y = jnp.tanh(x / cap)

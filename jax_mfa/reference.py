@@ -135,7 +135,7 @@ def attention(spec: Specification, operands: Operands):
     p = jnp.where(see, jnp.exp(jnp.where(see, x, high) - high), jnp.zeros_like(x))
     total = p.sum(-1, keepdims=True)
     if o.sinks is not None:
-        total = total + jnp.exp(sinks - high)
+        total = total + jnp.exp(jnp.where(empty, jnp.zeros_like(high), sinks - high))
     total = jnp.where(empty, jnp.ones_like(total), jnp.where(total == 0, jnp.nan, total))
     p = jnp.where(empty, jnp.zeros_like(p), p / total)
     lse = jnp.where(empty, -jnp.inf, high + jnp.log(total))[..., 0]

@@ -180,11 +180,15 @@ def test_a_row_that_sees_nothing_gives_zeros_and_no_gradient(implementation, rea
 def test_the_cotangent_of_a_row_that_sees_nothing_may_be_nan(implementation, reason):
     q, k, v = qkv()
     arguments = {"query": q, "key": k, "value": v, **BLIND[reason], "sinks": arrays((4,), seed=9)[0]}
-    if reason == "bias":  # some rows do see something
-        arguments["bias"] = np.where(np.arange(7)[:, None] > 2, arrays((7, 9), seed=4)[0], -np.inf).astype(np.float32)
+    if reason == "bias":  # head 3 sees nothing at all, and has a slope and a sink that are no numbers
+        seen = (np.arange(7)[:, None] > 2) & (np.arange(4) < 3)[:, None, None]
+        arguments["bias"] = np.where(seen, arrays((4, 7, 9), seed=4)[0], -np.inf).astype(np.float32)
+        arguments["alibi_slopes"] = np.float32([0.5, 0.25, 0.125, np.nan])
+        arguments["sinks"][3] = np.inf
     d_out, d_lse = cotangents(arguments)
     blind = oracle.attention(**arguments).lse == -np.inf
     wanted = evaluate(implementation, arguments, d_out, d_lse)[2]
+    assert all(np.isfinite(x).all() for x in wanted.values())
     d_out[blind], d_lse[blind] = np.nan, np.nan
     for name, got in evaluate(implementation, arguments, d_out, d_lse)[2].items():
         np.testing.assert_array_equal(got, wanted[name], err_msg=name)
