@@ -63,7 +63,9 @@ def tiling(spec: Specification, operands: Operands, scores: int) -> Tiling:
 
 
 def _loop(low, high, body, init):
-    """`fori_loop`, without a loop where a single turn is known."""
+    """`fori_loop`, without a loop where it is known to take a single turn, or none."""
+    if low is high:
+        return init
     if isinstance(low, int) and isinstance(high, int) and high - low <= 1:
         return body(low, init) if high > low else init
     return lax.fori_loop(low, high, body, init)
