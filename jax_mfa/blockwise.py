@@ -335,12 +335,16 @@ class _Step:
 
     def all_visible(self, i, j, own=None):
         """The same after the bias, and of those rows that are a tile's `own`: [R, E, G, rows, columns]."""
-        c, see = self.p.tiles, self.visible(i, j)
-        rules = [jnp.ones((c.batch_rows, c.key_heads, self.p.g, c.rows, c.columns), bool)]
-        rules += [x for x in (see, own) if x is not None]
-        if self.p.spec.bias_hides(self.p.operands):
-            rules.append(self.tile_of(self.bias, i, j) != -np.inf)
-        return functools.reduce(jnp.logical_and, rules)
+        c, see = self.p.tiles, self.after_bias(self.visible(i, j), i, j)
+        every = jnp.ones((c.batch_rows, c.key_heads, self.p.g, c.rows, c.columns), bool)
+        return functools.reduce(jnp.logical_and, [x for x in (see, own) if x is not None], every)
+
+    def after_bias(self, see, i, j):
+        """`see` without the columns that a bias of −∞ hides; None where nothing is hidden."""
+        if not self.p.spec.bias_hides(self.p.operands):
+            return see
+        shown = self.tile_of(self.bias, i, j) != -np.inf
+        return shown if see is None else see & shown
 
     def own_rows(self, i):
         """Which rows of a tile it does not share with its neighbour; None where the tiles do not overlap."""
@@ -659,9 +663,7 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
                     d_x = dropped * d_p - e * shift_i[..., None]
                     if d_cap is not None:
                         d_x = d_x * d_cap
-                    if p.spec.bias_hides(operands):
-                        shown = w.tile_of(w.bias, i, j) != -np.inf
-                        see = shown if see is None else see & shown
+                    see = w.after_bias(see, i, j)
                     if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
                         d_x = jnp.where(see, d_x, acc.type(0))
 

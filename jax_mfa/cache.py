@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.api import Implementation, Numbers, dot_product_attention
-from jax_mfa.specification import MAX_POSITION, known_lengths
+from jax_mfa.specification import MAX_POSITION, clipped, concrete, known_lengths
 
 __all__ = ["append", "attend"]
 
@@ -271,14 +271,12 @@ def _counts(key_cache, value_cache, key, value, lengths, new_lengths, ring: bool
 
 def _known(x):
     """Integers, or 0 while they are traced or live on other hosts."""
-    if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or not x.is_fully_addressable):
-        return np.int64(0)
-    return np.asarray(x, np.int64)
+    values = concrete(x)
+    return np.int64(0) if values is None else values.astype(np.int64)
 
 
 def _per_row(name: str, x, lead: tuple[int, ...], most: int) -> Array:
     """Integers of the shape `lead`, or one for all, as int32 of the shape `lead`, brought within 0..most."""
     if np.shape(x) not in ((), lead):
         raise ValueError(f"{name} must have shape [B] = {list(lead)}, got {list(np.shape(x))}")
-    x = jnp.asarray(x)
-    return jnp.broadcast_to(jnp.clip(x, 0, min(most, int(jnp.iinfo(x.dtype).max))).astype(jnp.int32), lead)
+    return jnp.broadcast_to(clipped(x, 0, most), lead)

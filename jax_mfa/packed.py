@@ -123,9 +123,8 @@ def _bounds(name: str, x, limit: int) -> Array:
 def _ranges(rows: int, bounds: Array, key_bounds: Array, offset, band: tuple[int | None, int | None]) -> Array:
     """Which columns each row sees, int32 `[T, 2]`: those of its sequence within `band` around its position."""
     t = jnp.arange(rows, dtype=jnp.int32)
-    own = (
-        jnp.searchsorted(bounds, t, side="right").astype(jnp.int32) - 1
-    )  # −1 before the first sequence, R behind the last
+    # −1 before the first sequence, R behind the last
+    own = jnp.searchsorted(bounds, t, side="right").astype(jnp.int32) - 1
     inside, own = (own >= 0) & (own < bounds.size - 1), jnp.clip(own, 0, max(bounds.size - 2, 0))
     start = key_bounds[own]
     length = jnp.where(inside, key_bounds[own + 1] - start, 0)
