@@ -5,7 +5,7 @@ Three primitives, all over flat operands:
 * `attention`: (operands) → (out, row_max, row_sum);
 * `attention_transpose`: (operands, out, row_max, row_sum, d_out, d_lse) → cotangents of the wanted operands;
 * `attention_tangent`: (operands, out, row_max, row_sum, tangents of the wanted operands) → tangents of (out, lse).
-  Reverse mode never runs it, only its transpose, `attention_transpose`. Forward mode does, through the reference.
+  Reverse mode never runs it, only its transpose, `attention_transpose`. Forward mode does.
 
 A row's maximum and sum together make its log-sum-exp (`log_sum_exp`), the only function of theirs that there is. So its
 derivative is declared as that of `row_max`, and `row_sum` has none.
@@ -98,6 +98,14 @@ def _no_jnp(implementation):
 
 
 def _tangent(*arrays, spec, names, wanted, implementation):
+    _no_jnp(implementation)
+    n, known = len(names), len(names) + len(RESIDUAL_NAMES)
+    operands = unpack(arrays[:n], names)
+    return blockwise.tangent(spec, operands, *arrays[n:known], wanted, arrays[known:])
+
+
+def _differentiable_tangent(*arrays, spec, names, wanted, implementation):
+    """`_tangent` by the reference, for derivatives of derivatives."""
     _no_jnp(implementation)
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
     return jax.jvp(fun, at, arrays[len(names) + len(RESIDUAL_NAMES) :])[1]
@@ -398,7 +406,7 @@ transpose_p = _primitive(
 tangent_p = _primitive("jax_mfa_attention_tangent", _tangent, _tangent_shapes, _tangent_batching, (*_STATIC, "wanted"))
 ad.primitive_jvps[attention_p] = _attention_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
-ad.primitive_jvps[tangent_p] = _jvp_by_jax(_tangent)
+ad.primitive_jvps[tangent_p] = _jvp_by_jax(_differentiable_tangent)
 ad.primitive_jvps[transpose_p] = _jvp_by_jax(_differentiable_transpose)
 
 

@@ -94,6 +94,15 @@ class Specification:
             )
         )
 
+    def every_row_sees(self, operands: Operands) -> bool:
+        """Whether each row is known to see something: nothing hides but the band, and that leaves no row without."""
+        o, (left, right) = operands, self.band
+        others = o.mask, o.block_mask, o.query_offset, o.query_lengths, o.key_lengths, o.query_segment_ids, o.key_ranges
+        if o.key.shape[1] == 0 or self.bias_hides(o) or any(x is not None for x in others):
+            return False
+        first, last = self.query_offset, self.query_offset + o.query.shape[1] - 1
+        return (right is None or first + right >= 0) and (left is None or last - left < o.key.shape[1])
+
     def bias_hides(self, operands: Operands) -> bool:
         """Whether a bias of −∞ hides its column as a mask does; under a soft cap it is a score of −cap."""
         return operands.bias is not None and self.logits_soft_cap is None

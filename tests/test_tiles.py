@@ -9,7 +9,7 @@ import pytest
 from attention_cases import CASES, Case
 from harness import BY_NAME_OF_IMPLEMENTATION, check_case, cotangents, evaluate
 
-from jax_mfa import blockwise
+from jax_mfa.blockwise import tiling
 
 BLOCKWISE = BY_NAME_OF_IMPLEMENTATION["blockwise"]
 
@@ -19,10 +19,12 @@ def tiles(monkeypatch):
     """Sets rows, columns and scores of a tile."""
 
     def cut(rows, columns, scores):
-        monkeypatch.setattr(blockwise, "TILE_ROWS", rows)
-        monkeypatch.setattr(blockwise, "TILE_COLUMNS", columns)
-        monkeypatch.setattr(blockwise, "FORWARD_SCORES", scores)
-        monkeypatch.setattr(blockwise, "BACKWARD_SCORES", scores)
+        monkeypatch.setattr(tiling, "WHOLE_SCORES", 0)
+        monkeypatch.setattr(tiling, "ROWS", rows)
+        monkeypatch.setattr(tiling, "COLUMNS", columns)
+        monkeypatch.setattr(tiling, "ALIGNMENT", 1)
+        monkeypatch.setattr(tiling, "FORWARD_SCORES", scores)
+        monkeypatch.setattr(tiling, "BACKWARD_SCORES", scores)
         jax.clear_caches()
 
     yield cut

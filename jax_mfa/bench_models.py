@@ -1,0 +1,222 @@
+"""`python -m jax_mfa bench --models`: attention of named models, against stock JAX and, where installed, PyTorch.
+
+The problems are data: what is asked of the attention of a model, or of a kind of model, with the lengths that its users
+meet. Ratios are of the fastest turns, all candidates of a problem taking turns in one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mfa.api import decode_attention, dot_product_attention
+
+STOCK, TORCH = "jax.nn", "PyTorch"
+FORWARD, TRAINING, TANGENT, COMPILING = "forward", "forward+backward", "forward mode", "compile 24 layers"
+BOTH = (FORWARD, TRAINING)
+LAYERS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One attention problem: T queries of N heads on S columns of K heads, all of head size H; `decode` has lengths."""
+
+    name: str
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    is_causal: bool = False
+    dtype: str = "float32"
+    decode: bool = False
+    passes: tuple[str, ...] = BOTH
+
+    def __str__(self) -> str:
+        heads = f"N{self.N}" if self.K == self.N else f"N{self.N} K{self.K}"
+        length = f"T{self.T}" if self.T == self.S else f"T{self.T} S{self.S}"
+        facts = [f"B{self.B}", length, heads, f"H{self.H}"]
+        facts += ["causal"] * self.is_causal + [self.dtype] * (self.dtype != "float32")
+        return " ".join(facts)
+
+
+def _square(name: str, B: int, T: int, N: int, H: int, **other) -> Problem:
+    return Problem(name, B, T, T, N, other.pop("K", N), H, **other)
+
+
+def _decode(name: str, B: int, S: int, N: int, K: int, H: int, dtype: str = "float32") -> Problem:
+    return Problem(name, B, 1, S, N, K, H, dtype=dtype, decode=True, passes=(FORWARD,))
+
+
+PROBLEMS = (
+    # lengths that no power of two divides
+    _square("one token more than a tile", 1, 513, 8, 64, is_causal=True),
+    _square("ViT-B/16 at 384 pixels", 1, 577, 12, 64),
+    _square("640 tokens", 1, 640, 8, 64),
+    _square("ViT at 512 pixels", 1, 1025, 8, 64),
+    _square("DINOv2 ViT-L/14 at 518 pixels", 1, 1370, 16, 64),
+    _square("Whisper base, encoder", 1, 1500, 8, 64),
+    Problem("Whisper base, cross attention", 1, 1, 1500, 8, 8, 64),
+    # one token at a time
+    _decode("decoding, Llama 3 8B", 1, 1024, 32, 8, 128),
+    _decode("decoding", 1, 4096, 8, 8, 64),
+    _decode("decoding", 1, 4096, 8, 8, 64, "bfloat16"),
+    _decode("decoding, one key head", 8, 4096, 8, 1, 64),
+    # many small ones
+    _square("pixels of a patch", 512, 16, 4, 32),
+    _square("short sentences", 256, 32, 4, 32),
+    _square("Swin, windows of 7 × 7", 64, 49, 4, 32),
+    _square("CLIP, text encoder", 16, 77, 8, 64, is_causal=True),
+    _square("a line of text", 1, 32, 8, 64, is_causal=True),
+    _square("a line of text", 1, 64, 8, 64, is_causal=True),
+    # long ones
+    _square("GPT-2", 1, 1024, 12, 64, is_causal=True, passes=(*BOTH, TANGENT, COMPILING)),
+    _square("Llama 3 8B", 1, 2048, 32, 128, K=8, is_causal=True),
+)
+
+
+def _arrays(problem: Problem) -> list[jax.Array]:
+    """Query, key, value, and a cotangent of the output which is a tangent of the query too; random."""
+    p = problem
+    shapes = (p.B, p.T, p.N, p.H), (p.B, p.S, p.K, p.H), (p.B, p.S, p.K, p.H), (p.B, p.T, p.N, p.H)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape, jnp.dtype(p.dtype)) for key, shape in zip(keys, shapes)]
+
+
+def _training(attention):
+    def run(q, k, v, d_out):
+        out, pullback = jax.vjp(attention, q, k, v)
+        return out, pullback(d_out)
+
+    return run
+
+
+def _tangent(attention):
+    return lambda q, k, v, t: jax.jvp(attention, (q, k, v), (t, k, v))
+
+
+def _layers(attention, problem: Problem):
+    """A scalar function of `LAYERS` layers of attention and four matrices each, in a Python loop as models have it."""
+    p = problem
+    heads = lambda x, n: x.reshape(p.B, p.T, n, p.H)
+
+    def run(x, weights):
+        for query, key, value, out in weights:
+            seen = attention(heads(x @ query, p.N), heads(x @ key, p.K), heads(x @ value, p.K))
+            x = x + seen.reshape(x.shape) @ out
+        return (x**2).sum()
+
+    size, kv = p.N * p.H, p.K * p.H
+    x = jax.ShapeDtypeStruct((p.B, p.T, size), p.dtype)
+    layer = tuple(
+        jax.ShapeDtypeStruct(shape, p.dtype) for shape in ((size, size), (size, kv), (size, kv), (size, size))
+    )
+    return jax.grad(run, argnums=1), (x, [layer] * LAYERS)
+
+
+def _in_jax(problem: Problem, attention: Callable, decode: Callable) -> Callable:
+    if problem.decode:
+        lengths = np.full(problem.B, problem.S, np.int32)
+        return functools.partial(decode, lengths=jnp.asarray(lengths))
+    return functools.partial(attention, is_causal=problem.is_causal)
+
+
+def _stock_decode(q, k, v, lengths):
+    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
+
+
+def _candidates(implementation: str) -> dict[str, Callable[[Problem], Callable]]:
+    attend, decode = (
+        functools.partial(f, implementation=implementation) for f in (dot_product_attention, decode_attention)
+    )
+    return {
+        STOCK: lambda problem: _in_jax(problem, jax.nn.dot_product_attention, _stock_decode),
+        implementation: lambda problem: _in_jax(problem, attend, decode),
+    }
+
+
+def _in_torch(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
+    """The same in PyTorch, on the same [B, T, N, H] arrays; None where it is not installed, or has no such thing."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if kind not in BOTH:
+        return None
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    tensors = [torch.from_numpy(np.array(x, np.float32)).to(kinds[problem.dtype]) for x in arrays]
+    q, k, v, d_out = (x.transpose(1, 2) for x in tensors)
+    grouped: dict[str, Any] = {"enable_gqa": True} if problem.K != problem.N else {}
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=problem.is_causal, **grouped)
+
+    def forward():
+        with torch.no_grad():
+            return attend(q, k, v)
+
+    def training():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(attend(*inputs), inputs, d_out)
+
+    return forward if kind == FORWARD else training
+
+
+def fastest(programs: dict[str, Callable[[], Any]], rounds: int, shortest: float) -> dict[str, float]:
+    """Seconds of the fastest call of each program, the programs taking turns of one untimed and one timed call."""
+    best = dict.fromkeys(programs, math.inf)
+    begin, turns = time.perf_counter(), 0
+    while turns < rounds or time.perf_counter() < begin + shortest:
+        for name, program in programs.items():
+            program()
+            start = time.perf_counter()
+            program()
+            best[name] = min(best[name], time.perf_counter() - start)
+        turns += 1
+    return best
+
+
+def _compile_seconds(problem: Problem, candidates, turns: int = 2) -> dict[str, float]:
+    best = dict.fromkeys(candidates, math.inf)
+    for _ in range(turns):
+        for name, make in candidates.items():
+            fun, shapes = _layers(make(problem), problem)
+            lowered = jax.jit(fun).lower(*shapes)
+            start = time.perf_counter()
+            lowered.compile()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def _run(program, arrays):
+    return jax.block_until_ready(program(*arrays))
+
+
+def measure(problems, implementation: str, rounds: int, shortest: float) -> Iterator[dict]:
+    """A row for each problem and pass: `seconds` by candidate, and the ratio of each other one's to ours."""
+    candidates = _candidates(implementation)
+    for problem in problems:
+        for kind in problem.passes:
+            if kind == COMPILING:
+                seconds = _compile_seconds(problem, candidates)
+            else:
+                arrays = _arrays(problem)
+                wrap = {FORWARD: lambda f: lambda q, k, v, _: f(q, k, v), TRAINING: _training, TANGENT: _tangent}[kind]
+                programs: dict[str, Callable[[], Any]] = {}
+                for name, make in candidates.items():
+                    compiled = jax.jit(wrap(make(problem))).lower(*arrays).compile()
+                    programs[name] = functools.partial(_run, compiled, arrays)
+                other = _in_torch(problem, kind, arrays)
+                if other is not None:
+                    programs[TORCH] = other
+                seconds = fastest(programs, rounds, shortest)
+            ours = seconds[implementation]
+            ratios = {name: x / ours for name, x in seconds.items() if name != implementation}
+            yield dict(name=problem.name, problem=str(problem), kind=kind, seconds=seconds, ratios=ratios)

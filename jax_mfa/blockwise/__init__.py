@@ -1,0 +1,17 @@
+"""Attention in tiles: O(T + S) memory in every pass, in plain jnp. The implementation wherever Metal is not.
+
+Tiles that no row can see by causality, window or lengths are never visited; tiles of disjoint segments and of empty
+mask blocks are stepped over. The loops are shaped for XLA's CPU backend: it compiles each loop of each layer of a model
+anew, so a tile's arithmetic is written into a program once; a matrix product is fast only when it is large and sums
+over the last axis of its first operand; and memory touched for the first time is slow, so that most of what is no
+result is of the size of a tile.
+
+What is not finite and hidden must not spoil a sum (0 · NaN is NaN). Sums are made without care, and once more with care
+where they are not finite.
+"""
+
+from jax_mfa.blockwise.backward import backward
+from jax_mfa.blockwise.forward import forward
+from jax_mfa.blockwise.tangent import tangent
+
+__all__ = ["backward", "forward", "tangent"]

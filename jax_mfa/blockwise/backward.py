@@ -1,0 +1,146 @@
+"""The backward pass: the probabilities of a tile are recomputed (Dao, arXiv:2307.08691, section 3.1), from a row's
+maximum and sum rather than from its log-sum-exp, which has not the digits where all scores of a row are huge."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mfa.blockwise.step import Problem, Step, add, finite
+from jax_mfa.blockwise.tiling import backward_tiling
+from jax_mfa.specification import Operands, Specification, reduce_rows, row_index
+
+
+def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
+    """Cotangents of the operands named in `wanted`, each of its operand's shape and dtype.
+
+    Args:
+      out, row_max, row_sum: results of `forward`.
+      d_out: [B, T, N, V]; d_lse: [B, T, N]. What they hold for rows that see nothing is ignored.
+    """
+    c = backward_tiling(spec, operands)
+    slope_gradient, bias_gradient = "alibi_slopes" in wanted, "bias" in wanted
+    if bias_gradient and operands.bias.shape[0] != 1:
+        c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
+    p = Problem(spec, operands, c)
+    acc = p.acc
+    # d(score) = dropped(probability) · d(p) − probability · shift, with shift = Σ d_out · out − d_lse
+    # (written as a product: XLA's CPU backend of JAX 0.10 takes seventy times as long for the sum)
+    d_rows = d_out.astype(acc)
+    shift = jnp.einsum("...v,...v->...", d_rows, out.astype(acc), precision="highest") - d_lse.astype(acc)
+    if not spec.every_row_sees(operands):
+        empty = row_sum == 0
+        row_sum = jnp.where(empty, acc.type(1), row_sum)
+        shift = jnp.where(empty, acc.type(0), shift)
+        d_rows = jnp.where(empty[..., None], acc.type(0), d_rows)
+    inverse = 1 / row_sum
+
+    def tile(w: Step, i, j, results, careful, rows, transposed, columns):
+        p, (query, d_rows, row_max, inverse, shift) = w.p, rows
+        (query_transposed, d_transposed), (key, value) = transposed, columns
+
+        def visit(results):
+            (d_query, d_key, d_value), (d_slopes, d_bias) = results
+            keys_j, d_i = w.columns_of("key", key, j), w.rows_of(d_rows, i)
+            x, d_cap = w.scores(w.rows_of(query, i), keys_j, i, j)
+            # a value that is not finite spoils only dp, which is overwritten where nobody may see it
+            d_p = w.product(d_i, w.columns_of("value", value, j), transpose=True)
+            see = w.visible(i, j)
+            if see is not None:
+                x = jnp.where(see, x, acc.type(-np.inf))
+            probability = p.weights(x, w.rows_of(row_max, i)) * w.rows_of(inverse, i)[..., None]
+            see = w.after_bias(see, i, j)
+            if see is not None:  # NaN in a row whose softmax is not defined
+                probability = jnp.where(see, probability, acc.type(0))
+            dropped = w.dropped(probability, i, j)
+            shift_i = w.rows_of(shift, i)[..., None]
+            if operands.dropout is None:
+                d_x = probability * (d_p - shift_i)
+            else:
+                d_x = dropped * d_p - probability * shift_i
+            if d_cap is not None:
+                d_x = d_x * d_cap
+            if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
+                d_x = jnp.where(see, d_x, acc.type(0))
+
+            products = [
+                (w.product, d_x, keys_j),
+                (w.transposed_product, d_x, w.transposed_rows_of(query_transposed, i)),
+                (w.transposed_product, dropped, w.transposed_rows_of(d_transposed, i)),
+            ]
+            d_query_i, d_key_j, d_value_j = w.sums(products, i, j, careful)
+            d_query = w.add_rows(d_query, d_query_i, i)
+            d_key, d_value = w.add_columns(d_key, d_key_j, j), w.add_columns(d_value, d_value_j, j)
+            if slope_gradient:
+                moment = (d_x * w.merged(w.distance(i, j))).sum(3)
+                d_slopes = w.add_heads(d_slopes, moment.reshape(*moment.shape[:2], p.g, -1).sum(3))
+            if bias_gradient:
+                d_bias = _add_bias_gradient(w, d_bias, d_x, w.row_start(i), w.column_start(j))
+            return (d_query, d_key, d_value), (d_slopes, d_bias)
+
+        return w.unless_empty(i, j, visit, results)
+
+    # keys and values stay transposed till the end: XLA transposes a whole array several times as fast as a part of one
+    shapes = (p.batch, p.k, p.g, p.t, p.h), (p.batch, p.k, p.h, p.s), (p.batch, p.k, p.v, p.s), (p.batch, p.k, p.g)
+    zeros = [jnp.zeros(shape, acc) for shape in (*shapes, operands.bias.shape if bias_gradient else ())]
+    init = tuple(zeros[:3]), tuple(zeros[3:])
+
+    def run(p, careful):
+        # scores and exponentials are computed from the same numbers as in `forward`: XLA then shares those of a problem
+        # of one tile
+        rows = [p.rows_by_head(x) for x in (operands.query, d_rows, row_max, inverse, shift)]
+        transposed = [p.rows_transposed(x) for x in (operands.query, d_rows)]
+        columns = [p.columns_by_head(x) for x in (operands.key, operands.value)]
+        return p.over_tiles(lambda *args: tile(*args, careful, rows, transposed, columns), init)
+
+    # the gradients by the scaled product; the scale itself follows outside
+    (d_query, d_key, d_value), (d_slopes, d_bias) = p.mended(run, run(p, False))
+
+    def scaled(x):  # [B, ...]
+        if operands.scale is None:
+            return x * spec.scale
+        scale = p.per_batch_row("scale", operands.scale).reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(x == 0, x, x * scale)  # a sum of nothing is 0, whatever the scale
+
+    def cotangent(name):
+        operand, repeat = getattr(operands, name), getattr(p.repeats, name)
+        if name == "query":
+            x = p.by_token(scaled(d_query))
+        elif name == "key":
+            x = jnp.moveaxis(scaled(d_key), 3, 1)
+        elif name == "value":
+            x = jnp.moveaxis(d_value, 3, 1)
+        elif name == "bias":
+            return d_bias.astype(operand.dtype)
+        elif name == "scale":
+            query = p.rows_by_head(operands.query)
+            x = ((finite(query) if p.masked else query) * d_query).sum((1, 2, 3, 4))
+        elif name == "alibi_slopes":
+            x = d_slopes.reshape(-1, p.n)
+        elif name == "sinks":
+            sinks = p.per_batch_row("sinks", operands.sinks)[:, None]
+            if not spec.every_row_sees(operands):
+                sinks = jnp.where(empty, acc.type(0), sinks)
+            x = -(jnp.exp(sinks - row_max) * inverse * shift).sum(1)
+        return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
+
+    return tuple(cotangent(name) for name in wanted)
+
+
+def _add_bias_gradient(w: Step, d_bias, d_x, row, column):
+    """Adds a tile of score gradients to the bias gradient, summed over the axes that the bias broadcasts."""
+    p, c = w.p, w.p.tiles
+    rows, heads, t, s = d_bias.shape
+    d_x = d_x.reshape(c.batch_rows, c.key_heads * p.g, c.rows, c.columns)
+    summed = tuple(axis for axis, size in enumerate((rows, heads, t, s)) if size == 1)
+    if summed:
+        d_x = d_x.sum(summed, keepdims=True)
+    start = (
+        row_index(w.row0, p.repeats.bias, rows) if rows != 1 else 0,
+        w.head0 * p.g if heads > 1 else 0,
+        row if t > 1 else 0,
+        column if s > 1 else 0,
+    )
+    return add(d_bias, d_x, *start)

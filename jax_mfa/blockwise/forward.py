@@ -1,0 +1,104 @@
+"""The forward pass: online softmax (Milakov & Gimelshein, arXiv:1805.02867) over key tiles."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_mfa.blockwise.step import Problem, Step
+from jax_mfa.blockwise.tiling import FEW_ROWS, forward_tiling
+from jax_mfa.specification import Operands, Specification
+
+
+def forward(spec: Specification, operands: Operands):
+    """Attention, and what the backward pass needs of each row.
+
+    Returns:
+      out: [B, T, N, V] of the query's dtype.
+      row_max: [B, T, N], the largest score of a row, its sink included; 0 where that is −∞ or the row sees nothing.
+      row_sum: [B, T, N], the sum of exp(score − row_max); 0 for a row that sees nothing, NaN for one whose softmax is
+        not defined. Both are float32 (float64).
+    """
+    few_rows = operands.query.shape[1] * operands.query.shape[2] <= FEW_ROWS
+    p = Problem(spec, operands, forward_tiling(spec, operands), few_rows)
+    acc = p.acc
+
+    def tile(w: Step, i, j, results, careful, query, key, value):
+        p = w.p
+
+        def visit(results):
+            (sums,), (high, total) = results
+            # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
+            x, _ = w.scores(w.rows_of(query, i), w.columns_of("key", key, j), i, j)
+            see = w.visible(i, j)
+            if see is not None:
+                x = jnp.where(see, x, acc.type(-np.inf))
+            new_high = x.max(-1)
+            if not p.rows_once:
+                new_high = jnp.maximum(w.rows_of(high, i), new_high)
+            shift = jnp.where(new_high == -np.inf, acc.type(0), new_high)
+            probability = p.weights(x, shift)
+            new_total = probability.sum(-1)
+            probability = w.dropped(probability, i, j)
+            (new_sums,) = w.sums([(w.product, probability, w.columns_of("value", value, j))], i, j, careful)
+            if p.rows_once:
+                new_high = shift
+            else:
+                rescale = jnp.exp(w.rows_of(high, i) - shift)
+                new_total = w.rows_of(total, i) * rescale + new_total
+                new_sums = w.rows_of(sums, i) * rescale[..., None] + new_sums
+            return (
+                (w.put_rows(sums, new_sums, i),),
+                (w.put_rows(high, new_high, i), w.put_rows(total, new_total, i)),
+            )
+
+        return w.unless_empty(i, j, visit, results)
+
+    rows = p.batch, p.k, p.g, p.t
+    init = (jnp.zeros((*rows, p.v), acc),), (jnp.full(rows, 0 if p.rows_once else -np.inf, acc), jnp.zeros(rows, acc))
+
+    def run(p, careful):
+        arrays = p.rows_by_head(operands.query), p.columns_by_head(operands.key), p.columns_by_head(operands.value)
+        return p.over_tiles(lambda *args: tile(*args, careful, *arrays), init)
+
+    (sums,), (high, total) = p.mended(run, run(p, False))
+
+    lost = total == 0  # rows that have met no score above −∞
+    row_max = high if p.rows_once else jnp.where(lost, acc.type(0), high)
+    if operands.sinks is None and spec.every_row_sees(operands):
+        # a row of scores that are −∞ all is 0 / 0; nothing else stands between a compiler and one kernel for all of it
+        out, row_sum = sums / total[..., None], jnp.where(lost, acc.type(np.nan), total)
+    else:
+        out, row_max, row_sum = _with_lost_rows(p, lost, sums, row_max, total)
+    return p.by_token(out.astype(operands.query.dtype)), p.by_token(row_max), p.by_token(row_sum)
+
+
+def _with_lost_rows(p: Problem, lost, sums, row_max, total):
+    """Output, maximum and sum of rows, some of which may be `lost`: they have met no score above −∞."""
+    o, zero = p.operands, p.acc.type(0)
+    seen = _seen(p, lost)
+    undefined, empty = lost & seen, lost & ~seen  # rows that see scores of −∞ alone, and rows that see nothing
+    if o.sinks is not None:
+        sinks = p.per_row_and_head("sinks", o.sinks)
+        high = jnp.where(lost, -np.inf, row_max)
+        new_max = jnp.where(empty, zero, jnp.maximum(high, sinks))
+        rescale = jnp.where(undefined, zero, jnp.exp(high - new_max))
+        total = total * rescale + jnp.exp(sinks - new_max)
+        sums, row_max = sums * rescale[..., None], jnp.where(new_max == -np.inf, zero, new_max)
+        undefined = undefined & (sinks == -np.inf)
+    total = jnp.where(empty, zero, jnp.where(undefined, p.acc.type(np.nan), total))
+    return sums / jnp.where(empty, p.acc.type(1), total)[..., None], row_max, total
+
+
+def _seen(p: Problem, lost):
+    """Whether a row sees anything, [B, K, G, T]: right where it is `lost`, of which alone that is asked."""
+    if p.spec.every_row_sees(p.operands):
+        return jnp.ones(lost.shape, bool)
+
+    def tile(w: Step, i, j, seen):
+        visit = lambda seen: w.put_rows(seen, w.rows_of(seen, i) | w.all_visible(i, j).any(-1), i)
+        return w.unless_empty(i, j, visit, seen)
+
+    none = jnp.zeros(lost.shape, bool)
+    return lax.cond(lost.any(), lambda: p.over_tiles(tile, none), lambda: none)

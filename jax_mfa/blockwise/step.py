@@ -1,0 +1,572 @@
+"""What the passes share: the tiles of a problem, the loop over them, and the arithmetic of one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_mfa.blockwise.tiling import Tiling, careful_tiling
+from jax_mfa.philox import keep_mask
+from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows, row_index
+
+_MOST = 2**31 - 1  # of int32
+
+
+def finite(x):
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def all_finite(*arrays):
+    # the cheapest reduction; of numbers so large that their sum is infinite it may say no
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(x.sum()) for x in arrays])
+
+
+def _clip(x, low, high):
+    """`x` within low..high, in numpy while all three are known."""
+    return (jnp if any(isinstance(v, jax.Array) for v in (x, low, high)) else np).clip(x, low, high)
+
+
+def _before(position, side: int):
+    """`position − side`, or 0 where that is negative; no sum on the way leaves int32."""
+    return _clip(position, side, _MOST) - side
+
+
+def _after(position, side: int, end: int):
+    """`position + side + 1`, or `end` where that is more; no sum on the way leaves int32."""
+    return _clip(position, -_MOST, end - 1 - side) + side + 1
+
+
+def _divmod(a, b):
+    """Quotient and remainder of what is not negative."""
+    if isinstance(b, (int, np.integer)) and b == 1:
+        return a, jnp.zeros_like(a)
+    b = jnp.asarray(b, a.dtype)
+    return lax.div(a, b), lax.rem(a, b)
+
+
+def _index(i):
+    """An index that is not negative, as JAX takes it without asking."""
+    return np.uint32(i) if isinstance(i, (int, np.integer)) else i.astype(jnp.uint32)
+
+
+def _cut(x, shape: tuple[int, ...], *start):
+    """The part of `x` of this shape from `start` on."""
+    return x if x.shape == shape else lax.dynamic_slice(x, [_index(i) for i in start], shape)
+
+
+def put(x, part, *start):
+    """`x` with `part` in it, from `start` on."""
+    return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, [_index(i) for i in start])
+
+
+def add(x, part, *start):
+    """`x` with `part` added to it, from `start` on."""
+    return put(x, _cut(x, part.shape, *start) + part, *start)
+
+
+def _slice(x, start, size: int, axis: int):
+    """`size` elements along `axis` from `start`; an axis of size 1 broadcasts and is kept."""
+    if x.shape[axis] == 1:
+        return x
+    shape = *x.shape[:axis], size, *x.shape[axis + 1 :]
+    return _cut(x, shape, *(start if k == axis else 0 for k in range(x.ndim)))
+
+
+def _as_words(x, index):
+    """Numbers of 16 bits as integers, made within the loop of this index: XLA then cuts a part of them before it
+    converts that. Numbers it would convert all, and before the loop."""
+    if x.dtype.itemsize > 2:
+        return x
+    x, _ = lax.optimization_barrier((x, index))
+    return lax.bitcast_convert_type(x, jnp.uint16)
+
+
+def _as_numbers(x, dtype):
+    """What `_as_words` took, again."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(lax.optimization_barrier(x), dtype)
+
+
+def _tile_start(i, size: int, length: int):
+    """First index of tile `i`: the last tile of a ragged length reaches back over its neighbour."""
+    return i * size if length % size == 0 else _clip(i * size, 0, length - size)
+
+
+def _sums_of_others(pairs, see):
+    """Σ weights · x over what is visible and not finite, of pairs of weights [..., y, s] and x [..., s, z]."""
+    if not pairs:
+        return []
+
+    def add_terms(k, sums):
+        seen, parts = _slice(see, k, 1, 3), [(_slice(weights, k, 1, 3), _slice(x, k, 1, 2)) for weights, x in pairs]
+        return [y + jnp.where(seen & ~jnp.isfinite(x), weight * x, 0) for y, (weight, x) in zip(sums, parts)]
+
+    init = [jnp.zeros((*weights.shape[:3], x.shape[3]), weights.dtype) for weights, x in pairs]
+    return lax.fori_loop(jnp.uint32(0), jnp.uint32(see.shape[3]), add_terms, init)
+
+
+class Problem:
+    """A specification with its operands and its tiles.
+
+    Arrays of rows are read in the layout [B, K, G, T, ...], those of columns in [rows, K, S, ...]: what a step takes of
+    them is then a matrix as it lies. Columns that are met once are left as they are till then: nothing is read of a
+    cache but the tiles that are visited.
+    """
+
+    def __init__(self, spec: Specification, operands: Operands, tiles: Tiling, few_rows: bool = False):
+        self.spec, self.operands, self.tiles = spec, operands, tiles
+        self.repeats = Operands(*spec.repeats)
+        self.batch, self.t, self.n, self.h = operands.query.shape
+        self.s, self.k, self.v = operands.value.shape[1:]
+        self.g = self.n // self.k
+        self.acc = accumulation_dtype(operands.query.dtype)
+        self.row_tiles = -(-self.t // tiles.rows)
+        self.column_tiles = -(-self.s // tiles.columns)
+        overlap = bool(self.t % tiles.rows or self.s % tiles.columns)
+        self.rows_once = self.column_tiles == 1 and self.t % tiles.rows == 0
+        self.columns_once = self.row_tiles == 1 and self.s % tiles.columns == 0
+        self.batch_steps = self.batch // tiles.batch_rows
+        self.head_steps = self.k // tiles.key_heads
+        self.whole = self.batch_steps == self.head_steps == self.row_tiles == self.column_tiles == 1
+        self.met_once = self.row_tiles == 1 and not self.whole
+        # few rows: all heads in one product over the columns as they lie, of which only blocks are looked at
+        self.heads_in_one = few_rows and self.met_once and 1 < tiles.key_heads and tiles.key_heads == self.k
+        # whether anything that is not finite may spoil what does not see it
+        self.masked = spec.has_mask(operands) or overlap or self.heads_in_one
+
+    # --- layouts
+
+    def rows_by_head(self, x):
+        """[B, T, N, ...] as [B, K, G, T, ...] in the accumulation dtype."""
+        return jnp.moveaxis(x.reshape(*x.shape[:2], self.k, self.g, *x.shape[3:]), 1, 3).astype(self.acc)
+
+    def rows_transposed(self, x):
+        """[B, T, N, x] as [B, K, x, G, T] in the accumulation dtype."""
+        return x.reshape(*x.shape[:2], self.k, self.g, -1).transpose(0, 2, 4, 3, 1).astype(self.acc)
+
+    def by_token(self, x):
+        """[B, K, G, T, ...] as [B, T, N, ...]."""
+        x = jnp.moveaxis(x, 3, 1)
+        return x.reshape(*x.shape[:2], self.n, *x.shape[4:])
+
+    def columns_by_head(self, x):
+        """[rows, S, K, ...] as [rows, K, S, ...] in the accumulation dtype; or as it is where it is `met_once`."""
+        return x if self.met_once else jnp.moveaxis(x, 2, 1).astype(self.acc)
+
+    def per_batch_row(self, name: str, x):
+        """`[rows, ...]` of the operand of this name, or like it, as `[B|1, ...]` in the accumulation dtype."""
+        return (x if x.shape[0] == 1 else expand_rows(x, getattr(self.repeats, name), self.batch)).astype(self.acc)
+
+    def per_row_and_head(self, name: str, x):
+        """`[rows, N]` as `[B|1, K, G, 1]`."""
+        x = self.per_batch_row(name, x)
+        return x.reshape(x.shape[0], self.k, self.g, 1)
+
+    # --- loops
+
+    def bounds(self):
+        """The column tiles in which a row may see something: first, and the one after the last; [batch steps, row
+        tiles] each, of numpy where they are known."""
+        spec, o, c = self.spec, self.operands, self.tiles
+        (left, right), size = spec.band, c.columns
+
+        def per_step(name):  # [1 | batch steps, batch rows of a step]
+            x = expand_rows(getattr(o, name), getattr(self.repeats, name), self.batch)
+            return x.reshape(-1, 1 if x.shape[0] == 1 else c.batch_rows)
+
+        first = _tile_start(np.arange(self.row_tiles, dtype=np.int32), c.rows, self.t)[None]
+        low_offset = high_offset = np.full((1, 1), spec.query_offset)
+        if o.query_offset is not None:
+            offset = per_step("query_offset")
+            low_offset, high_offset = offset.min(1, keepdims=True), offset.max(1, keepdims=True)
+        low, high = np.zeros_like(first), np.full_like(first, self.s)
+        if left is not None:
+            low = _clip(_before(first + low_offset, left), 0, self.s)
+        if right is not None:
+            high = _clip(_after(first + c.rows - 1 + high_offset, right, self.s), 0, self.s)
+        if o.key_lengths is not None:
+            high = _clip(per_step("key_lengths").max(1, keepdims=True), 0, high)
+        if o.query_lengths is not None:
+            high = jnp.where(first < per_step("query_lengths").max(1, keepdims=True), high, 0)
+        end = -(-high // size)
+        low = low // size + 0 * end
+        return low, _clip(end, low, self.column_tiles)
+
+    def over_tiles(self, body, carry):
+        """`body(step, i, j, carry)` over all tiles in which a row may see something."""
+        if self.whole:
+            return body(Step(self, 0, 0), 0, 0, carry)
+        low, end = self.bounds()
+        lists = low.shape[0]  # of tiles: one for each step of the batch, or one for all
+        counts = (end - low).reshape(-1)
+        ends = counts.cumsum()
+        known = isinstance(counts, np.ndarray)
+        dense = known and bool((counts == self.column_tiles).all())
+        ends, shift = (jnp.asarray(x).astype(jnp.uint32) for x in (ends, low.reshape(-1) - (ends - counts)))
+        if known and not counts.any():
+            return carry
+        each = np.uint32(counts.sum()) if known else jnp.maximum(ends[-1], 1)  # a divisor
+
+        def place(index):  # in numbers without a sign: quotients of others are long programs
+            step, rest = _divmod(index, each)
+            if dense:
+                i, j = _divmod(rest, self.column_tiles)
+            else:
+                row = (ends <= rest).sum(dtype=jnp.uint32)
+                i, j = _divmod(row, self.row_tiles)[1], rest + _slice(shift, row, 1, 0)[0]
+            if lists == 1:
+                batch_step, head_step = _divmod(step, self.head_steps)
+            else:
+                batch_step, head_step = _divmod(row, self.row_tiles)[0], step
+            return tuple(x.astype(jnp.int32) for x in (batch_step, head_step, i, j))
+
+        def turn(index, state):
+            # the place of the next turn is found in this one: what is carried is not computed anew by all that need it
+            (batch_step, head_step, i, j), carry = state
+            following = place(jnp.asarray(index, jnp.uint32) + jnp.uint32(1))
+            return following, body(Step(self, batch_step, head_step), i, j, carry)
+
+        turns = (each if known else ends[-1]) * jnp.uint32(self.head_steps * (self.batch_steps if lists == 1 else 1))
+        return lax.fori_loop(jnp.uint32(0), turns, turn, (place(jnp.uint32(0)), carry))[1]
+
+    def mended(self, run, results):
+        """The results of `run(problem, careful=False)` for a problem of one tile: its sums, those of a careful run if
+        they are not finite, and what takes no care."""
+        sums, rest = results
+        if not (self.whole and self.masked):
+            return results
+        # a loop of one turn or none, for it changes its arrays in place; `lax.cond` copies what it hands on
+        one_head = Problem(self.spec, self.operands, careful_tiling(self.operands))
+        again = lambda _: (jnp.zeros((), bool), run(one_head, True)[0])
+        return lax.while_loop(lambda state: state[0], again, (~all_finite(*sums), sums))[1], rest
+
+    def weights(self, scores, row_max):
+        """exp(scores − row_max) of [..., columns] and [...]."""
+        x = scores - row_max[..., None]
+        if self.operands.bias is not None or self.operands.alibi_slopes is not None:
+            # scores that are made again may be rounded otherwise: where they are huge, and one unit in the last place
+            # is a large power of e, none may pass the maximum
+            x = jnp.minimum(x, self.acc.type(0))
+        return jnp.exp(x)
+
+
+class Step:
+    """The operands of one step. R batch rows and E key heads of it, M = G · rows: the rows of a group's heads are rows
+    of one matrix. Everything else keeps its letter."""
+
+    def __init__(self, problem: Problem, batch_step, head_step):
+        self.p, c = problem, problem.tiles
+        self.row0, self.head0 = batch_step * c.batch_rows, head_step * c.key_heads
+        o, acc = problem.operands, problem.acc
+
+        per_row: Any = lambda name: None if getattr(o, name) is None else self.per_row(name, getattr(o, name))
+        self.offset = per_row("query_offset")
+        self.query_lengths = per_row("query_lengths")
+        self.key_lengths = per_row("key_lengths")
+        self.scale = None if o.scale is None else per_row("scale").astype(acc)
+        self.slopes = None if o.alibi_slopes is None else self.per_head("alibi_slopes", o.alibi_slopes)
+        self.query_segments = (
+            None if o.query_segment_ids is None else self.rows("query_segment_ids", o.query_segment_ids)
+        )
+        self.key_segments = None if o.key_segment_ids is None else self.rows("key_segment_ids", o.key_segment_ids)
+        self.key_ranges = None if o.key_ranges is None else self.rows("key_ranges", o.key_ranges)
+        self.bias = self.scores_like("bias", o.bias)
+        self.mask = self.scores_like("mask", o.mask)
+        self.blocks = self.scores_like("block_mask", o.block_mask)
+
+    # --- taking a step's share of an operand
+
+    def rows(self, name: str, x):
+        """The rows that the step's batch rows read of `x`, the operand of this name or an array like it: [R|1, ...]."""
+        return self.take_rows(x, getattr(self.p.repeats, name))
+
+    def per_row(self, name: str, x):
+        """`[rows]` as `[R|1, 1, 1, 1, 1]`."""
+        return self.rows(name, x).reshape(-1, 1, 1, 1, 1)
+
+    def take_rows(self, x, repeat: int = 1):
+        rows, size = x.shape[0], self.p.tiles.batch_rows
+        if rows == 1 or (rows == size == self.p.batch and repeat == 1):
+            return x
+        if size == 1:
+            return _slice(x, row_index(self.row0, repeat, rows), 1, 0)
+        return x[row_index(self.row0 + jnp.arange(size), repeat, rows)]
+
+    def per_head(self, name: str, x):
+        """`[rows, N]` as `[R|1, E, G, 1, 1]`."""
+        x = self.rows(name, x).astype(self.p.acc)
+        x = x.reshape(x.shape[0], self.p.k, self.p.g, 1, 1)
+        return _slice(x, self.head0, self.p.tiles.key_heads, 1)
+
+    def scores_like(self, name: str, x):
+        """`[rows, 1|N, 1|T, 1|S]` as `[R|1, 1|E, 1|G, 1|T, 1|S]`; None as None."""
+        if x is None:
+            return None
+        x = self.rows(name, x)
+        heads = (1, 1) if x.shape[1] == 1 else (self.p.k, self.p.g)
+        return _slice(x.reshape(x.shape[0], *heads, *x.shape[2:]), self.head0, self.p.tiles.key_heads, 1)
+
+    def rows_of(self, x, i):
+        """The rows of tile `i` of `[B, K, G, T, ...]`: `[R, E, M, ...]`."""
+        c, tail = self.p.tiles, x.shape[4:]
+        shape = (c.batch_rows, c.key_heads, self.p.g, c.rows, *tail)
+        x = _cut(x, shape, self.row0, self.head0, 0, self.row_start(i), *(0,) * len(tail))
+        return x.reshape(*shape[:2], -1, *tail)
+
+    def transposed_rows_of(self, x, i):
+        """The rows of tile `i` of `[B, K, x, G, T]`: `[R, E, x, M]`."""
+        c = self.p.tiles
+        shape = (c.batch_rows, c.key_heads, x.shape[2], self.p.g, c.rows)
+        return _cut(x, shape, self.row0, self.head0, 0, 0, self.row_start(i)).reshape(*shape[:3], -1)
+
+    def put_rows(self, x, part, i):
+        """`x`, [B, K, G, T, ...], with `part`, [R, E, M, ...], as the rows of tile `i`."""
+        part = part.reshape(*part.shape[:2], self.p.g, -1, *part.shape[3:])
+        return put(x, part, self.row0, self.head0, 0, self.row_start(i), *(0,) * (x.ndim - 4))
+
+    def add_rows(self, x, part, i):
+        """`x`, [B, K, G, T, ...], with `part` added to the rows of tile `i`."""
+        return self.put_rows(x, part if self.p.rows_once else self.rows_of(x, i) + part, i)
+
+    def columns_of(self, name: str, x, j):
+        """The columns of tile `j` of an operand, or of an array like it: `[R|1, E, columns, ...]`, or `[R|1, columns,
+        E, ...]` where `heads_in_one`.
+
+        Args:
+          x: what `columns_by_head` made of the operand.
+        """
+        c = self.p.tiles
+        if not self.p.met_once:
+            return self.rows(name, _slice(_slice(x, self.column_start(j), c.columns, 2), self.head0, c.key_heads, 1))
+        words = _slice(_as_words(x, j), self.column_start(j), c.columns, 1)
+        words = self.rows(name, _slice(words, self.head0, c.key_heads, 2))
+        columns = _as_numbers(words, x.dtype).astype(self.p.acc)
+        return columns if self.p.heads_in_one else jnp.moveaxis(columns, 2, 1)
+
+    def by_head(self, columns):
+        """What `columns_of` gave, as `[R|1, E, columns, ...]`."""
+        return jnp.moveaxis(columns, 2, 1) if self.p.heads_in_one else columns
+
+    def add_columns(self, x, part, j):
+        """`x`, [B, K, ..., S], with `part`, [R, E, ..., columns], added to the columns of tile `j`."""
+        return (put if self.p.columns_once else add)(x, part, self.row0, self.head0, 0, self.column_start(j))
+
+    def add_heads(self, x, part):
+        """`x`, [B, K, G], with `part`, [R, E, G], added."""
+        return add(x, part, self.row0, self.head0, 0)
+
+    # --- rows and columns of a tile
+
+    def merged(self, x):
+        """`[R|1, 1|E, 1|G, 1|rows, 1|columns]` as `[R|1, 1|E, 1|M, 1|columns]`."""
+        r, e, g, t, s = x.shape
+        if g * t > 1 and self.p.g > 1:
+            x = jnp.broadcast_to(x, (r, e, self.p.g, self.p.tiles.rows, s))
+        return x.reshape(r, e, -1, s)
+
+    def row_start(self, i):
+        return _tile_start(i, self.p.tiles.rows, self.p.t)
+
+    def column_start(self, j):
+        return _tile_start(j, self.p.tiles.columns, self.p.s)
+
+    def positions(self, i):
+        """Positions of tile `i`'s rows: [R|1, 1, 1, rows, 1]."""
+        t = self.row_start(i) + jnp.arange(self.p.tiles.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+        return t + (self.p.spec.query_offset if self.offset is None else self.offset)
+
+    def columns(self, j):
+        return self.column_start(j) + jnp.arange(self.p.tiles.columns, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+
+    def distance(self, i, j):
+        """How far a column stands after a row: [R|1, 1, 1, rows, columns]."""
+        return (self.columns(j) - self.positions(i)).astype(self.p.acc)
+
+    def visible(self, i, j):
+        """Which scores of a tile count: bool, broadcastable to [R, E, M, columns]; None where all do.
+
+        A bias of −∞ is not asked: `scores` are −∞ there.
+        """
+        p, spec, c = self.p, self.p.spec, self.p.tiles
+        rules = []
+        column = self.columns(j)
+        row = self.row_start(i) + jnp.arange(c.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+        if p.masked:
+            left, right = spec.band
+            if (left, right) != (None, None):
+                distance = column - self.positions(i)
+                if left is not None:
+                    rules.append(distance >= -left)
+                if right is not None:
+                    rules.append(distance <= right)
+            if self.key_lengths is not None:
+                rules.append(column < self.key_lengths)
+            if self.query_lengths is not None:
+                rules.append(row < self.query_lengths)
+            if self.mask is not None:
+                rules.append(self.tile_of(self.mask, i, j))
+            if self.query_segments is not None:
+                a, b = self.segments(i, j)
+                rules.append(a[:, None, None, :, None] == b[:, None, None, None, :])
+            if self.key_ranges is not None:
+                start, end = (x[:, None, None, :, None] for x in self.ranges(i))
+                rules.append((column >= start) & (column < end))
+            if self.blocks is not None:
+                block_rows, block_columns = spec.mask_block
+                blocks = jnp.take(self.blocks, row.reshape(-1) // block_rows, axis=3)
+                rules.append(jnp.take(blocks, column.reshape(-1) // block_columns, axis=4))
+            # what tiles share belongs to the first of them
+            if p.t % c.rows:
+                rules.append(row >= i * c.rows)
+            if p.s % c.columns:
+                rules.append(column >= j * c.columns)
+        return self.merged(functools.reduce(jnp.logical_and, rules)) if rules else None
+
+    def all_visible(self, i, j):
+        """The same after the bias: [R, E, M, columns]."""
+        c, see = self.p.tiles, self.after_bias(self.visible(i, j), i, j)
+        return jnp.broadcast_to(True if see is None else see, (c.batch_rows, c.key_heads, self.p.g * c.rows, c.columns))
+
+    def after_bias(self, see, i, j):
+        """`see` without the columns that a bias of −∞ hides; None where nothing is hidden."""
+        if not self.p.spec.bias_hides(self.p.operands):
+            return see
+        shown = self.merged(self.tile_of(self.bias, i, j)) != -np.inf
+        return shown if see is None else see & shown
+
+    def segments(self, i, j):
+        return (
+            _slice(self.query_segments, self.row_start(i), self.p.tiles.rows, 1),
+            _slice(self.key_segments, self.column_start(j), self.p.tiles.columns, 1),
+        )
+
+    def ranges(self, i):
+        """First visible column of tile `i`'s rows and the one after the last: [R|1, rows] each."""
+        x = _slice(self.key_ranges, self.row_start(i), self.p.tiles.rows, 1)
+        return x[..., 0], x[..., 1]
+
+    def unless_empty(self, i, j, body, carry):
+        """`body(carry)`, or `carry` where segments, ranges or mask blocks show that no score of the tile is visible."""
+        some = []
+        if self.query_segments is not None:
+            a, b = self.segments(i, j)
+            some.append(((a.min(1) <= b.max(1)) & (b.min(1) <= a.max(1))).any())
+        if self.key_ranges is not None:
+            (start, end), column = self.ranges(i), self.column_start(j)
+            some.append(((start < column + self.p.tiles.columns) & (end > column) & (start < end)).any())
+        if self.blocks is not None:
+            rows, columns = self.p.spec.mask_block
+            row = self.row_start(i) + jnp.arange(self.p.tiles.rows)
+            column = self.column_start(j) + jnp.arange(self.p.tiles.columns)
+            row_blocks = jnp.zeros(self.blocks.shape[3], bool).at[row // rows].set(True)
+            column_blocks = jnp.zeros(self.blocks.shape[4], bool).at[column // columns].set(True)
+            touched = row_blocks[:, None] & column_blocks[None, :]
+            some.append((self.blocks & touched.reshape(1, 1, 1, *touched.shape)).any())
+        if not some:
+            return body(carry)
+        return lax.cond(functools.reduce(jnp.logical_and, some), body, lambda x: x, carry)
+
+    def tile_of(self, x, i, j):
+        x = _slice(x, self.row_start(i), self.p.tiles.rows, 3)
+        return _slice(x, self.column_start(j), self.p.tiles.columns, 4)
+
+    # --- products and scores
+
+    def product(self, a, b, transpose: bool = False):
+        """`[R, E, M, x] · [R|1, E, x, y]`, or `[R|1, E, y, x]` to transpose: [R, E, M, y]."""
+        b = jnp.broadcast_to(b, (a.shape[0], *b.shape[1:]))
+        return lax.dot_general(a, b, (((3,), (3 if transpose else 2,)), ((0, 1), (0, 1))))
+
+    def product_in_one(self, a, b, transpose: bool = False):
+        """`product` with a `b` of `[R|1, columns, E, y]`, whose products of other heads are made and thrown away."""
+        r, e, m, _ = a.shape
+        own = jnp.eye(e, dtype=bool)[:, None, :, None]
+        b = jnp.broadcast_to(b, (r, *b.shape[1:])).reshape(*b.shape[:2], -1)
+        if transpose:
+            a = jnp.where(own, a[:, :, :, None], 0).reshape(r, e * m, -1)
+            x = lax.dot_general(b, a, (((2,), (2,)), ((0,), (0,))))
+            return jnp.moveaxis(x, 1, 2).reshape(r, e, m, -1)
+        x = lax.dot_general(a.reshape(r, e * m, -1), b, (((2,), (1,)), ((0,), (0,))))
+        return jnp.where(own, x.reshape(r, e, m, e, -1), 0).sum(3)
+
+    def transposed_product(self, weights, a):
+        """`[R, E, x, M] · [R, E, M, columns]`: [R, E, x, columns]."""
+        return lax.dot_general(a, weights, (((3,), (2,)), ((0, 1), (0, 1))))
+
+    def sums(self, products, i, j, careful: bool):
+        """`product(weights, x)` of each (product, weights, x), of which what is hidden has no part though `x` is not
+        finite: 0 · NaN is NaN. What is not finite is then added term by term; it is rare.
+
+        Args:
+          products: first those with `product`, then those with `transposed_product`, with weights [R, E, M, columns]
+            that are zero where hidden, and x: what `columns_of` gave, or rows of queries [R, E, x, M].
+          careful: that it be added so; otherwise only where a sum is not finite and something may be hidden.
+        """
+
+        def with_care():
+            see = self.all_visible(i, j)
+            by_head = [(product, weights, self.by_head(x)) for product, weights, x in products]
+            over_columns = [(weights, x) for product, weights, x in by_head if product == self.product]
+            over_rows = [(weights, x) for product, weights, x in by_head if product != self.product]
+            swapped = [[jnp.swapaxes(y, 2, 3) for y in pair] for pair in over_rows]
+            others = _sums_of_others(over_columns, see)
+            others += [jnp.swapaxes(y, 2, 3) for y in _sums_of_others(swapped, jnp.swapaxes(see, 2, 3))]
+            return [product(weights, finite(x)) + other for (product, weights, x), other in zip(by_head, others)]
+
+        if careful:
+            return with_care()
+        products_of_matrices = [
+            (self.product_in_one if self.p.heads_in_one else product)(weights, x) for product, weights, x in products
+        ]
+        if self.p.whole or not self.p.masked:
+            return products_of_matrices
+        return lax.cond(all_finite(*products_of_matrices), lambda: products_of_matrices, with_care)
+
+    def factor(self):
+        """The scale: a number, or [R|1, 1, 1, 1]."""
+        return self.p.spec.scale if self.scale is None else self.merged(self.scale)
+
+    def scores(self, q, keys, i, j):
+        """Scores of a tile after bias, slopes and soft cap, and the derivative of the cap (None without one)."""
+        if self.p.heads_in_one:
+            x = self.product_in_one(q, keys, transpose=True)
+            by_head = lambda: self.product(q, self.by_head(keys), transpose=True)
+            x = lax.cond(jnp.isfinite(x.sum()), lambda: x, by_head)
+        else:
+            x = self.product(q, keys, transpose=True)
+        x = x * self.factor()
+        if self.bias is not None:
+            bias = self.merged(self.tile_of(self.bias, i, j)).astype(x.dtype)
+            x = x + bias
+        if self.slopes is not None:
+            x = x + self.merged(self.slopes * self.distance(i, j))
+        if self.p.spec.bias_hides(self.p.operands):  # whatever the rest is
+            x = jnp.where(bias == -np.inf, bias, x)
+        cap, d_cap = self.p.spec.logits_soft_cap, None
+        if cap is not None:
+            y = jnp.tanh(x / cap)
+            x, d_cap = cap * y, 1 - y * y
+        if self.slopes is not None or cap is not None:
+            # a compiler that contracts the last product differently for a row's maximum and for the exponent would
+            # shift huge scores against each other
+            x = lax.optimization_barrier(x)
+        return x, d_cap
+
+    def dropped(self, probability, i, j):
+        """The probabilities of a tile after dropout."""
+        o, c, p = self.p.operands, self.p.tiles, self.p
+        if o.dropout is None:
+            return probability
+        seed0, seed1, batch, head0 = (self.rows("dropout", o.dropout)[:, w].reshape(-1, 1, 1, 1, 1) for w in range(4))
+        head = jnp.arange(p.n, dtype=jnp.uint32).reshape(1, p.k, p.g, 1, 1)
+        head = head0 + _slice(head, self.head0, c.key_heads, 1)
+        row = self.row_start(i) + jnp.arange(c.rows).reshape(1, 1, 1, -1, 1)
+        keep = keep_mask(
+            p.spec.dropout_rate, (seed0, seed1), batch, head, row.astype(jnp.uint32), self.column_start(j), c.columns
+        )
+        # a division, because XLA on CPU would compute a product, and the mask with it, once for each of its uses
+        return probability / self.merged(jnp.where(keep, p.acc.type(1 - p.spec.dropout_rate), p.acc.type(np.inf)))

@@ -1,0 +1,90 @@
+"""Forward mode: the tangents of output and log-sum-exp, by the same tiles."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mfa.blockwise.step import Problem, Step
+from jax_mfa.blockwise.tiling import forward_tiling
+from jax_mfa.specification import Operands, Specification
+
+
+def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, wanted: tuple[str, ...], tangents):
+    """What `out` and the log-sum-exp change by, where the operands named in `wanted` change by `tangents`.
+
+    With t(score) the change of a score, that of the log-sum-exp is Σ probability · t(score), and that of the output
+    Σ dropped(probability) · (t(score) · value + t(value)) − out · t(log-sum-exp).
+
+    Args:
+      out, row_max, row_sum: results of `forward`.
+      tangents: of the shape and dtype of their operands.
+
+    Returns:
+      [B, T, N, V] of the query's dtype, and [B, T, N] float32 (float64).
+    """
+    p = Problem(spec, operands, forward_tiling(spec, operands))
+    acc, t = p.acc, Operands(**dict(zip(wanted, tangents)))
+    empty = row_sum == 0
+    inverse = 1 / jnp.where(empty, acc.type(1), row_sum)
+
+    def tile(w: Step, i, j, results, careful, rows, columns):
+        p = w.p
+        (query_i, t_query_i, row_max_i, inverse_i) = (None if x is None else w.rows_of(x, i) for x in rows)
+        names = "key", "key", "value", "value"
+
+        def visit(results):
+            (sums,), (lse,) = results
+            key_j, t_key_j, value_j, t_value_j = (
+                None if x is None else w.columns_of(name, x, j) for name, x in zip(names, columns)
+            )
+            x, d_cap = w.scores(query_i, key_j, i, j)
+            see = w.visible(i, j)
+            if see is not None:
+                x = jnp.where(see, x, acc.type(-np.inf))
+            see = w.after_bias(see, i, j)
+            hidden = lambda x: x if see is None else jnp.where(see, x, acc.type(0))
+            probability = hidden(p.weights(x, row_max_i) * inverse_i[..., None])
+
+            t_x = jnp.zeros((), acc)
+            if t_query_i is not None:
+                t_x = t_x + w.product(t_query_i, key_j, transpose=True)
+            if t_key_j is not None:
+                t_x = t_x + w.product(query_i, t_key_j, transpose=True)
+            t_x = t_x * w.factor()
+            if t.scale is not None:
+                t_scale = w.merged(w.per_row("scale", t.scale).astype(acc))
+                t_x = t_x + t_scale * w.product(query_i, key_j, transpose=True)
+            if t.bias is not None:
+                t_x = t_x + w.merged(w.tile_of(w.scores_like("bias", t.bias), i, j)).astype(acc)
+            if t.alibi_slopes is not None:
+                t_x = t_x + w.merged(w.per_head("alibi_slopes", t.alibi_slopes) * w.distance(i, j))
+            if d_cap is not None:
+                t_x = t_x * d_cap
+            moved = probability * hidden(t_x)
+
+            products = [(w.product, w.dropped(moved, i, j), value_j)]
+            if t_value_j is not None:
+                products.append((w.product, w.dropped(probability, i, j), t_value_j))
+            sums = w.add_rows(sums, sum(w.sums(products, i, j, careful)), i)
+            return (sums,), (w.add_rows(lse, moved.sum(-1), i),)
+
+        return w.unless_empty(i, j, visit, results)
+
+    rows_shape = p.batch, p.k, p.g, p.t
+    init = (jnp.zeros((*rows_shape, p.v), acc),), (jnp.zeros(rows_shape, acc),)
+
+    def run(p, careful):
+        given = lambda layout, x: None if x is None else layout(x)
+        rows = [given(p.rows_by_head, x) for x in (operands.query, t.query, row_max, inverse)]
+        columns = [given(p.columns_by_head, x) for x in (operands.key, t.key, operands.value, t.value)]
+        return p.over_tiles(lambda *args: tile(*args, careful, rows, columns), init)
+
+    (sums,), (lse,) = p.mended(run, run(p, False))
+    sums, lse = p.by_token(sums), p.by_token(lse)
+    if t.sinks is not None:
+        sinks, t_sinks = (p.per_batch_row("sinks", x)[:, None] for x in (operands.sinks, t.sinks))
+        sinks = jnp.where(empty, acc.type(-np.inf), sinks)
+        lse = lse + jnp.exp(sinks - row_max) * inverse * t_sinks
+    t_out = sums - out.astype(acc) * lse[..., None]
+    return t_out.astype(operands.query.dtype), lse

@@ -1,0 +1,80 @@
+"""How the loops of `blockwise` cut a problem, and why: every number here was measured, on x86-64 with two cores.
+
+XLA's CPU backend runs a matrix product at full speed only when it is large. A *step* takes a few batch rows and key
+heads, a *tile* is a part of their scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax_mfa.specification import Operands, Specification
+
+# A problem of no more scores than this, over all heads and batch rows, is one tile: loops cost more than they save.
+WHOLE_SCORES = 2**20
+# Below about 512 × 512 scores a product slows down; 1024 × 1024 are better still, but where positions hide columns they
+# compute more that is hidden.
+ROWS = COLUMNS = 512
+# So few rows, over all heads, are multiplied with the keys of all heads: keys and values are then read once, as they
+# lie, and reading is what takes the time.
+FEW_ROWS = 16
+# Several heads share a step up to this many scores; the backward pass, which holds twice as many tiles at a time, is
+# faster with half of them.
+FORWARD_SCORES = 2**20
+BACKWARD_SCORES = 2**19
+# Tiles that do not divide a length are of equal size, a multiple of this, and overlap a little.
+ALIGNMENT = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """A step holds `batch_rows` × `key_heads`, a tile `rows` × `columns` scores of each query head."""
+
+    batch_rows: int
+    key_heads: int
+    rows: int
+    columns: int
+
+
+def _largest_divisor(n: int, limit: int) -> int:
+    return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)
+
+
+def tile_size(length: int, target: int) -> int:
+    """The size of equal tiles of a length, near the target; one that divides the length if there is such a number."""
+    count = max(round(length / target), 1)
+    for n in (count, count + 1):
+        if length % n == 0:
+            return max(length // n, 1)
+    size = -(-length // count)
+    return min(-(-size // ALIGNMENT) * ALIGNMENT, length)
+
+
+def forward_tiling(spec: Specification, operands: Operands) -> Tiling:
+    return _tiling(spec, operands, FORWARD_SCORES)
+
+
+def backward_tiling(spec: Specification, operands: Operands) -> Tiling:
+    return _tiling(spec, operands, BACKWARD_SCORES)
+
+
+def _tiling(spec: Specification, operands: Operands, scores: int) -> Tiling:
+    """The tile sizes for a problem; a step has at most `scores` scores, or elements of keys, if a head has no more."""
+    batch, t, n, h = operands.query.shape
+    s, k, v = operands.value.shape[1:]
+    known = isinstance(batch, int)  # not of a program that is exported for any batch
+    cache = operands.key_lengths is not None and s > COLUMNS  # what lies behind its length is not even read
+    if known and batch * n * t * s <= WHOLE_SCORES and not cache:
+        return Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
+    size = 1 if spec.is_causal or spec.window != (None, None) else 2
+    rows = tile_size(t, max(size * ROWS // (n // k), 1))
+    columns = tile_size(s, 4 * COLUMNS if t * n <= COLUMNS else size * COLUMNS)
+    units = max(scores // (columns * max(n // k * rows, h, v)), 1)
+    key_heads = _largest_divisor(k, units)
+    batch_rows = _largest_divisor(batch, units // k) if key_heads == k and known else 1
+    return Tiling(batch_rows, key_heads, rows, columns)
+
+
+def careful_tiling(operands: Operands) -> Tiling:
+    """Of a problem of one tile, that is computed again with care: a batch row and a head at a time, for the memory."""
+    return Tiling(1, 1, max(operands.query.shape[1], 1), max(operands.key.shape[1], 1))
