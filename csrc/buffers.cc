@@ -3,6 +3,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "error.h"
@@ -16,11 +18,15 @@ constexpr uint64_t kApplePage = 16384;
 constexpr uint64_t kAlignment = 16;    // of the widest type that a kernel loads at once
 constexpr uint64_t kPlaceholder = 16;  // bytes bound in place of none, which Metal does not have
 
+std::atomic<uint64_t> g_stage_shared_lines{0};
+
 uint64_t key_of(uint64_t bytes, bool marked) { return bytes * 2 + marked; }
 
 uint64_t cost_of(uint64_t bytes) { return (bytes + page_size() - 1) / page_size() * page_size(); }
 
 }  // namespace
+
+uint64_t stage_shared_lines(uint64_t below) { return g_stage_shared_lines.exchange(below); }
 
 uint64_t page_size() {
   static const uint64_t size = std::max<uint64_t>(kApplePage, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
@@ -75,8 +81,10 @@ Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes,
              bool whole) {
   Binding out;
   out.bytes = bytes;
-  if (bytes > kStagedBytes && reinterpret_cast<uintptr_t>(data) % kAlignment == 0) {
-    const uintptr_t start = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t start = reinterpret_cast<uintptr_t>(data);
+  const bool lines_shared = use != Use::kRead && (start % kLineBytes || (start + bytes) % kLineBytes);
+  const uint64_t most_staged = lines_shared ? std::max(kStagedBytes + 1, g_stage_shared_lines.load()) - 1 : kStagedBytes;
+  if (bytes > most_staged && start % kAlignment == 0) {
     const uintptr_t page = start / page_size() * page_size();
     out.offset = start - page;
     const uint64_t length = (out.offset + bytes + page_size() - 1) / page_size() * page_size();

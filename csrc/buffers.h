@@ -21,6 +21,14 @@ constexpr uint64_t kStagedBytes = 32 * 1024;
 // Unused staging buffers are let go when they hold more than this.
 constexpr uint64_t kMostIdleBytes = 64 * 1024 * 1024;
 
+// Lines of this size are the largest that a CPU or GPU of Apple's caches. XLA aligns to less, so a line may hold the end of what
+// kernels write and the start of what the CPU does.
+constexpr uint64_t kLineBytes = 128;
+
+// Ranges of fewer bytes that kernels write, and that share a line with other memory, are staged from here on; 0, as at first: none
+// but those that are staged anyway. Answers the last setting.
+uint64_t stage_shared_lines(uint64_t below);
+
 uint64_t page_size();
 
 // Staging buffers by exact size, so that a kernel that leaves its range leaves its buffer.

@@ -1,19 +1,24 @@
 // A queue and as many threads as were ever busy at the same time; both live as long as the process.
 #include "completions.h"
 
+#include <pthread.h>
+
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <thread>
 
 namespace launcher {
 namespace {
+
+// macOS gives threads 512 KiB unless told. XLA gives its own 8 MiB, which LAPACK needs (jax issue 20428), Python its own 16 MiB,
+// and both kinds of code run here. Pages that nobody touches cost nothing.
+constexpr size_t kStackBytes = 16 * 1024 * 1024;
 
 struct State {
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<std::function<void()>> queue;
-  size_t idle = 0;
+  size_t idle = 0, threads = 0;
 };
 
 State& state() {
@@ -21,7 +26,7 @@ State& state() {
   return *made;
 }
 
-void serve() {
+void* serve(void*) {
   State& all = state();
   std::unique_lock<std::mutex> lock(all.mutex);
   for (;;) {
@@ -35,6 +40,18 @@ void serve() {
     work = nullptr;
     lock.lock();
   }
+  return nullptr;
+}
+
+bool start_thread() {
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, kStackBytes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  pthread_t thread;
+  const bool started = pthread_create(&thread, &attributes, serve, nullptr) == 0;
+  pthread_attr_destroy(&attributes);
+  return started;
 }
 
 }  // namespace
@@ -46,9 +63,20 @@ void run_elsewhere(std::function<void()> work) {
     std::lock_guard<std::mutex> guard(all.mutex);
     all.queue.push_back(std::move(work));
     attended = all.queue.size() <= all.idle;
+    if (!attended) ++all.threads;
   }
-  if (attended) all.wake.notify_one();
-  else std::thread(serve).detach();
+  if (attended) {
+    all.wake.notify_one();
+    return;
+  }
+  if (start_thread()) return;
+  // the system gives no more threads: one that gets free takes the work, and where there is none, this one does
+  std::unique_lock<std::mutex> lock(all.mutex);
+  if (--all.threads > 0 || all.queue.empty()) return;
+  work = std::move(all.queue.front());
+  all.queue.pop_front();
+  lock.unlock();
+  work();
 }
 
 }  // namespace launcher

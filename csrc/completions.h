@@ -1,5 +1,5 @@
-// Threads that tell callers about finished work, in place of Metal's own, where calls share a queue (see Lanes in device.h):
-// a caller that goes on with its program holds up nobody here. Knows neither Metal nor XLA.
+// Threads with large stacks that tell callers about finished work, in place of Metal's own: a caller goes on with its program
+// there, and may wait for other calls. Compilations run here too. Knows neither Metal nor XLA.
 #pragma once
 
 #include <functional>

@@ -3,9 +3,14 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <future>
 #include <map>
 #include <mutex>
 
+#include "completions.h"
 #include "error.h"
 #include "statistics.h"
 
@@ -13,7 +18,21 @@ namespace launcher {
 namespace {
 
 constexpr int64_t kOldestMacOS = 14;  // bfloat needs MSL 3.1
-constexpr size_t kMostLanes = 8;
+
+// Multiply-accumulates a second to count with, by the newest family that a chip has: half of the peak of its smallest member,
+// cores × 128 lanes × clock (7 × 128 × 1.28 GHz for family 7), so that larger chips get shorter command buffers than meant.
+// What has no family of Apple silicon is a guess.
+struct Rate {
+  MTL::GPUFamily family;
+  double multiply_accumulates;
+};
+constexpr Rate kRates[] = {
+    {MTL::GPUFamilyApple10, 8e11}, {MTL::GPUFamilyApple9, 7e11}, {MTL::GPUFamilyApple8, 6e11}, {MTL::GPUFamilyApple7, 5e11}};
+constexpr double kOtherRate = 5e10;
+
+// macOS kills command buffers that take seconds; it does not say from when on.
+constexpr double kCommandBufferMs = 100;
+constexpr const char* kCommandBufferVariable = "JAX_MFA_COMMAND_BUFFER_MS";
 
 // Leaked on purpose: calls may be in flight while the process ends.
 struct Globals {
@@ -62,6 +81,39 @@ bool at_least(int64_t major) {
   return NS::ProcessInfo::processInfo()->isOperatingSystemAtLeastVersion(NS::OperatingSystemVersion{major, 0, 0});
 }
 
+// A command-line process may be told of no default device, and a sandboxed one of no devices at all, while the other way finds
+// one (ds4 pull request 92, iree issue 24834).
+NS::SharedPtr<MTL::Device> find_device() {
+  if (auto found = NS::TransferPtr(MTL::CreateSystemDefaultDevice())) return found;
+  auto all = NS::TransferPtr(MTL::CopyAllDevices());
+  MTL::Device* best = nullptr;
+  for (NS::UInteger i = 0; all && i < all->count(); ++i) {
+    auto* device = all->object<MTL::Device>(i);
+    if (!best || (device->supportsFamily(MTL::GPUFamilyApple7) && !best->supportsFamily(MTL::GPUFamilyApple7))) best = device;
+  }
+  if (!best)
+    throw Error(Cause::kUnavailable,
+                "no Metal device was found: MTLCreateSystemDefaultDevice answers nil, and the list of MTLCopyAllDevices is empty "
+                "(as in a sandbox, or a virtual machine without a GPU)");
+  return NS::RetainPtr(best);
+}
+
+double rate_of(MTL::Device* device) {
+  for (const Rate& known : kRates)
+    if (device->supportsFamily(known.family)) return known.multiply_accumulates;
+  return kOtherRate;
+}
+
+double wanted_command_buffer_ms() {
+  const char* given = std::getenv(kCommandBufferVariable);
+  if (!given || !*given) return kCommandBufferMs;
+  char* end = nullptr;
+  const double value = std::strtod(given, &end);
+  if (*end || !(value > 0) || std::isinf(value))
+    throw Error(Cause::kUnavailable, std::string(kCommandBufferVariable) + " must be a positive number of milliseconds, got " + given);
+  return value;
+}
+
 template <class T>
 void append(std::string& key, const T& value) {
   key.append(reinterpret_cast<const char*>(&value), sizeof value);
@@ -73,32 +125,15 @@ std::string text_of(const NS::Error* error) {
   return error ? text_of(error->localizedDescription()) : "Metal gave no reason";
 }
 
-MTL::CommandQueue* Lanes::take(MTL::Device* device) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  if (!idle_.empty()) {
-    MTL::CommandQueue* queue = idle_.back();
-    idle_.pop_back();
-    return queue;
-  }
-  if (all_.size() == kMostLanes) return nullptr;
-  auto made = NS::TransferPtr(device->newCommandQueue());
-  if (made) all_.push_back(made);
-  return made.get();
-}
-
-void Lanes::give(MTL::CommandQueue* queue) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  idle_.push_back(queue);
-}
-
-Device::Device() : device_(NS::TransferPtr(MTL::CreateSystemDefaultDevice())) {
-  if (!device_) throw Error(Cause::kUnavailable, "no Metal device was found");
+Device::Device() : device_(find_device()) {
   if (!at_least(kOldestMacOS))
     throw Error(Cause::kUnavailable, "macOS " + std::to_string(kOldestMacOS) + " or newer is needed, this is " +
                                          text_of(NS::ProcessInfo::processInfo()->operatingSystemVersionString()));
   math_modes_ = at_least(15);
   queue_ = NS::TransferPtr(device_->newCommandQueue());
   if (!queue_) throw Error(Cause::kUnavailable, "the Metal device gave no command queue");
+  command_buffer_ms_ = wanted_command_buffer_ms();
+  most_work_ = rate_of(device_.get()) * command_buffer_ms_ * 1e-3;
 }
 
 std::shared_ptr<Device> Device::get() {
@@ -140,7 +175,7 @@ Facts Device::facts() const {
   return out;
 }
 
-NS::SharedPtr<MTL::Library> Device::make_library(const Plan& plan) {
+NS::SharedPtr<MTL::Library> Device::make_library(const Plan& plan, const DispatchPlan& dispatch) {
   std::string text;
   {
     std::lock_guard<std::mutex> guard(globals().mutex);
@@ -148,7 +183,7 @@ NS::SharedPtr<MTL::Library> Device::make_library(const Plan& plan) {
     if (found == globals().sources.end())
       throw Error(Cause::kInvalidPlan, "plan " + plan.name + ": no source is registered under " + plan.source +
                                            "; was the program compiled by another version of the package?");
-    text = found->second + "\n" + plan.instantiations;
+    text = found->second + "\n" + dispatch.instantiation;
   }
   auto options = NS::TransferPtr(MTL::CompileOptions::alloc()->init());
   options->setLanguageVersion(static_cast<MTL::LanguageVersion>(plan.language[0] << 16 | plan.language[1]));
@@ -165,7 +200,7 @@ NS::SharedPtr<MTL::Library> Device::make_library(const Plan& plan) {
 std::shared_ptr<const Pipeline> Device::pipeline(const Plan& plan, const DispatchPlan& dispatch) {
   std::string library_key;
   append(library_key, plan.language);
-  library_key += plan.source + '\n' + plan.instantiations;
+  library_key += plan.source + '\n' + dispatch.instantiation;
   std::string key;
   for (const ConstantPlan& constant : dispatch.constants) {
     append(key, constant.index);
@@ -176,7 +211,7 @@ std::shared_ptr<const Pipeline> Device::pipeline(const Plan& plan, const Dispatc
 
   return pipelines_.get(key, [&]() -> std::shared_ptr<const Pipeline> {
     auto library = libraries_.get(
-        library_key, [&] { return std::make_shared<const NS::SharedPtr<MTL::Library>>(make_library(plan)); });
+        library_key, [&] { return std::make_shared<const NS::SharedPtr<MTL::Library>>(make_library(plan, dispatch)); });
     auto constants = NS::TransferPtr(MTL::FunctionConstantValues::alloc()->init());
     for (const ConstantPlan& constant : dispatch.constants)
       constants->setConstantValue(constant.value.data(), metal_type(constant.type), NS::UInteger{constant.index});
@@ -195,13 +230,33 @@ std::shared_ptr<const Pipeline> Device::pipeline(const Plan& plan, const Dispatc
   });
 }
 
+std::vector<std::shared_ptr<const Pipeline>> Device::compile(const Plan& plan) {
+  using Made = std::shared_ptr<const Pipeline>;
+  std::vector<std::future<Made>> coming;
+  for (size_t i = 0; i < plan.dispatches.size(); ++i) {
+    auto task = std::make_shared<std::packaged_task<Made()>>([this, &plan, i] {
+      Pool pool;
+      return pipeline(plan, plan.dispatches[i]);
+    });
+    coming.push_back(task->get_future());
+    if (i + 1 == plan.dispatches.size()) (*task)();
+    else run_elsewhere([task] { (*task)(); });
+  }
+  for (const std::future<Made>& each : coming) each.wait();  // they look at the plan, whatever fails
+  std::vector<Made> out;
+  for (std::future<Made>& each : coming) out.push_back(each.get());
+  return out;
+}
+
 std::shared_ptr<const Prepared> Device::make_prepared(std::string_view text) {
   auto made = std::make_shared<Prepared>();
   made->plan = parse_plan(text);
   const Plan& plan = made->plan;
   const uint64_t memory_limit = device_->maxThreadgroupMemoryLength();
-  for (const DispatchPlan& dispatch : plan.dispatches) {
-    auto compiled = pipeline(plan, dispatch);
+  made->pipelines = compile(plan);
+  for (size_t i = 0; i < plan.dispatches.size(); ++i) {
+    const DispatchPlan& dispatch = plan.dispatches[i];
+    const std::shared_ptr<const Pipeline>& compiled = made->pipelines[i];
     const std::string place = "plan " + plan.name + ", kernel " + dispatch.kernel + ": ";
     const uint64_t threads = dispatch.threads[0] * dispatch.threads[1] * dispatch.threads[2];
     if (threads > compiled->max_threads)
@@ -212,10 +267,17 @@ std::shared_ptr<const Prepared> Device::make_prepared(std::string_view text) {
     if (memory > memory_limit)
       throw Error(Cause::kInvalidPlan, place + std::to_string(memory) + " bytes of threadgroup memory are asked for, the device " +
                                            "has " + std::to_string(memory_limit));
-    made->pipelines.push_back(std::move(compiled));
   }
-  for (const BufferPlan& buffer : plan.buffers)
-    made->markers.push_back(NS::RetainPtr(string((buffer.whole ? "output " : "range of ") + buffer.name)));
+  made->command_buffers = split(plan);
+  std::vector<int> writers(plan.buffers.size());
+  for (const auto& pieces : made->command_buffers)
+    for (const Piece& piece : pieces)
+      for (const ArgumentPlan& argument : plan.dispatches[piece.dispatch].arguments)
+        if (argument.buffer != ArgumentPlan::kBytes) ++writers[argument.buffer];
+  for (size_t i = 0; i < plan.buffers.size(); ++i) {
+    made->whole.push_back(plan.buffers[i].role == Role::kOutput && writers[i] == 1);
+    made->markers.push_back(NS::RetainPtr(string((made->whole[i] ? "output " : "range of ") + plan.buffers[i].name)));
+  }
   count(statistics().plans);
   return made;
 }

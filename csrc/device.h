@@ -13,6 +13,7 @@
 #include "buffers.h"
 #include "once.h"
 #include "plan.h"
+#include "schedule.h"
 
 namespace launcher {
 
@@ -39,8 +40,10 @@ struct Pipeline {
 // A plan that can run: every pipeline compiled, every size checked against the device.
 struct Prepared {
   Plan plan;
+  std::vector<std::vector<Piece>> command_buffers;
   std::vector<std::shared_ptr<const Pipeline>> pipelines;  // one per dispatch
-  std::vector<NS::SharedPtr<NS::String>> markers;          // one per buffer, see buffers.h
+  std::vector<bool> whole;                                 // per buffer: an output that one piece writes, hence in full
+  std::vector<NS::SharedPtr<NS::String>> markers;          // per buffer, see buffers.h
 };
 
 struct Facts {
@@ -48,21 +51,6 @@ struct Facts {
   std::vector<std::string> families;
   uint64_t max_threadgroup_memory = 0;
   bool unified_memory = false;
-};
-
-// A command queue of its own for one call at a time. A caller may go on with its program inside the completion of a call, and
-// may wait there for other calls (a collective between devices does); Metal reports the completions of one queue in order, so
-// calls that shared a queue could wait for each other for ever.
-class Lanes {
- public:
-  // An idle queue, or a new one; nullptr where there are enough.
-  MTL::CommandQueue* take(MTL::Device* device);
-  void give(MTL::CommandQueue* queue);
-
- private:
-  std::mutex mutex_;
-  std::vector<NS::SharedPtr<MTL::CommandQueue>> all_;
-  std::vector<MTL::CommandQueue*> idle_;
 };
 
 class Device {
@@ -79,22 +67,27 @@ class Device {
   // Throws Error with Metal's text where the plan is wrong or something does not compile.
   std::shared_ptr<const Prepared> prepare(std::string_view plan);
   MTL::Device* metal() const { return device_.get(); }
-  Lanes& lanes() { return lanes_; }
-  // For calls that found no lane; who uses it must not run callers' code in a completion.
-  MTL::CommandQueue* shared_queue() const { return queue_.get(); }
+  // Completions come in order, so nobody may run callers' code in one: a caller may wait there for another call.
+  MTL::CommandQueue* queue() const { return queue_.get(); }
+  // How a plan's work would be split, for explanations and tests; compiles nothing.
+  std::vector<std::vector<Piece>> split(const Plan& plan) const { return schedule(plan, most_work_); }
+  double command_buffer_ms() const { return command_buffer_ms_; }
   StagingPool& staging() { return staging_; }
 
   Device();
 
  private:
   std::shared_ptr<const Prepared> make_prepared(std::string_view text);
-  NS::SharedPtr<MTL::Library> make_library(const Plan& plan);
+  NS::SharedPtr<MTL::Library> make_library(const Plan& plan, const DispatchPlan& dispatch);
   std::shared_ptr<const Pipeline> pipeline(const Plan& plan, const DispatchPlan& dispatch);
+  // Of all dispatches, compiled side by side; the first that fails throws.
+  std::vector<std::shared_ptr<const Pipeline>> compile(const Plan& plan);
 
   NS::SharedPtr<MTL::Device> device_;
   NS::SharedPtr<MTL::CommandQueue> queue_;
-  Lanes lanes_;
   bool math_modes_ = false;  // macOS 15's setMathMode: exists
+  double command_buffer_ms_ = 0;
+  double most_work_ = 0;  // multiply-accumulates of a command buffer
   StagingPool staging_;
   OnceCache<NS::SharedPtr<MTL::Library>> libraries_;
   OnceCache<Pipeline> pipelines_;

@@ -12,7 +12,8 @@ enum class Cause {
   kUnavailable,    // no device, macOS too old, a forked child
   kCompilation,    // a library, function or pipeline that Metal refused
   kOutOfMemory,    // no buffer, or the command buffer ran out of memory
-  kTimeout,        // the GPU took too long
+  kTimeout,        // the GPU took too long, or macOS stopped it for the screen's sake
+  kIgnored,        // macOS takes no more work from this process
   kExecution,      // any other failure of a command buffer, queue or encoder
 };
 

@@ -37,6 +37,7 @@ ffi::Error as_ffi(const Error& error) {
     case Cause::kCompilation: code = ffi::ErrorCode::kFailedPrecondition; break;
     case Cause::kOutOfMemory: code = ffi::ErrorCode::kResourceExhausted; break;
     case Cause::kTimeout: code = ffi::ErrorCode::kDeadlineExceeded; break;
+    case Cause::kIgnored: code = ffi::ErrorCode::kUnavailable; break;
     case Cause::kExecution: break;
   }
   return ffi::Error(code, error.what());

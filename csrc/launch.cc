@@ -1,8 +1,11 @@
-// From checked buffers to a committed command buffer, and from its end to the caller.
+// From checked buffers to committed command buffers, and from their end to the caller.
 #include "launch.h"
 
+#include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <memory>
+#include <mutex>
 
 #include "completions.h"
 #include "device.h"
@@ -11,23 +14,35 @@
 namespace launcher {
 namespace {
 
-// What a call in flight keeps alive. However it ends, staging buffers go back to the pool first, and the lane last.
+// What a call in flight keeps alive: shared by its command buffers and the thread that commits them.
 struct Flight {
   std::shared_ptr<Device> device;
   std::shared_ptr<const Prepared> prepared;
   std::vector<Binding> bindings;
-  MTL::CommandQueue* lane = nullptr;
   Done done;
 
-  void land() {
-    for (const Binding& binding : bindings) unbind(device->staging(), binding);
-    bindings.clear();
+  std::atomic<int> holders{1};
+  std::mutex mutex;
+  size_t failed_at = SIZE_MAX;  // the first command buffer that failed, with its error
+  std::unique_ptr<Error> error;
+
+  void fail(size_t at, Error&& reason) {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (at >= failed_at) return;
+    failed_at = at;
+    error = std::make_unique<Error>(std::move(reason));
   }
+  // Staging buffers go back to the pool before anybody is told.
   ~Flight() {
-    land();
-    if (lane) device->lanes().give(lane);
+    for (const Binding& binding : bindings) unbind(device->staging(), binding);
   }
 };
+
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  return text;
+}
 
 std::string text_of_shape(DType dtype, const int64_t* shape, size_t rank) {
   std::string out = std::string(name_of(dtype)) + "[";
@@ -60,68 +75,112 @@ void bind_all(Flight& flight, const std::vector<Memory>& operands, const std::ve
     const BufferPlan& buffer = plan.buffers[i];
     const Memory& memory = buffer.role == Role::kInput ? operands[operand++] : results[result++];
     const Use use = buffer.role == Role::kInput ? Use::kRead : buffer.role == Role::kOutput ? Use::kWritten : Use::kScratch;
+    const bool whole = flight.prepared->whole[i];
     flight.bindings.push_back(bind(flight.device->metal(), flight.device->staging(), memory.data, buffer.bytes, use,
-                                   flight.prepared->markers[i].get(), buffer.whole));
+                                   flight.prepared->markers[i].get(), whole));
   }
 }
 
-void encode(const Flight& flight, MTL::ComputeCommandEncoder* encoder) {
-  const Prepared& prepared = *flight.prepared;
-  for (size_t i = 0; i < prepared.plan.dispatches.size(); ++i) {
-    const DispatchPlan& dispatch = prepared.plan.dispatches[i];
-    if (dispatch.empty()) continue;
-    encoder->setComputePipelineState(prepared.pipelines[i]->state.get());
-    for (const ArgumentPlan& argument : dispatch.arguments) {
-      if (argument.buffer == ArgumentPlan::kBytes) {
-        encoder->setBytes(argument.bytes.data(), argument.bytes.size(), argument.index);
-      } else {
-        const Binding& binding = flight.bindings[argument.buffer];
-        encoder->setBuffer(binding.buffer, binding.offset, argument.index);
-      }
+GridBytes grid_bytes(const DispatchPlan& dispatch, const Piece& piece) {
+  GridBytes out{};
+  for (size_t axis = 0; axis < 3; ++axis) {
+    out[axis] = static_cast<uint32_t>(piece.origin[axis]);
+    out[3 + axis] = static_cast<uint32_t>(dispatch.threadgroups[axis]);
+  }
+  return out;
+}
+
+void encode(const Flight& flight, const Piece& piece, MTL::ComputeCommandEncoder* encoder) {
+  const DispatchPlan& dispatch = flight.prepared->plan.dispatches[piece.dispatch];
+  if (piece.barrier) {
+    encoder->memoryBarrier(MTL::BarrierScopeBuffers);
+    count(statistics().barriers);
+  }
+  encoder->setComputePipelineState(flight.prepared->pipelines[piece.dispatch]->state.get());
+  for (const ArgumentPlan& argument : dispatch.arguments) {
+    if (argument.index == dispatch.grid_argument) {
+      const GridBytes bytes = grid_bytes(dispatch, piece);
+      encoder->setBytes(bytes.data(), sizeof bytes, argument.index);
+    } else if (argument.buffer == ArgumentPlan::kBytes) {
+      encoder->setBytes(argument.bytes.data(), argument.bytes.size(), argument.index);
+    } else {
+      const Binding& binding = flight.bindings[argument.buffer];
+      encoder->setBuffer(binding.buffer, binding.offset, argument.index);
     }
-    for (size_t at = 0; at < dispatch.threadgroup_memory.size(); ++at)
-      if (dispatch.threadgroup_memory[at]) encoder->setThreadgroupMemoryLength(dispatch.threadgroup_memory[at], at);
-    const auto &groups = dispatch.threadgroups, &threads = dispatch.threads;
-    encoder->dispatchThreadgroups(MTL::Size(groups[0], groups[1], groups[2]), MTL::Size(threads[0], threads[1], threads[2]));
-    count(statistics().dispatches);
   }
-  encoder->endEncoding();
+  for (size_t at = 0; at < dispatch.threadgroup_memory.size(); ++at)
+    if (dispatch.threadgroup_memory[at]) encoder->setThreadgroupMemoryLength(dispatch.threadgroup_memory[at], at);
+  const auto &groups = piece.groups, &threads = dispatch.threads;
+  encoder->dispatchThreadgroups(MTL::Size(groups[0], groups[1], groups[2]), MTL::Size(threads[0], threads[1], threads[2]));
+  count(statistics().dispatches);
 }
 
+bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+// Codes of what macOS does to a process that holds up the GPU are not documented, so their names in Metal's text count too.
 Error failure(const Flight& flight, MTL::CommandBuffer* commands) {
   const NS::Error* error = commands->error();
-  Cause cause = Cause::kExecution;
-  if (error && error->code() == MTL::CommandBufferErrorTimeout) cause = Cause::kTimeout;
-  if (error && error->code() == MTL::CommandBufferErrorOutOfMemory) cause = Cause::kOutOfMemory;
-  return Error(cause, "plan " + flight.prepared->plan.name + ": the GPU stopped: " + text_of(error));
+  const auto code = error ? error->code() : 0;
+  const std::string metal = text_of(error);
+  const std::string text = "plan " + flight.prepared->plan.name + ": the GPU stopped: " + metal;
+  if (contains(metal, "SubmissionsIgnored") || code == MTL::CommandBufferErrorAccessRevoked)
+    return Error(Cause::kIgnored, text + ". macOS takes no more GPU work from this process because of earlier errors: start it "
+                                         "again, and look for its first GPU error");
+  const std::string less = "set JAX_MFA_COMMAND_BUFFER_MS to less than " + number_text(flight.device->command_buffer_ms());
+  if (contains(metal, "ImpactingInteractivity"))
+    return Error(Cause::kTimeout, text + ". A command buffer kept the GPU from drawing the screen: " + less);
+  if (code == MTL::CommandBufferErrorTimeout)
+    return Error(Cause::kTimeout, text + ". A command buffer took longer than macOS allows: " + less);
+  return Error(code == MTL::CommandBufferErrorOutOfMemory ? Cause::kOutOfMemory : Cause::kExecution, text);
 }
 
-// Tells the caller, who may go on with its program from here. On a lane nobody else waits for this thread.
-void tell(std::unique_ptr<Flight> flight, const Error* error) noexcept {
-  count(statistics().in_flight, -1);
-  flight->done(error);
-}
-
-void finish(std::unique_ptr<Flight> flight, MTL::CommandBuffer* commands) noexcept {
-  Pool pool;
-  std::shared_ptr<Error> error;
-  if (commands->status() != MTL::CommandBufferStatusCompleted) {
-    error = std::make_shared<Error>(failure(*flight, commands));
-    count(statistics().failures);
-  } else {
-    for (const Binding& binding : flight->bindings)
-      if (binding.copy_to) std::memcpy(binding.copy_to, binding.buffer->contents(), binding.bytes);
+// Tells the caller, who may go on with its program from here, when nothing is left of the call.
+void finish(std::unique_ptr<Flight> flight) noexcept {
+  Done done = std::move(flight->done);
+  std::unique_ptr<Error> error = std::move(flight->error);
+  {
+    Pool pool;
+    if (error) {
+      count(statistics().failures);
+    } else {
+      for (const Binding& binding : flight->bindings)
+        if (binding.copy_to) std::memcpy(binding.copy_to, binding.buffer->contents(), binding.bytes);
+    }
+    flight.reset();
   }
-  flight->land();
-  if (flight->lane) tell(std::move(flight), error.get());
-  else
-    run_elsewhere([raw = flight.release(), error] {
-      Pool pool;
-      tell(std::unique_ptr<Flight>(raw), error.get());
-    });
+  count(statistics().in_flight, -1);
+  done(error.get());
 }
 
-void start(std::string_view text, const std::vector<Memory>& operands, const std::vector<Memory>& results, Done&& done) {
+// The last holder hands over, so that Metal's thread is free at once: its stack is small, and others wait for it.
+void let_go(Flight* flight) {
+  if (--flight->holders == 0) run_elsewhere([flight] { finish(std::unique_ptr<Flight>(flight)); });
+}
+
+// Encodes and commits one command buffer. Throws Error where Metal has none.
+void commit(Flight* flight, size_t at) {
+  Pool pool;
+  const std::string place = "plan " + flight->prepared->plan.name + ": ";
+  MTL::CommandBuffer* commands = flight->device->queue()->commandBuffer();
+  if (!commands) throw Error(Cause::kExecution, place + "the Metal queue gave no command buffer");
+  // independent dispatches may run side by side
+  MTL::ComputeCommandEncoder* encoder = commands->computeCommandEncoder(MTL::DispatchTypeConcurrent);
+  if (!encoder) throw Error(Cause::kExecution, place + "the Metal command buffer gave no encoder");
+  for (const Piece& piece : flight->prepared->command_buffers[at]) encode(*flight, piece, encoder);
+  encoder->endEncoding();
+  ++flight->holders;
+  commands->addCompletedHandler(^(MTL::CommandBuffer* finished) {
+    Pool pool;
+    if (finished->status() != MTL::CommandBufferStatusCompleted) flight->fail(at, failure(*flight, finished));
+    let_go(flight);
+  });
+  commands->commit();
+  count(statistics().command_buffers);
+}
+
+// Commits all command buffers. What it answers is held for the caller; temporaries are gone before that lets go.
+std::unique_ptr<Flight> take_off(std::string_view text, const std::vector<Memory>& operands, const std::vector<Memory>& results,
+                                 Done&& done) {
   Pool pool;
   auto flight = std::make_unique<Flight>();
   flight->device = Device::get();
@@ -130,17 +189,18 @@ void start(std::string_view text, const std::vector<Memory>& operands, const std
   check(plan, plan.operands, operands, "operand");
   check(plan, plan.results, results, "result");
   bind_all(*flight, operands, results);
-  flight->lane = flight->device->lanes().take(flight->device->metal());
-  MTL::CommandBuffer* commands = (flight->lane ? flight->lane : flight->device->shared_queue())->commandBuffer();
-  if (!commands) throw Error(Cause::kExecution, "plan " + plan.name + ": the Metal queue gave no command buffer");
-  MTL::ComputeCommandEncoder* encoder = commands->computeCommandEncoder();
-  if (!encoder) throw Error(Cause::kExecution, "plan " + plan.name + ": the Metal command buffer gave no encoder");
-  encode(*flight, encoder);
   flight->done = std::move(done);
-  Flight* raw = flight.release();
-  count(statistics().in_flight);
-  commands->addCompletedHandler(^(MTL::CommandBuffer* finished) { finish(std::unique_ptr<Flight>(raw), finished); });
-  commands->commit();
+  const size_t buffers = flight->prepared->command_buffers.size();
+  for (size_t at = 0; at < buffers; ++at) {
+    try {
+      commit(flight.get(), at);
+    } catch (Error& error) {
+      if (at == 0) throw;  // nothing was committed
+      flight->fail(at, std::move(error));
+      break;
+    }
+  }
+  return flight;
 }
 
 }  // namespace
@@ -148,7 +208,9 @@ void start(std::string_view text, const std::vector<Memory>& operands, const std
 void launch(std::string_view plan, const std::vector<Memory>& operands, const std::vector<Memory>& results, Done done) {
   count(statistics().calls);
   try {
-    start(plan, operands, results, std::move(done));
+    std::unique_ptr<Flight> flight = take_off(plan, operands, results, std::move(done));
+    count(statistics().in_flight);
+    let_go(flight.release());
   } catch (...) {
     count(statistics().failures);
     throw;

@@ -1,4 +1,4 @@
-// Runs a plan: one command buffer, all dispatches in order, completion told once. Knows Metal and plans, neither XLA nor what
+// Runs a plan: its command buffers in order, completion told once. Knows Metal and plans, neither XLA nor what
 // the kernels compute.
 #pragma once
 

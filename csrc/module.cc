@@ -5,6 +5,7 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include "buffers.h"
 #include "device.h"
 #include "error.h"
 #include "handler.h"
@@ -50,6 +51,35 @@ nb::dict prepare(const std::string& plan) {
   return out;
 }
 
+nb::list split(const std::string& text) {
+  launcher::Plan plan;
+  std::vector<std::vector<launcher::Piece>> buffers;
+  {
+    nb::gil_scoped_release unlocked;
+    launcher::Pool pool;
+    plan = launcher::parse_plan(text);
+    buffers = Device::get()->split(plan);
+  }
+  nb::list out;
+  for (const auto& pieces : buffers) {
+    nb::list inner;
+    for (const launcher::Piece& piece : pieces) {
+      const launcher::DispatchPlan& dispatch = plan.dispatches[piece.dispatch];
+      const double whole = static_cast<double>(dispatch.threadgroups[0] * dispatch.threadgroups[1] * dispatch.threadgroups[2]);
+      const double part = static_cast<double>(piece.groups[0] * piece.groups[1] * piece.groups[2]);
+      nb::dict entry;
+      entry["kernel"] = dispatch.kernel;
+      entry["origin"] = nb::make_tuple(piece.origin[0], piece.origin[1], piece.origin[2]);
+      entry["threadgroups"] = nb::make_tuple(piece.groups[0], piece.groups[1], piece.groups[2]);
+      entry["multiply_accumulates"] = dispatch.multiply_accumulates * part / whole;
+      entry["barrier"] = piece.barrier;
+      inner.append(entry);
+    }
+    out.append(inner);
+  }
+  return out;
+}
+
 struct Row {
   const char* name;
   std::atomic<int64_t> launcher::Statistics::*counter;
@@ -58,7 +88,9 @@ struct Row {
 constexpr Row kRows[] = {
     {"calls", &launcher::Statistics::calls, true},
     {"failures", &launcher::Statistics::failures, true},
+    {"command_buffers", &launcher::Statistics::command_buffers, true},
     {"dispatches", &launcher::Statistics::dispatches, true},
+    {"barriers", &launcher::Statistics::barriers, true},
     {"buffers_no_copy", &launcher::Statistics::buffers_no_copy, true},
     {"buffers_staged", &launcher::Statistics::buffers_staged, true},
     {"bytes_staged", &launcher::Statistics::bytes_staged, true},
@@ -95,6 +127,10 @@ NB_MODULE(_metal, m) {
   m.def("device", &device, "Facts about the device; RuntimeError with the reason where it cannot be used.");
   m.def("prepare", &prepare, nb::arg("plan"),
         "Checks a plan and compiles its pipelines: {kernel: limits}; RuntimeError with Metal's text where that fails.");
+  m.def("stage_shared_lines", &launcher::stage_shared_lines, nb::arg("below"),
+        "Stages what kernels write where it shares a cache line with other memory and has fewer bytes; answers the last setting.");
+  m.def("split", &split, nb::arg("plan"),
+        "How a plan becomes command buffers on this device: for each the pieces of grids in it, with their estimated work.");
   m.def("statistics", &statistics, "Counters since the module was loaded or reset.");
   m.def("reset", &reset, "Lets the device, compiled pipelines and staging buffers go, and clears the counters.");
 }

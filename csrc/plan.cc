@@ -144,9 +144,10 @@ std::string read_hex(const Node& node) {
   return out;
 }
 
-DispatchPlan read_dispatch(const Node& node, const std::vector<BufferPlan>& buffers) {
+DispatchPlan read_dispatch(const Node& node, const std::vector<BufferPlan>& buffers, const std::string& instantiations) {
   DispatchPlan out;
   out.kernel = node.at("kernel").string();
+  out.instantiation = node.optional("instantiation") ? node.at("instantiation").string() : instantiations;
   for (const Node& constant : node.items("constants")) {
     out.constants.push_back(read_constant(constant));
     for (size_t i = 0; i + 1 < out.constants.size(); ++i)
@@ -171,10 +172,26 @@ DispatchPlan read_dispatch(const Node& node, const std::vector<BufferPlan>& buff
       while (++argument.buffer < buffers.size() && buffers[argument.buffer].name != name) {
       }
       if (argument.buffer == buffers.size()) item.at("buffer").fail("names no buffer of the plan: \"" + name + "\"");
+      argument.written = buffers[argument.buffer].role != Role::kInput;
+      if (item.optional("written")) argument.written = item.at("written").boolean();
+      if (argument.written && buffers[argument.buffer].role == Role::kInput) item.at("written").fail("is true of an input");
     } else {
       argument.bytes = read_hex(item.at("bytes"));
     }
     out.arguments.push_back(std::move(argument));
+  }
+  if (node.optional("multiply_accumulates")) {
+    out.multiply_accumulates = node.at("multiply_accumulates").number();
+    if (!(out.multiply_accumulates >= 0) || std::isinf(out.multiply_accumulates))
+      node.at("multiply_accumulates").fail("must be a finite number from 0");
+  }
+  if (node.optional("grid_argument")) {
+    const auto index = static_cast<uint32_t>(node.at("grid_argument").integer(0, kMostBindings - 1));
+    const bool there = std::any_of(out.arguments.begin(), out.arguments.end(), [&](const ArgumentPlan& argument) {
+      return argument.index == index && argument.bytes.size() == sizeof(GridBytes);
+    });
+    if (!there) node.at("grid_argument").fail("is no argument of " + std::to_string(sizeof(GridBytes)) + " bytes");
+    out.grid_argument = index;
   }
   return out;
 }
@@ -191,7 +208,7 @@ Plan parse_plan(std::string_view text) {
   out.name = root.at("name").string();
   const Node library = root.at("library");
   out.source = library.at("source").string();
-  if (library.optional("instantiations")) out.instantiations = library.at("instantiations").string();
+  const std::string shared = library.optional("instantiations") ? library.at("instantiations").string() : std::string();
   const auto language = extents<2>(library.at("language"), 0, 255);
   out.language = {static_cast<uint32_t>(language[0]), static_cast<uint32_t>(language[1])};
   for (const Node& node : root.at("buffers").items()) {
@@ -201,15 +218,7 @@ Plan parse_plan(std::string_view text) {
     (buffer.role == Role::kInput ? out.operands : out.results).push_back(static_cast<uint32_t>(out.buffers.size()));
     out.buffers.push_back(std::move(buffer));
   }
-  for (const Node& node : root.at("dispatches").items()) out.dispatches.push_back(read_dispatch(node, out.buffers));
-  for (size_t i = 0; i < out.buffers.size(); ++i) {
-    auto binds = [&](const DispatchPlan& dispatch) {
-      return !dispatch.empty() && std::any_of(dispatch.arguments.begin(), dispatch.arguments.end(),
-                                              [&](const ArgumentPlan& argument) { return argument.buffer == i; });
-    };
-    out.buffers[i].whole =
-        out.buffers[i].role == Role::kOutput && std::count_if(out.dispatches.begin(), out.dispatches.end(), binds) == 1;
-  }
+  for (const Node& node : root.at("dispatches").items()) out.dispatches.push_back(read_dispatch(node, out.buffers, shared));
   return out;
 }
 

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,7 +23,6 @@ struct BufferPlan {
   DType dtype = DType::kFloat32;
   std::vector<int64_t> shape;
   uint64_t bytes = 0;
-  bool whole = false;  // an output that exactly one dispatch writes, hence in full
 };
 
 enum class ConstantType : uint8_t { kBool, kShort, kUShort, kInt, kUInt, kFloat };
@@ -37,22 +37,28 @@ struct ArgumentPlan {
   static constexpr uint32_t kBytes = ~0u;
   uint32_t index = 0;
   uint32_t buffer = kBytes;  // position in Plan::buffers, or kBytes
+  bool written = false;      // whether the kernel may write the buffer
   std::string bytes;
 };
 
 struct DispatchPlan {
   std::string kernel;
+  std::string instantiation;  // follows the base text of its library
   std::vector<ConstantPlan> constants;
   std::array<uint64_t, 3> threadgroups{}, threads{};
   std::vector<uint32_t> threadgroup_memory;
   std::vector<ArgumentPlan> arguments;
+  double multiply_accumulates = 0;        // an estimate, for the whole grid
+  std::optional<uint32_t> grid_argument;  // index of the bytes that say which part of which grid is launched, see GridBytes
   bool empty() const { return threadgroups[0] == 0 || threadgroups[1] == 0 || threadgroups[2] == 0; }
 };
+
+// How a kernel is told which part of its grid a launch is: the first threadgroup, and the extent of the whole.
+using GridBytes = std::array<uint32_t, 6>;
 
 struct Plan {
   std::string name;
   std::string source;          // hash under which the base text was registered
-  std::string instantiations;  // follows the base text
   std::array<uint32_t, 2> language{};
   std::vector<BufferPlan> buffers;
   std::vector<uint32_t> operands, results;  // positions in `buffers`, in the order of the call

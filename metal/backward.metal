@@ -62,11 +62,11 @@ template <
     device T* d_query [[buffer(15)]],              // [B, T, N, H]
     device float* d_scale [[buffer(16), function_constant(wants_scale)]],   // [B, T, N]: Σ dS · score / scale
     device float* d_slope [[buffer(17), function_constant(wants_slopes)]],  // [B, T, N]: Σ dS · distance
-    uint3 group [[threadgroup_position_in_grid]],  // (tile of rows from the last and slice, head, batch row)
-    uint3 groups [[threadgroups_per_grid]],
+    uint3 launched [[threadgroup_position_in_grid]],  // of (tile of rows from the last and slice, head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
+  const uint3 group = place_in(grid, launched);
   constexpr int rows_of_group = SIMDGROUPS * BLOCKS * 8;
   constexpr int threads = SIMDGROUPS * 32;
   constexpr int h_fragments = Padded<T, H>::width / 8;
@@ -81,7 +81,7 @@ template <
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
   const int slice = int(group.x) % SLICES;
-  const int group_row = int((groups.x - 1 - group.x) / SLICES) * rows_of_group;
+  const int group_row = int((grid.width - 1 - group.x) / SLICES) * rows_of_group;
   const int first = group_row + simdgroup * BLOCKS * 8;
   const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
@@ -249,10 +249,11 @@ template <
     device const float* row_sums [[buffer(14)]],   // [B, T, N]
     device T* d_key [[buffer(15)]],                // [B, S, K, H]
     device T* d_value [[buffer(16)]],              // [B, S, K, V]
-    uint3 group [[threadgroup_position_in_grid]],  // (tile of keys and slice, key head, batch row)
+    uint3 launched [[threadgroup_position_in_grid]],  // of (tile of keys and slice, key head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
+  const uint3 group = place_in(grid, launched);
   constexpr int keys_of_group = PAIRS * BLOCKS * 8;
   constexpr int threads = PAIRS * 64;
   constexpr int h_fragments = Padded<T, H>::width / 8;
@@ -423,8 +424,9 @@ template <typename T, int H, int V, int COLUMNS>
     device const float2* row_states [[buffer(13)]],  // [B, T, N]
     device const float* row_sums [[buffer(14)]],   // [B, T, N]
     device uchar* d_bias [[buffer(15)]],           // as bias
-    uint3 group [[threadgroup_position_in_grid]],  // (tile of columns, tile of rows, row and head of the bias)
+    uint3 launched [[threadgroup_position_in_grid]],  // of (tile of columns, tile of rows, row and head of the bias)
     ushort lane_index [[thread_index_in_simdgroup]]) {
+  const uint3 group = place_in(grid, launched);
   constexpr int width = COLUMNS * 8;
   const Lane lane(lane_index);
   const int bias_row = int(group.z) / p.bias.heads;

@@ -38,9 +38,10 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
     device float* split_state [[buffer(13)]],  // [B, K, splits, G·T, 2]: maximum, sum; -0 where nothing is visible
     constant int& splits [[buffer(14)]],
     constant int& split_keys [[buffer(15)]],   // columns of a split, a multiple of KEYS
-    uint3 group [[threadgroup_position_in_grid]],  // (splits / SIMDGROUPS, tile of rows and slice, key head and batch row)
+    uint3 launched [[threadgroup_position_in_grid]],  // of (splits / SIMDGROUPS, tile of rows and slice, key head and batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
+  const uint3 group = place_in(grid, launched);
   constexpr int h_fragments = Padded<T, H>::width / 8;
   constexpr int v_fragments = Slice<T, V, SLICES>::count;
   constexpr int columns = KEYS / 8;

@@ -28,11 +28,11 @@ template <
     device T* out [[buffer(12)]],                  // [B, T, N, V]
     device float* row_maximum [[buffer(13)]],      // [B, T, N]
     device float* row_total [[buffer(14)]],        // [B, T, N]
-    uint3 group [[threadgroup_position_in_grid]],  // (tile of rows from the last and slice, head, batch row)
-    uint3 groups [[threadgroups_per_grid]],
+    uint3 launched [[threadgroup_position_in_grid]],  // of (tile of rows from the last and slice, head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
+  const uint3 group = place_in(grid, launched);
   constexpr int rows_of_group = SIMDGROUPS * BLOCKS * 8;
   constexpr int threads = SIMDGROUPS * 32;
   constexpr int v_fragments = Slice<T, V, SLICES>::count;
@@ -46,7 +46,7 @@ template <
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
   const int slice = int(group.x) % SLICES;
-  const int group_row = int((groups.x - 1 - group.x) / SLICES) * rows_of_group;  // under a causal mask the longest go first
+  const int group_row = int((grid.width - 1 - group.x) / SLICES) * rows_of_group;  // under a causal mask the longest go first
   const int first = group_row + simdgroup * BLOCKS * 8;
   const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);

@@ -61,6 +61,16 @@ struct Parameters {
   float keep_factor;   // 1 / (1 - rate)
 };
 
+// A grid may be launched in parts.
+struct Grid {
+  uint x;       // the first threadgroup of this launch
+  uint y;
+  uint z;
+  uint width;   // threadgroups of all launches together
+  uint height;
+  uint depth;
+};
+
 // What visibility asks of a launch. What a launch does not use is a few zero bytes.
 #define VISIBILITY_OPERANDS                                                                       \
   constant Parameters& p [[buffer(3)]],                                                           \
@@ -80,9 +90,15 @@ struct Parameters {
   device const float* numbers [[buffer(5)]],      /* [1|B·N, 3]: scale, slope, sink */            \
   device const uchar* bias [[buffer(6)]],         /* Broadcast, of bias_type */                   \
   device const uint* dropout [[buffer(11)]],      /* [B, 4]: words of seed, batch, first head */  \
-  device const int* lists [[buffer(19), function_constant(has_lists)]] /* see Walk in visibility.h */
+  device const int* lists [[buffer(19), function_constant(has_lists)]], /* see Walk in visibility.h */ \
+  constant Grid& grid [[buffer(20)]]
 
 constant constexpr float log2_e = 1.44269504088896341f;
+
+// The place in the whole grid of a threadgroup of this launch.
+inline uint3 place_in(constant Grid& grid, uint3 group) {
+  return uint3(grid.x, grid.y, grid.z) + group;
+}
 
 inline int mapped_row(constant RowMap& map, int batch) {
   return (batch / map.repeat) % map.rows;

@@ -56,8 +56,9 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     device T* out [[buffer(12)]],
     device float* row_maximum [[buffer(13)]],
     device float* row_total [[buffer(14)]],
-    uint3 group [[threadgroup_position_in_grid]],  // (row, head, batch row)
+    uint3 launched [[threadgroup_position_in_grid]],  // of (row, head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
+  const uint3 group = place_in(grid, launched);
   threadgroup float q_row[H];
   threadgroup float weights[THREADS];
   threadgroup float scratch[THREADS];
@@ -191,8 +192,9 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     device T* d_query [[buffer(15)]],
     device float* d_scale [[buffer(16), function_constant(wants_scale)]],
     device float* d_slope [[buffer(17), function_constant(wants_slopes)]],
-    uint3 group [[threadgroup_position_in_grid]],  // (row, head, batch row)
+    uint3 launched [[threadgroup_position_in_grid]],  // of (row, head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
+  const uint3 group = place_in(grid, launched);
   threadgroup float q_row[H];
   threadgroup float do_row[V];
   threadgroup float weights[THREADS];
@@ -276,8 +278,9 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     device const float* row_sums [[buffer(14)]],
     device T* d_key [[buffer(15)]],
     device T* d_value [[buffer(16)]],
-    uint3 group [[threadgroup_position_in_grid]],  // (key row, key head, batch row)
+    uint3 launched [[threadgroup_position_in_grid]],  // of (key row, key head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
+  const uint3 group = place_in(grid, launched);
   threadgroup float k_row[H];
   threadgroup float v_row[V];
   threadgroup float weights[THREADS];
@@ -366,8 +369,9 @@ template <typename T, int H, int V, int THREADS>
     device const float2* row_states [[buffer(13)]],
     device const float* row_sums [[buffer(14)]],
     device uchar* d_bias [[buffer(15)]],
-    uint3 group [[threadgroup_position_in_grid]],  // (column, row, row and head of the bias), 0 along an axis it lacks
+    uint3 launched [[threadgroup_position_in_grid]],  // of (column, row, row and head of the bias), 0 along an axis it lacks
     ushort thread_index [[thread_index_in_threadgroup]]) {
+  const uint3 group = place_in(grid, launched);
   threadgroup float q_row[H];
   threadgroup float do_row[V];
   threadgroup float scratch[THREADS];

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_mfa.metal import kernels, runtime
-from jax_mfa.metal.tiles import MAX_HEAD
+from jax_mfa.metal import crossover, kernels, runtime
+from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
 from jax_mfa.specification import MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -22,7 +22,7 @@ class Failed(RuntimeError):
     """Metal was found, but its kernels for a problem could not be had; the text is Metal's."""
 
 
-def unsupported(spec: Specification, operands: Operands) -> str:
+def lacking(spec: Specification, operands: Operands) -> str:
     """Which argument of a problem the kernels do not take; empty where they take it. Knows no device."""
     dtype = operands.query.dtype.name
     if dtype not in DTYPES:
@@ -42,7 +42,42 @@ def unsupported(spec: Specification, operands: Operands) -> str:
 
 def refusal(spec: Specification, operands: Operands) -> str:
     """Why Metal cannot run a problem on this host; empty where it can."""
-    return unsupported(spec, operands) or runtime.get().reason
+    return lacking(spec, operands) or runtime.get().reason
+
+
+def _device() -> str:
+    return runtime.get().device.get("name", "Metal")
+
+
+def _estimate(spec: Specification, operands: Operands) -> crossover.Estimate | None:
+    return crossover.estimate(spec, operands, _device()) if runtime.get().device else None
+
+
+def too_small(spec: Specification, operands: Operands) -> str:
+    """Why a problem that Metal can run does not pay there; empty where it does, or nobody knows."""
+    found = _estimate(spec, operands)
+    return "" if found is None or found.pays or not crossover.applies() else f"does not pay on {_device()}: {found}"
+
+
+def described(spec: Specification, operands: Operands) -> str:
+    """The device that would run a problem, and what is expected of it."""
+    found = _estimate(spec, operands)
+    where = f"{_device()}, on JAX's platform cpu"
+    if found is None:
+        return where
+    all_the_same = "" if found.pays or crossover.applies() else "; JAX_MFA_DEVICE=emulator takes it all the same"
+    return f"{where}: {found}{all_the_same}"
+
+
+def unsupported(spec: Specification, operands: Operands) -> str:
+    """Why a problem does not go to Metal where the choice is left open, but for what keeps a host from using Metal."""
+    return lacking(spec, operands) or ("" if runtime.get().reason else too_small(spec, operands))
+
+
+def variants() -> tuple[str, ...]:
+    """The tile tables that the device can run, its own first. Without simdgroup matrices that is one."""
+    own = runtime.get().variant
+    return (own,) if own not in VARIANTS else (own, *(name for name in NAMES if name != own))
 
 
 def launch_arrays(spec: Specification, o: Operands) -> dict:
@@ -98,7 +133,7 @@ def features(o: Operands) -> tuple[str, ...]:
 
 
 def _checked(plan):
-    widest = max(max(d.threadgroups[1:]) for d in plan.dispatches)  # `vmap` and groups multiply what `unsupported` saw
+    widest = max(max(d.threadgroups[1:]) for d in plan.dispatches)  # `vmap` and groups multiply what `lacking` saw
     if widest > MAX_GRID:
         raise Failed(f"a grid axis of {widest} threadgroups; no more than {MAX_GRID} is known to be safe")
     failure = runtime.failure(plan)

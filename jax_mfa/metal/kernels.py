@@ -20,6 +20,7 @@ from jax_mfa.specification import MAX_POSITION, Operands, Specification
 
 ROW_SUM_SIMDGROUPS = 8
 BIAS_COLUMNS = 4  # fragments side by side in attention_d_bias
+Constants = tuple[tuple[int, str, str, Any], ...]  # as of `Kernel`
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
@@ -51,12 +52,14 @@ _DTYPES = {
 # buffer indices of ATTENTION_OPERANDS; those of VISIBILITY_OPERANDS; and of a kernel's own buffers, in order
 OPERANDS = {name: i for i, name in enumerate(("query", "key", "value", "parameters", *OPTIONAL[:-1]))}
 OPERANDS |= {"key_ranges": 18, "lists": 19}  # bound only where they are used
+OPERANDS |= {"grid": 20}
 VISIBILITY = ("parameters", "limits", "mask", "blocks", "query_segments", "key_segments", "key_ranges")
 OWN = 12
 LISTED = ("mask", "blocks", "query_segments", "key_ranges")  # what makes a plan list visible tiles first
 LIST_THREADS = 64
 BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 UNUSED = b"\0" * 4  # bound where a launch lacks an operand
+PORTABLE_COST = 16  # multiply-accumulates of the matrix unit in the time of one without it: a guess, rather too high
 
 # `struct Parameters` of metal/parameters.h: names and struct codes in order
 PARAMETERS = (
@@ -97,6 +100,12 @@ class Shapes:
 
     def like_out(self, name: str, role: str) -> Buffer:
         return Buffer(name, role, self.dtype, (self.batch, self.t, self.n, self.v))
+
+    def pairs(self, spec: Specification) -> int:
+        """At most so many scores: of each row with the columns of its window, or all."""
+        left, right = spec.band
+        columns = self.s if left is None or right is None else min(self.s, left + right + 1)
+        return self.batch * self.n * self.t * max(columns, 0)
 
     def rows(self, name: str, role: str, *more: int) -> Buffer:
         return Buffer(name, role, "float32", (self.batch, self.t, self.n, *more))
@@ -203,7 +212,8 @@ class TileLists:
         )
         seen = {name: operands[name] for name in VISIBILITY if name in operands}
         batch, heads, own, _ = self.buffer.shape
-        return Dispatch(kernel, (own, heads, batch), (*_bound(seen), *_arguments(self.buffer.name, start=OWN)))
+        bound = (*_bound(seen), *_arguments(self.buffer.name, start=OWN))
+        return Dispatch(kernel, (own, heads, batch), bound, batch * heads * x.t * x.s)
 
 
 def _kernel(
@@ -238,10 +248,11 @@ def _bound(operands: dict[str, str | bytes]) -> tuple[Argument, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel that takes ATTENTION_OPERANDS, its grid, and the lists it walks over."""
+    """A kernel that takes ATTENTION_OPERANDS, its grid, its work (see `Dispatch`), and the lists it walks over."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
+    work: int
     lists: TileLists | None = None
 
     @property
@@ -255,7 +266,9 @@ class Launch:
         if self.lists:
             made = (self.lists.dispatch(spec, x, operands),)
             operands["lists"] = self.lists.buffer.name
-        return (*made, Dispatch(self.kernel, self.grid, (*_bound(operands), *_arguments(*buffers, start=OWN))))
+        operands["grid"] = struct.pack("<6I", 0, 0, 0, *self.grid)
+        arguments = (*_bound(operands), *_arguments(*buffers, start=OWN))
+        return (*made, Dispatch(self.kernel, self.grid, arguments, self.work, OPERANDS["grid"]))
 
 
 def _operands(spec: Specification, x: Shapes) -> dict[str, str | bytes]:
@@ -275,13 +288,17 @@ class _Matrices:
     def __init__(self, spec: Specification, x: Shapes, chosen: tiles.Tiles):
         self.spec, self.x, self.chosen = spec, x, chosen
 
-    def _over_rows(self, name: str, tile: tiles.ForwardTiles | tiles.QueryTiles, more=()) -> Launch:
+    def _over_rows(
+        self, name: str, tile: tiles.ForwardTiles | tiles.QueryTiles, per_pair: int, more: Constants = ()
+    ) -> Launch:
         x, lists = self.x, TileLists.wanted(self.x, tile.rows, tile.keys, True)
         kernel = _kernel(name, self.spec, x, tile.simdgroups * 32, tile, more=more, lists=lists)
-        return Launch(kernel, (-(-x.t // tile.rows) * tile.slices, x.n, x.batch), lists)
+        grid = (-(-x.t // tile.rows) * tile.slices, x.n, x.batch)
+        return Launch(kernel, grid, x.pairs(self.spec) * per_pair, lists)
 
     def forward(self) -> Launch:
-        return self._over_rows("attention_forward", self.chosen.forward)
+        x, tile = self.x, self.chosen.forward
+        return self._over_rows("attention_forward", tile, tile.slices * x.h + x.v)
 
     def row_sums(self) -> Launch:
         x = self.x
@@ -291,16 +308,20 @@ class _Matrices:
             (),
             ROW_SUM_SIMDGROUPS * 32,
         )
-        return Launch(kernel, (-(-x.t * x.n // ROW_SUM_SIMDGROUPS), 1, x.batch))
+        grid = (-(-x.t * x.n // ROW_SUM_SIMDGROUPS), 1, x.batch)
+        return Launch(kernel, grid, x.batch * x.t * x.n * x.v)
 
-    def d_query(self, more) -> Launch:
-        return self._over_rows("attention_d_query", self.chosen.d_query, more)
+    def d_query(self, more: Constants) -> Launch:
+        x, tile = self.x, self.chosen.d_query
+        return self._over_rows("attention_d_query", tile, tile.slices * (x.h + x.v) + x.h, more)
 
     def d_key_value(self) -> Launch:
         x, tile = self.x, self.chosen.d_key_value
         lists = TileLists.wanted(x, tile.queries, tile.rows, False)
         kernel = _kernel("attention_d_key_value", self.spec, x, tile.pairs * 64, tile, lists=lists)
-        return Launch(kernel, (-(-x.s // tile.rows) * tile.slices, x.k, x.batch), lists)
+        grid = (-(-x.s // tile.rows) * tile.slices, x.k, x.batch)
+        # one of a pair of simdgroups computes the scores, the other their derivatives
+        return Launch(kernel, grid, x.pairs(self.spec) * (tile.slices + 1) * (x.h + x.v), lists)
 
     def d_bias(self) -> Launch:
         x = self.x
@@ -311,7 +332,8 @@ class _Matrices:
             32,
         )
         rows, heads, t, s = x.optional["bias"].shape
-        return Launch(kernel, (-(-s // (8 * BIAS_COLUMNS)), -(-t // 8), rows * heads))
+        grid = (-(-s // (8 * BIAS_COLUMNS)), -(-t // 8), rows * heads)
+        return Launch(kernel, grid, x.pairs(self.spec) * (x.h + x.v))
 
 
 class _Portable:
@@ -325,30 +347,40 @@ class _Portable:
         template = (name, SCALARS[self.x.dtype], *sizes)
         return Kernel(f"{name}_{_SHORT[self.x.dtype]}_{short}", template, constants, self.chosen.threads)
 
-    def _walking(self, name: str, grid, for_rows: bool, more=()) -> Launch:
+    def _work(self, per_pair: int) -> int:
+        return self.x.pairs(self.spec) * per_pair * PORTABLE_COST
+
+    def _walking(
+        self, name: str, grid: tuple[int, int, int], for_rows: bool, per_pair: int, more: Constants = ()
+    ) -> Launch:
         tile = (self.chosen.rows, self.chosen.threads)
         lists = TileLists.wanted(self.x, *(tile if for_rows else tile[::-1]), for_rows)
         constants = (*_constants(self.spec, self.x, lists), *more)
         sizes = (self.x.h, self.x.v, self.chosen.threads, self.chosen.rows)
-        return Launch(self._kernel(name, sizes, constants), grid, lists)
+        return Launch(self._kernel(name, sizes, constants), grid, self._work(per_pair), lists)
 
     def forward(self) -> Launch:
-        return self._walking("portable_forward", (self.x.t, self.x.n, self.x.batch), True)
+        x = self.x
+        return self._walking("portable_forward", (x.t, x.n, x.batch), True, x.h + x.v)
 
     def row_sums(self) -> Launch:
         kernel = self._kernel("portable_row_sums", (self.x.v, self.chosen.threads))
-        return Launch(kernel, (self.x.t * self.x.n, 1, self.x.batch))
+        x = self.x
+        return Launch(kernel, (x.t * x.n, 1, x.batch), x.batch * x.t * x.n * x.v * PORTABLE_COST)
 
-    def d_query(self, more) -> Launch:
-        return self._walking("portable_d_query", (self.x.t, self.x.n, self.x.batch), True, more)
+    def d_query(self, more: Constants) -> Launch:
+        x = self.x
+        return self._walking("portable_d_query", (x.t, x.n, x.batch), True, 2 * x.h + x.v, more)
 
     def d_key_value(self) -> Launch:
-        return self._walking("portable_d_key_value", (self.x.s, self.x.k, self.x.batch), False)
+        x = self.x
+        return self._walking("portable_d_key_value", (x.s, x.k, x.batch), False, 2 * (x.h + x.v))
 
     def d_bias(self) -> Launch:
-        rows, heads, t, s = self.x.optional["bias"].shape
-        sizes = (self.x.h, self.x.v, self.chosen.threads)
-        return Launch(self._kernel("portable_d_bias", sizes, _constants(self.spec, self.x)), (s, t, rows * heads))
+        x = self.x
+        rows, heads, t, s = x.optional["bias"].shape
+        kernel = self._kernel("portable_d_bias", (x.h, x.v, self.chosen.threads), _constants(self.spec, x))
+        return Launch(kernel, (s, t, rows * heads), self._work(x.h + x.v))
 
 
 def _family(spec: Specification, x: Shapes, chosen: tiles.Tiles | tiles.Portable) -> _Matrices | _Portable:
@@ -377,6 +409,7 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
     attend = Launch(
         _kernel("attention_decode", spec, x, tile.simdgroups * 32, tile),
         (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.batch),
+        x.pairs(spec) * (tile.slices * x.h + x.v),
     )
     merge = Kernel(
         f"attention_merge_{_SHORT[x.dtype]}_v{x.v}",
@@ -409,6 +442,7 @@ def _decode(spec: Specification, key, tile: tiles.DecodeTiles) -> Plan:
                     operands["parameters"],
                     count,
                 ),
+                x.batch * x.t * x.n * x.v * splits,
             ),
         ),
     )
@@ -426,7 +460,7 @@ def _backward(spec: Specification, key, wanted: tuple[str, ...], chosen: tiles.T
     arguments = _arguments(
         "out", "d_out", "row_max", "row_sum", "d_lse", "row_sums", "row_states", _parameters(spec, x)
     )
-    dispatches = [Dispatch(sums.kernel, sums.grid, arguments)]
+    dispatches = [Dispatch(sums.kernel, sums.grid, arguments, sums.work)]
 
     def add(launch: Launch, *made: Buffer | None) -> None:
         results.extend(b for b in (*made, *launch.scratch) if b)

@@ -65,14 +65,29 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
+    """A kernel over a grid.
+
+    Attributes:
+      multiply_accumulates: an estimate from above for the whole grid, in those of the matrix unit, by which the
+        launcher keeps command buffers short.
+      grid_argument: the index of 24 bytes that say which part of its grid a launch is: x, y and z of the first
+        threadgroup, then the extents of the whole. A kernel that has them may be launched in parts.
+    """
+
     kernel: Kernel
     threadgroups: tuple[int, int, int]
     arguments: tuple[Argument, ...]
+    multiply_accumulates: int = 0
+    grid_argument: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Dispatches that run one after another in one command buffer."""
+    """Dispatches that run as if one after another.
+
+    A buffer that is no input is written by the first dispatch that binds it, and read by those that bind it later:
+    dispatches that do not meet in a buffer in this way may run side by side.
+    """
 
     name: str
     source: str  # sha256 of the base text
@@ -96,17 +111,34 @@ class Plan:
             "name": self.name,
             "library": {
                 "source": self.source,
-                "instantiations": self.instantiations,
+                "instantiations": self.instantiations,  # all of them, for readers: each dispatch has its own
                 "language": list(LANGUAGE),
             },
             "buffers": [dataclasses.asdict(b) | {"shape": list(b.shape)} for b in self.buffers],
-            "dispatches": [_dispatch(d) for d in self.dispatches],
+            "dispatches": self._dispatches(),
         }
 
+    def _dispatches(self) -> list[dict[str, Any]]:
+        read = {b.name for b in self.buffers if b.role == "input"}
+        found = []
+        for d in self.dispatches:
+            found.append(_dispatch(d, read))
+            read |= {a.buffer for a in d.arguments if a.buffer}
+        return found
 
-def _dispatch(d: Dispatch) -> dict[str, Any]:
+
+def _argument(a: Argument, read: set[str]) -> dict[str, Any]:
+    if a.buffer is None:
+        return {"index": a.index, "bytes": a.bytes.hex()}
+    return {"index": a.index, "buffer": a.buffer, "written": a.buffer not in read}
+
+
+def _dispatch(d: Dispatch, read: set[str]) -> dict[str, Any]:
+    """`read`: the buffers that the dispatch reads and does not write."""
+    split = {} if d.grid_argument is None else {"grid_argument": d.grid_argument}
     return {
         "kernel": d.kernel.name,
+        "instantiation": d.kernel.instantiation,
         "constants": [
             {"index": i, "name": name, "type": kind, "value": value} for i, name, kind, value in d.kernel.constants
         ],
@@ -114,8 +146,7 @@ def _dispatch(d: Dispatch) -> dict[str, Any]:
         "threads": [d.kernel.threads, 1, 1],
         "threadgroup_memory": [],
         "static_threadgroup_memory": d.kernel.threadgroup_memory,
-        "arguments": [
-            {"index": a.index, "buffer": a.buffer} if a.buffer else {"index": a.index, "bytes": a.bytes.hex()}
-            for a in d.arguments
-        ],
+        "arguments": [_argument(a, read) for a in d.arguments],
+        "multiply_accumulates": d.multiply_accumulates,
+        **split,
     }

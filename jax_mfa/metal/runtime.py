@@ -1,7 +1,8 @@
 """The native module, found and started once per process: which device, whether it can be used, and calls onto it.
 
 `JAX_MFA_DEVICE` chooses: unset, the module built into the package (macOS on Apple silicon); `none`, no Metal;
-`emulator`, in a source checkout, the same C++ and the same kernels on an emulated device.
+`emulator`, in a source checkout, the same C++ and the same kernels on an emulated device; `emulator:NAME`, one that
+acts as the machine of that name in `tests/emulator/profiles`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from jax_mfa.metal.plan import Plan
 
 TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward")
 NOT_APPLE = "this host has no Metal: the native module is built on macOS for Apple silicon only"
+ROSETTA = "this Python is built for Intel and runs under Rosetta: Metal needs one built for Apple silicon (arm64)"
 _EMULATOR = pathlib.Path(__file__).resolve().parents[2] / "tests" / "emulator"
 _lock = threading.Lock()
 _chosen: list[str] = []  # tile tables named by `variant`, in place of the chip's own
@@ -67,13 +69,25 @@ class Runtime:
 
 
 def _load(chosen: str):
-    if chosen == "emulator":
-        if not _EMULATOR.exists():
-            raise RuntimeError("JAX_MFA_DEVICE=emulator needs a source checkout, with its folder tests/emulator")
-        if str(_EMULATOR.parent) not in sys.path:
-            sys.path.append(str(_EMULATOR.parent))
-        return importlib.import_module("emulator.host_module").load()
-    return importlib.import_module("jax_mfa._metal")
+    if not chosen:
+        return importlib.import_module("jax_mfa._metal")
+    if not _EMULATOR.exists():
+        raise RuntimeError("JAX_MFA_DEVICE=emulator needs a source checkout, with its folder tests/emulator")
+    if str(_EMULATOR.parent) not in sys.path:
+        sys.path.append(str(_EMULATOR.parent))
+    module = importlib.import_module("emulator.host_module").load()
+    if ":" in chosen:
+        importlib.import_module("emulator.device").load().act_as(chosen.partition(":")[2])
+    return module
+
+
+def _translated() -> bool:
+    """Whether this process is x86-64 code on Apple silicon."""
+    try:
+        said = subprocess.run(["sysctl", "-in", "sysctl.proc_translated"], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return said.stdout.strip() == "1"
 
 
 def _installed_api() -> tuple[int, int] | None:
@@ -91,13 +105,15 @@ def _registered(chosen: str) -> Runtime:
     """The native module with its handlers known to XLA and the kernels' text known to it; no device is started."""
     if chosen == "none":
         return Runtime(reason="JAX_MFA_DEVICE=none forbids Metal", expected=True)
-    if chosen not in ("", "emulator"):
+    if chosen and not re.fullmatch(r"emulator(:\w+)?", chosen):
         raise ValueError(f"JAX_MFA_DEVICE must be unset, 'none' or 'emulator', got {chosen!r}")
     try:
         module = _load(chosen)
     except ModuleNotFoundError as error:
         if error.name != "jax_mfa._metal":
             return Runtime(reason=f"the native module could not be built: {error}")
+        if sys.platform == "darwin" and platform.machine() == "x86_64" and _translated():
+            return Runtime(reason=ROSETTA)
         apple = sys.platform == "darwin" and platform.machine() == "arm64"
         return Runtime(reason=NOT_APPLE, expected=not apple)
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:

@@ -197,7 +197,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         return operands
 
     operands = jax.eval_shape(check, arrays)
-    refused = metal.unsupported(known["spec"], operands)
+    refused = metal.lacking(known["spec"], operands)
     if refused:
         raise ValueError(refused)
     return plan_of(known["spec"], operands, options.of_pass, options.variant)

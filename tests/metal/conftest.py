@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import jax
 import pytest
+import runners
 from emulator import device, host_module
 
 from jax_mfa.metal import runtime
@@ -43,14 +44,17 @@ def metal(native: types.ModuleType) -> Iterator[device.Control]:
 
 
 @pytest.fixture
-def on_device(metal, monkeypatch):
-    """`implementation="metal"` runs on the emulated device within the test, whatever the process was started with."""
-    monkeypatch.setenv("JAX_MFA_DEVICE", "emulator")
+def on_device(request, monkeypatch):
+    """`implementation="metal"` runs within the test: on a Mac's own device, elsewhere on the emulated one, whatever the
+    process was started with."""
+    emulated = None if runners.on_a_mac() else request.getfixturevalue("metal")
+    if emulated:
+        monkeypatch.setenv("JAX_MFA_DEVICE", "emulator")
     started = runtime.start()
     assert not started.reason, started.reason
     monkeypatch.setattr(runtime, "get", lambda: started)
     runtime._prepare.cache_clear()
     jax.clear_caches()
-    yield metal
+    yield emulated
     runtime._prepare.cache_clear()
     jax.clear_caches()

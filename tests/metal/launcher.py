@@ -37,7 +37,8 @@ def register() -> types.ModuleType:
 class Program:
     """A plan under construction; `text()` is what a call carries and `body` may be spoilt before.
 
-    Every dispatch binds its buffers by name at indices from 0, then `data`, int32 values each, at those that follow.
+    Every dispatch binds its buffers by name at indices from 0, then `data`, int32 values each, at those that follow,
+    then the part of the grid that a launch is, where `whole_grid` is given.
     """
 
     def __init__(self, name: str, source: str, instantiations: str = "", threads: int = 64) -> None:
@@ -64,10 +65,20 @@ class Program:
         data: Sequence[int] = (),
         constants: Sequence[tuple[str, Any]] = (),
         threadgroup_memory: Sequence[int] = (),
+        whole_grid: Sequence[int] = (),
+        reads: Sequence[str] = (),
     ) -> Program:
         arguments: list[dict[str, Any]] = [{"index": i, "buffer": name} for i, name in enumerate(buffers)]
+        for argument in arguments:
+            if argument["buffer"] in reads:
+                argument["written"] = False
         for value in data:
             arguments.append({"index": len(arguments), "bytes": np.int32(value).tobytes().hex()})
+        extra: dict[str, Any] = {}
+        if whole_grid:
+            extra["grid_argument"] = len(arguments)
+            grid = np.array([0, 0, 0, *whole_grid], np.uint32)
+            arguments.append({"index": len(arguments), "bytes": grid.tobytes().hex()})
         self.body["dispatches"].append(
             {
                 "kernel": kernel,
@@ -76,6 +87,7 @@ class Program:
                 "threads": [self.threads, 1, 1],
                 "threadgroup_memory": list(threadgroup_memory),
                 "arguments": arguments,
+                **extra,
             }
         )
         return self

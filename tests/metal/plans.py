@@ -1,7 +1,6 @@
-"""Launch plans run on the emulator core, without JAX's runtime or the launcher, and judged by the float64 oracle.
+"""Problems of the kernels, their launch plans with any tile sizes, and the oracle's judgement of what they give.
 
-Gives tests a problem (`Problem`), its plans with any tile sizes, what each dispatch reported and counted, and the one
-statement of how far results may lie from the oracle. Knows the plan format; not what kernels look like.
+Plans run where `runners` says. Here is the one statement of how far results may lie from the oracle.
 """
 
 from __future__ import annotations
@@ -11,78 +10,22 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import emulator
 import harness
 import jax
 import ml_dtypes
 import numpy as np
 import oracle
+from runners import DTYPES, Ran, run
 
 from jax_mfa import metal
 from jax_mfa.metal import show, tiles
 from jax_mfa.metal.plan import Plan
 from jax_mfa.specification import Operands, Specification, specify
 
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}
 ROWS = ("row_max", "row_sum")  # what the forward pass leaves of each row for the backward pass
 # the implementation behind the fixture `on_device`, whatever the process was started with
 ON_METAL = dataclasses.replace(harness.BY_NAME_OF_IMPLEMENTATION["metal"], available=True)
 SINGLE = 2e-6  # of the largest output: what float32 arithmetic may cost a forward pass
-
-
-@functools.lru_cache(maxsize=64)
-def _library(text: str) -> emulator.Library:
-    return emulator.compile(text, fast_math=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ran:
-    """What came out of a plan: every array by name, and for each dispatch its kernel's name and result."""
-
-    arrays: dict[str, np.ndarray]
-    dispatches: list[tuple[str, emulator.Result]]
-
-    @property
-    def reports(self) -> list[str]:
-        return [f"{name}: {report}" for name, result in self.dispatches for report in result.reports]
-
-    @property
-    def counters(self) -> dict[str, emulator.Counters]:
-        """By template: attention_forward, attention_row_sums, …"""
-        return {name: result.counters for name, result in self.dispatches}
-
-
-def run(plan: Plan, arrays: dict[str, np.ndarray], *, text: str | None = None, seed: int = 0) -> Ran:
-    """Runs a plan over arrays by name. `text` takes the place of its MSL; `seed` permutes the schedule."""
-    library = _library(show.program(plan) if text is None else text + "\n" + plan.instantiations)
-    results = {b.name: np.zeros(b.shape, DTYPES[b.dtype]) for b in plan.results}
-    known = {b.name: np.ascontiguousarray(arrays[b.name]) for b in plan.buffers if b.role == "input"} | results
-    for b in plan.buffers:
-        assert known[b.name].shape == b.shape and known[b.name].dtype == np.dtype(DTYPES.get(b.dtype, b.dtype)), b
-    scratch = {b.name for b in plan.buffers if b.role == "scratch"}
-    written: set[str] = set()
-    done = []
-    for dispatch in plan.dispatches:
-        constants: dict[str | int, Any] = {name: value for _, name, _, value in dispatch.kernel.constants}
-        kernel = library.kernel(dispatch.kernel.name, constants=constants)
-        bound = {a.index: known[a.buffer] if a.buffer else a.bytes for a in dispatch.arguments}
-        fresh = [a.index for a in dispatch.arguments if a.buffer in results and a.buffer not in written]
-        whole = [a.index for a in dispatch.arguments if a.index in fresh and a.buffer not in scratch]
-        done.append(
-            (
-                dispatch.kernel.template[0],
-                kernel(
-                    bound,
-                    threadgroups=dispatch.threadgroups,
-                    threadgroup=dispatch.kernel.threads,
-                    outputs=whole,
-                    uninitialised=fresh,
-                    seed=seed,
-                ),
-            )
-        )
-        written |= {a.buffer for a in dispatch.arguments if a.buffer}
-    return Ran(known, done)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,28 +143,27 @@ class Problem:
         return show.plan_of(self.specification, operands, of_pass, self.variant)
 
 
-def _both(plan: Callable[[str], Plan], arrays, cotangents, *, text: str | None = None, seed: int = 0) -> Ran:
+def _both(plan: Callable[[str], Plan], arrays, cotangents, **how) -> Ran:
     """The plans "forward" and "backward", the second fed by the first: the arrays and dispatches of both."""
-    forward = run(plan("forward"), arrays, text=text, seed=seed)
+    forward = run(plan("forward"), arrays, **how)
     d_out, d_lse = cotangents
     passed = {x: forward.arrays[x] for x in ("out", *ROWS)} | {"d_out": d_out, "d_lse": d_lse}
-    backward = run(plan("backward"), arrays | passed, text=text, seed=seed)
-    return Ran(forward.arrays | backward.arrays, forward.dispatches + backward.dispatches)
+    return forward | run(plan("backward"), arrays | passed, **how)
 
 
-def run_call(arguments: dict[str, Any], *, variant: str | tiles.Tiles = "staged", text: str | None = None) -> Ran:
-    """Both passes of a call of `flash_attention` with these arguments, with random cotangents."""
+def run_call(arguments: dict[str, Any], *, variant: str | tiles.Tiles = "staged", **how) -> Ran:
+    """Both passes of a call of `flash_attention` with these arguments, with random cotangents; `how` is for `run`."""
     spec, operands = specify(**arguments)
     arrays = {name: np.asarray(getattr(operands, name)) for name in ("query", "key", "value")}
     arrays |= {name: np.asarray(x) for name, x in metal.launch_arrays(spec, operands).items()}
     plan = lambda of_pass: show.plan_of(spec, operands, of_pass, variant)
-    return _both(plan, arrays, harness.cotangents(arguments), text=text)
+    return _both(plan, arrays, harness.cotangents(arguments), **how)
 
 
-def evaluate(problem: Problem, *, text: str | None = None, seed: int = 0) -> Ran:
-    """Both passes of a problem; the arrays and dispatches of both."""
+def evaluate(problem: Problem, **how) -> Ran:
+    """Both passes of a problem, the arrays and dispatches of both; `how` is for `run`."""
     arguments = problem.arguments()
-    return _both(problem.plan, problem.arrays(arguments), problem.cotangents(arguments), text=text, seed=seed)
+    return _both(problem.plan, problem.arrays(arguments), problem.cotangents(arguments), **how)
 
 
 @functools.lru_cache(maxsize=64)

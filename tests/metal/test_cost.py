@@ -5,6 +5,7 @@ from __future__ import annotations
 import cost
 import plans
 import pytest
+import runners
 from plans import Problem
 
 from jax_mfa.metal import show, tiles
@@ -80,7 +81,7 @@ def test_threadgroup_memory_is_what_the_table_says(variant, limit, item):
     buffers = {f"attention_{name}": tile.buffers for name, tile in vars(chosen).items()}
     for of_pass in ("forward", "backward"):
         plan = Problem(h=h, dtype=dtype, variant=variant).plan(of_pass)
-        library = plans._library(show.program(plan))
+        library = runners.library(show.program(plan))
         for kernel in (d.kernel for d in plan.dispatches):
             constants = {name: value for _, name, _, value in kernel.constants}
             compiled = library.kernel(kernel.name, constants).static_threadgroup_memory_length

@@ -1,8 +1,8 @@
 """The kernels are right: every head size, ragged lengths, masks, groups, dtypes and tile settings against the float64
 oracle, gradients included, with the checker silent; and the checker and the oracle do notice planted mistakes.
 
-Most run as plans on the emulator core; a few go all the way through `jax.jit`, XLA's FFI, the launcher and the emulated
-device. The long sweep is marked `sweep`.
+Most run as plans where `runners` says, on the emulator core or on a device; a few go all the way through `jax.jit`. The
+long sweep is marked `sweep`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import plans
 import pytest
 from plans import Problem
+from runners import Core, Launcher, needs_core
 
 import jax_mfa
 from jax_mfa.metal import runtime, source, tiles
@@ -156,6 +157,22 @@ def test_through_jit_and_the_launcher(on_device, problem, variant):
         np.testing.assert_array_equal(x, ran.arrays[f"d_{name}"], err_msg=name)
     plans.assert_right(problem, ran)
     harness._program.cache_clear()
+
+
+@needs_core
+@pytest.mark.parametrize("text", ["as shipped", "with a line more"])
+@pytest.mark.parametrize(
+    "problem",
+    [Problem(19, 40, 16, causal=True, offset=(3, -2)), Problem(3, 530, 16, dtype="bfloat16", key_lengths=(40, 530))],
+    ids=str,
+)
+def test_the_launcher_gives_the_bits_that_the_core_gives(on_device, problem, text):
+    """So that these tests mean the same where they run: scratch arrays, too."""
+    text = None if text == "as shipped" else source.base() + "constant int one_more = 1;\n"
+    ran = [plans.evaluate(problem, on=runner, text=text) for runner in (Core(), Launcher())]
+    assert [x.reports for x in ran] == [[], []]
+    assert _bytes(ran[0]) == _bytes(ran[1])
+    assert {"row_sums", "row_states"} <= set(ran[1].arrays)
 
 
 def test_mapped_and_transposed_inputs_through_jit(on_device):

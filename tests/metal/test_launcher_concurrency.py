@@ -67,7 +67,7 @@ def test_pipeline_is_compiled_once_for_callers_at_the_same_time(
     assert (seen["plans"], seen["pipelines"], seen["libraries"]) == (1, 1, 1)
 
 
-def test_more_calls_in_flight_than_lanes(native: types.ModuleType, metal: device.Control) -> None:
+def test_many_calls_in_flight(native: types.ModuleType, metal: device.Control) -> None:
     programs = [scale(64, factor=factor) for factor in range(1, 41)]
     run = jax.jit(lambda x: [program(x)[0] for program in programs])
     with metal.option(Option.HANDLER_DELAY_US, 5000):
@@ -77,7 +77,8 @@ def test_more_calls_in_flight_than_lanes(native: types.ModuleType, metal: device
 
 @pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs four CPU devices")
 def test_devices_that_wait_for_each_other_between_calls(native: types.ModuleType, metal: device.Control) -> None:
-    # a collective waits for every device inside the completion of its last call, so no completion may wait for another
+    # a collective waits for every device inside the completion of its last call, so no completion may wait for another;
+    # queues report completions in order, and all calls share one
     if not hasattr(jax, "shard_map"):
         from jax.experimental.shard_map import shard_map
     else:
@@ -107,6 +108,22 @@ def _unchecked(shard_map) -> dict[str, bool]:
 
     names = inspect.signature(shard_map).parameters
     return {"check_vma" if "check_vma" in names else "check_rep": False}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads by the files of the system")
+def test_threads_grow_with_callers_that_wait_and_not_with_calls(
+    native: types.ModuleType, metal: device.Control
+) -> None:
+    run = jax.jit(lambda x: scale(64, 2)(scale(64)(x)[0])[0])
+    x = jnp.ones(64, jnp.float32)
+
+    def threads_after(calls: int) -> int:
+        for _ in range(calls):
+            run(x).block_until_ready()
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads_after(50)
+    assert threads_after(500) <= before + 3
 
 
 def test_reset_leaves_calls_in_flight_alone(native: types.ModuleType, metal: device.Control) -> None:

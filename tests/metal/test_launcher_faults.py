@@ -26,7 +26,9 @@ ERRORS = {
     Fault.COMMAND_BUFFER: "INTERNAL.*plan scale: the Metal queue gave no command buffer",
     Fault.ENCODER: "INTERNAL.*plan scale: the Metal command buffer gave no encoder",
     Fault.GPU: "INTERNAL.*plan scale: the GPU stopped: .*PageFault",
-    Fault.TIMEOUT: "DEADLINE_EXCEEDED.*plan scale: the GPU stopped: .*Timeout",
+    Fault.TIMEOUT: "DEADLINE_EXCEEDED.*plan scale: the GPU stopped: .*Timeout.*COMMAND_BUFFER_MS to less than 100",
+    Fault.INTERACTIVITY: "DEADLINE_EXCEEDED.*plan scale: the GPU stopped: .*Impacting.*drawing the screen: set JAX_MFA",
+    Fault.IGNORED: "UNAVAILABLE.*plan scale: the GPU stopped: .*Ignored.*takes no more GPU work from this process",
     Fault.OUT_OF_MEMORY: "RESOURCE_EXHAUSTED.*plan scale: the GPU stopped: .*Insufficient Memory",
 }
 
@@ -41,10 +43,11 @@ def test_fault_gives_its_error_and_the_next_call_works(
 ) -> None:
     x = jnp.arange(1000, dtype=jnp.float32)
     run = jax.jit(lambda x: scale(1000)(x)[0] + 1)
-    with metal.fault(fault, times=1):
+    ways = 2 if fault == Fault.NO_DEVICE else 1  # of asking for it
+    with metal.fault(fault, times=ways):
         with pytest.raises(Exception, match=ERRORS[fault]):
             jax.block_until_ready(run(x))
-        assert metal.hits(fault) == 1
+        assert metal.hits(fault) == ways
     assert native.statistics()["failures"] == 1
     np.testing.assert_array_equal(run(x), 3 * np.arange(1000, dtype=np.float32) + 1)
     assert native.statistics()["failures"] == 1
@@ -81,14 +84,6 @@ def test_fault_of_one_caller_leaves_the_others_alone(
             thread.join()
     assert len(failed) == 3 and wrong == []
     assert native.statistics()["failures"] == 3
-
-
-def test_queues_beyond_the_first_are_not_needed(native: types.ModuleType, metal: device.Control) -> None:
-    run = jax.jit(lambda x: scale(1000)(scale(1000)(x)[0])[0])
-    with metal.fault(Fault.QUEUE, skip=1):
-        out = run(jnp.ones(1000, jnp.float32)).block_until_ready()
-        assert metal.hits(Fault.QUEUE) > 0
-    assert out[0] == 9
 
 
 def test_memory_limit_is_an_error_and_no_crash(native: types.ModuleType, metal: device.Control) -> None:

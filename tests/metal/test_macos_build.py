@@ -47,6 +47,8 @@ def check_image(image: macos.Image) -> None:
     assert loose and all(re.fullmatch(r"__?Py\w+", name) for name in loose), loose
     assert taken["_MTLCreateSystemDefaultDevice"].endswith("/Metal")
     assert all(library.startswith(("/usr/lib/lib", "/System/Library/Frameworks/")) for library in image.libraries)
+    # nothing of it is called, so nothing but the load command keeps it: Metal wants it for the default device
+    assert any(library.endswith("/CoreGraphics") for library in image.libraries), image.libraries
     # beside the entry only what is the same in every C++ library or that nanobind shows on purpose
     shown = [name for name in image.exported if not re.match(r"__Z[nd][wla]|__ZNK?8nanobind|__mh_|___dso_handle", name)]
     assert shown == ["_PyInit__metal"]

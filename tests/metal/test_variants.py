@@ -1,4 +1,5 @@
-"""Every feature on the kernels that other chips take: fragments straight from device memory, and no simdgroup matrices.
+"""Every feature on the kernels that other chips take, acting as those: fragments straight from device memory, and no
+simdgroup functions.
 
 The rest of the tests run what the emulated chip takes by itself, tiles staged in threadgroup memory.
 """
@@ -14,11 +15,13 @@ pytestmark = needs_emulator
 METAL = next(x for x in IMPLEMENTATIONS if x.name == "metal")
 
 
-@pytest.fixture(scope="module", params=["direct", "portable", "portable on 64 lanes"])
+@pytest.fixture(scope="module", params=["direct on m3", "portable on paravirtual", "portable on intel with 64 lanes"])
 def variant(request):
-    name, *lanes = request.param.split(" on ")
+    name, machine = request.param.split(" on ")
+    machine, *lanes = machine.split(" with ")
     control = device.load()
-    with runtime.variant(name), control.option(device.Option.SIMD_WIDTH, 64 if lanes else 32):
+    with runtime.variant(name), control.profile(machine):
+        control.set(device.Option.SIMD_WIDTH, 64 if lanes else 32)
         runtime.get().module.reset()
         runtime._prepare.cache_clear()
         yield name

@@ -22,7 +22,9 @@ from typing import Any
 from . import build
 from .build import host, library
 
-__all__ = ["Control", "Fault", "Option", "build", "host", "library", "load"]
+__all__ = ["Control", "Fault", "Option", "build", "host", "library", "load", "profiles"]
+
+PROFILES = build.core.ROOT / "profiles"
 
 
 class Fault(enum.IntEnum):
@@ -40,6 +42,8 @@ class Fault(enum.IntEnum):
     GPU = 9
     TIMEOUT = 10
     OUT_OF_MEMORY = 11
+    INTERACTIVITY = 12
+    IGNORED = 13
 
 
 class Option(enum.IntEnum):
@@ -57,6 +61,23 @@ class Option(enum.IntEnum):
     RECORD = 9
     HANDLER_DELAY_US = 10
     QUIET = 11
+    DEFAULT_DEVICE = 12
+    LISTED = 13
+    UNIFIED_MEMORY = 14
+    PAGE_SIZE = 15
+    THREADGROUP_MEMORY = 16
+    STACK_KIB = 17
+    RATE = 18
+    INTERACTIVITY_MS = 19
+    GPU_TIMEOUT_MS = 20
+    IGNORED_AFTER = 21
+    MATRIX_THREADS = 22
+    LINE_BYTES = 23
+
+
+def profiles() -> list[str]:
+    """The machines that the device can act as."""
+    return sorted(file.stem for file in PROFILES.glob("*.json"))
 
 
 class Control:
@@ -76,7 +97,9 @@ class Control:
         api.metal_device_get_option.argtypes = [c.c_int]
         api.metal_device_get_option.restype = c.c_int64
         api.metal_device_wait_idle.argtypes = [c.c_int64]
+        api.metal_device_set_name.argtypes = [c.c_char_p]
         self._api = api
+        self._profile = ""
 
     def _json(self, pointer: int) -> Any:
         text = c.string_at(pointer).decode(errors="replace")
@@ -140,7 +163,35 @@ class Control:
         return bool(self._api.metal_device_wait_idle(int(seconds * 1000)))
 
     def reset(self) -> None:
+        """No faults, reports or totals, and options as the profile has them."""
         self._api.metal_device_reset()
+        if self._profile:
+            self.act_as(self._profile)
+
+    def act_as(self, profile: str) -> None:
+        """Options of a profile from here on; "" for none. Raises ValueError where there is none of that name."""
+        if profile and profile not in profiles():
+            raise ValueError(f"no profile {profile!r} of the emulated device: there are {', '.join(profiles())}")
+        self._profile = profile
+        if not profile:
+            self._api.metal_device_reset()
+            return
+        about = json.loads((PROFILES / f"{profile}.json").read_text(encoding="utf-8"))
+        self._api.metal_device_set_name(about["name"].encode())
+        for name, value in about["options"].items():
+            self.set(Option[name.upper()], value)
+
+    @contextlib.contextmanager
+    def profile(self, name: str) -> Iterator[None]:
+        """The device acts as this machine within the block; host code that has found it before must be reset."""
+        before = self._profile
+        self.act_as("")
+        self.act_as(name)
+        try:
+            yield
+        finally:
+            self.act_as("")
+            self.act_as(before)
 
 
 @functools.cache

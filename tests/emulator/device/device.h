@@ -23,7 +23,9 @@ typedef enum metal_device_fault {
   METAL_FAULT_GPU = 9,             /* the command buffer ends with status error, code page fault */
   METAL_FAULT_TIMEOUT = 10,        /* ... code timeout */
   METAL_FAULT_OUT_OF_MEMORY = 11,  /* ... code out of memory */
-  METAL_FAULT_COUNT = 12
+  METAL_FAULT_INTERACTIVITY = 12,  /* ... killed because it kept the GPU from the screen */
+  METAL_FAULT_IGNORED = 13,        /* ... ignored because of earlier errors of the process */
+  METAL_FAULT_COUNT = 14
 } metal_device_fault;
 
 typedef enum metal_device_option {
@@ -39,13 +41,29 @@ typedef enum metal_device_option {
   METAL_OPTION_RECORD = 9,        /* how many of the last dispatches to keep for metal_device_dispatches_json; default 256 */
   METAL_OPTION_HANDLER_DELAY_US = 10, /* completed handlers are called this much later; default 0 */
   METAL_OPTION_QUIET = 11,        /* 1: reports are kept but not printed to stderr; default 0 */
-  METAL_OPTION_COUNT = 12
+  METAL_OPTION_DEFAULT_DEVICE = 12,    /* 0: MTLCreateSystemDefaultDevice answers nil; default 1 */
+  METAL_OPTION_LISTED = 13,            /* 0: MTLCopyAllDevices answers an empty array; default 1 */
+  METAL_OPTION_UNIFIED_MEMORY = 14,    /* hasUnifiedMemory; default 1 */
+  METAL_OPTION_PAGE_SIZE = 15,         /* what pointer and length of no-copy buffers must be multiples of; default 16384 */
+  METAL_OPTION_THREADGROUP_MEMORY = 16, /* maxThreadgroupMemoryLength; default 32768, which is the most */
+  METAL_OPTION_STACK_KIB = 17,         /* stack of threads that call completed handlers; default 512, as on macOS */
+  METAL_OPTION_RATE = 18,              /* modelled multiply-accumulates a second; 0 (default): the GPU takes no modelled time */
+  METAL_OPTION_INTERACTIVITY_MS = 19,  /* a command buffer of more modelled time is killed; 0 (default): never */
+  METAL_OPTION_GPU_TIMEOUT_MS = 20,    /* ... of more than this with a timeout error; 0 (default): never */
+  METAL_OPTION_IGNORED_AFTER = 21,     /* after as many kills all later command buffers are ignored; 0 (default): never */
+  METAL_OPTION_MATRIX_THREADS = 22,    /* METAL_OPTION_MAX_THREADS of kernels with simdgroup matrices; default 1024 */
+  METAL_OPTION_LINE_BYTES = 23,        /* a dispatch puts back what lay beside its no-copy outputs in their first and last line
+                                          of so many bytes, as caches that are not coherent would; 0 (default): it does not */
+  METAL_OPTION_COUNT = 24
 } metal_device_option;
 
 /* Lets `skip` uses pass, then makes the next `times` uses fail (-1: all). times = 0 disarms. */
 void metal_device_inject(metal_device_fault fault, int64_t skip, int64_t times);
 int64_t metal_device_fault_hits(metal_device_fault fault);
 void metal_device_clear_faults(void);
+
+/* What the device is called; nullptr or "": after its family. */
+void metal_device_set_name(const char* name);
 
 void metal_device_set_option(metal_device_option option, int64_t value);
 int64_t metal_device_get_option(metal_device_option option);

@@ -52,7 +52,7 @@ struct emu_pipeline {
   uint32_t simd_width, max_threads;
   Variant variants[kVariants];
   std::vector<Argument> arguments;
-  uint32_t static_size = 0;
+  uint32_t static_size = 0, uses = 0;
 };
 
 struct emu_result {
@@ -113,6 +113,7 @@ void prepare(emu_pipeline *p, int variant) {
     p->arguments.push_back({q.name, q.index, kind, forms[i]});
   }
   p->static_size = v.info.static_size;
+  p->uses = v.info.uses;
   give_image(v, std::move(image));
   v.ready = true;
 }
@@ -612,6 +613,7 @@ int emu_pipeline_get_info(const emu_pipeline *p, emu_pipeline_info *out) {
   *out = {p->simd_width, p->max_threads, p->static_size, (uint32_t)p->arguments.size()};
   return 0;
 }
+uint32_t emu_pipeline_uses(const emu_pipeline *p) { return p->uses; }
 const char *emu_pipeline_function_name(const emu_pipeline *p) { return kernel_of(p).host_name.c_str(); }
 int emu_pipeline_argument(const emu_pipeline *p, size_t i, emu_argument *out) {
   if (i >= p->arguments.size()) return -1;

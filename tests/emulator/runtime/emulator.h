@@ -129,6 +129,9 @@ typedef struct emu_pipeline_info {
 } emu_pipeline_info;
 
 EMU_API int emu_pipeline_get_info(const emu_pipeline *pipeline, emu_pipeline_info *out);
+// What a kernel asks of a GPU beyond the oldest: shuffles, votes and reductions, of simdgroups or quads; 8×8 matrices.
+enum { EMU_USES_SIMDGROUP = 1, EMU_USES_MATRICES = 2 };
+EMU_API uint32_t emu_pipeline_uses(const emu_pipeline *pipeline);
 EMU_API const char *emu_pipeline_function_name(const emu_pipeline *pipeline);
 
 typedef enum emu_argument_kind {

@@ -214,7 +214,11 @@ Image::Image(const std::string &object, ObjectInfo *info, std::vector<std::strin
   for (size_t i = 1; i < symbol_count; i++) {
     const Elf64_Sym &s = symbols[i];
     const char *name = symbol_names + s.st_name;
-    if (s.st_shndx == SHN_UNDEF) continue;
+    if (s.st_shndx == SHN_UNDEF) {
+      if (info && strcmp(name, "emu_simd") == 0) info->uses |= EMU_USES_SIMDGROUP;
+      if (info && strncmp(name, "emu_matrix_", 11) == 0) info->uses |= EMU_USES_MATRICES;
+      continue;
+    }
     if (s.st_shndx == SHN_ABS) value[i] = s.st_value;
     else if (s.st_shndx < count) value[i] = address[s.st_shndx] + s.st_value;
     if (strcmp(name, "emu_entry") == 0) entry = (void (*)(const emu_frame *))value[i];

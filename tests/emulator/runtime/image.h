@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../include/emulator/abi.h"
+#include "emulator.h"
 
 namespace emu {
 
@@ -25,6 +26,7 @@ struct ObjectInfo {
   std::vector<LineRow> rows;              // sorted by offset
   std::vector<SharedVariable> variables;  // threadgroup variables
   uint32_t static_size = 0;               // bytes of them, as Metal counts
+  uint32_t uses = 0;                      // EMU_USES_*
   bool find(uint64_t offset, std::string *file, uint32_t *line) const;
 };
 

@@ -51,6 +51,7 @@ LIBRARIES = {
         "/System/Library/Frameworks/CoreFoundation.framework/Versions/A/CoreFoundation",
         ("___CFConstantStringClassReference",),
     ),
+    "CoreGraphics": ("/System/Library/Frameworks/CoreGraphics.framework/Versions/A/CoreGraphics", ()),
     "Metal": (
         "/System/Library/Frameworks/Metal.framework/Versions/A/Metal",
         (

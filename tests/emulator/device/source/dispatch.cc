@@ -1,5 +1,6 @@
 // Hands one encoded dispatch to the emulator core and keeps what the core found: the last dispatches in full, all reports of the
 // checker without repeats, and the counters' sums. Knows no Objective-C beyond the error it answers.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -140,7 +141,49 @@ Error* failure(int64_t code, const char* apple, const std::string& message, cons
 
 }  // namespace
 
-Error* run_dispatch(const Command& command) {
+namespace {
+
+// An 8×8×8 product is 512 multiply-accumulates. Kernels without products are judged by what they load: an operand of four bytes
+// for each. Bytes are counted under the checker only.
+double modelled_seconds(const emu_counters& counters) {
+  const auto rate = static_cast<double>(option(METAL_OPTION_RATE));
+  if (rate <= 0) return 0;
+  const double products = 512.0 * static_cast<double>(counters.matrix_multiply_accumulates);
+  return std::max(products, static_cast<double>(counters.device_bytes_loaded) / 4) / rate;
+}
+
+}  // namespace
+
+namespace {
+
+// What lies beside outputs in lines that they share with memory of the CPU.
+class SharedLines {
+ public:
+  explicit SharedLines(const Command& command) {
+    const auto line = static_cast<uint64_t>(option(METAL_OPTION_LINE_BYTES));
+    if (!line) return;
+    for (const Binding& binding : command.bindings) {
+      const Buffer* buffer = binding.buffer;
+      if (!buffer || !binding.writable || buffer->mapped || buffer->life != kAlive) continue;
+      keep(buffer, binding.offset / line * line, binding.offset);
+      keep(buffer, binding.end, std::min(buffer->length, (binding.end + line - 1) / line * line));
+    }
+  }
+  void put_back() const {
+    for (const auto& [at, bytes] : kept_) std::memcpy(at, bytes.data(), bytes.size());
+  }
+
+ private:
+  void keep(const Buffer* buffer, uint64_t begin, uint64_t end) {
+    if (begin < end)
+      kept_.emplace_back(buffer->memory + begin, std::string(reinterpret_cast<const char*>(buffer->memory + begin), end - begin));
+  }
+  std::vector<std::pair<uint8_t*, std::string>> kept_;
+};
+
+}  // namespace
+
+Error* run_dispatch(const Command& command, double& seconds) {
   const bool checked = option(METAL_OPTION_CHECKED);
   std::vector<emu_buffer> buffers;
   buffers.reserve(command.bindings.size());
@@ -176,7 +219,9 @@ Error* run_dispatch(const Command& command) {
   options.threadgroup_memory_count = command.threadgroup_memory.size();
   options.seed = static_cast<uint64_t>(option(METAL_OPTION_SEED));
   options.time_limit = static_cast<double>(option(METAL_OPTION_TIMEOUT_MS)) * 1e-3;
+  const SharedLines beside(command);
   emu_result* result = emu_dispatch(command.pipeline->compiled, &options);
+  beside.put_back();
   count(Total::kDispatches);
   if (!result) return failure(MTL::CommandBufferErrorInternal, "Internal Error", "no memory for the dispatch", command);
 
@@ -193,6 +238,7 @@ Error* run_dispatch(const Command& command) {
   record.threadgroup_memory = command.pipeline->info.static_threadgroup_memory_length;
   for (const emu_threadgroup_memory& memory : command.threadgroup_memory) record.threadgroup_memory += memory.length;
   record.counters = *emu_result_counters(result);
+  seconds = modelled_seconds(record.counters);
   for (size_t i = 0; i < emu_result_report_count(result); ++i) {
     const emu_report* found = emu_result_report(result, i);
     record.findings.push_back({emu_report_class_name(found->report_class), found->message, found->file, found->other_file,

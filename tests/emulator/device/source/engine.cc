@@ -108,6 +108,7 @@ void wake() {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, static_cast<size_t>(option(METAL_OPTION_STACK_KIB)) * 1024);
     pthread_t thread;
     if (pthread_create(&thread, &attributes, worker, nullptr) == 0) all.workers++;
     pthread_attr_destroy(&attributes);
@@ -148,6 +149,41 @@ void call(std::vector<Callback>& callbacks) {
   callbacks.clear();
 }
 
+struct NamedError {
+  metal_device_fault fault;
+  int64_t code;
+  const char* text;
+};
+// Texts as public reports have them. That of a kill for interactivity is only ever reported by its text, so its code is a guess.
+constexpr NamedError kErrors[] = {
+    {METAL_FAULT_GPU, MTL::CommandBufferErrorPageFault,
+     "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)"},
+    {METAL_FAULT_TIMEOUT, MTL::CommandBufferErrorTimeout,
+     "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"},
+    {METAL_FAULT_OUT_OF_MEMORY, MTL::CommandBufferErrorOutOfMemory,
+     "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"},
+    {METAL_FAULT_INTERACTIVITY, MTL::CommandBufferErrorInternal,
+     "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"},
+    {METAL_FAULT_IGNORED, MTL::CommandBufferErrorAccessRevoked,
+     "Ignored (for causing prior/excessive GPU errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"},
+};
+
+Error* named_error(metal_device_fault fault) {
+  for (const NamedError& known : kErrors)
+    if (known.fault == fault) return retained(error("MTLCommandBufferErrorDomain", known.code, known.text));
+  return nullptr;
+}
+
+// What macOS does to a command buffer whose dispatches took so long.
+Error* watchdog_error(double modelled) {
+  const int64_t milliseconds = static_cast<int64_t>(modelled * 1e3);
+  const int64_t timeout = option(METAL_OPTION_GPU_TIMEOUT_MS), interactivity = option(METAL_OPTION_INTERACTIVITY_MS);
+  const bool late = timeout && milliseconds > timeout;
+  if (!late && !(interactivity && milliseconds > interactivity)) return nullptr;
+  count_kill();
+  return named_error(late ? METAL_FAULT_TIMEOUT : METAL_FAULT_INTERACTIVITY);
+}
+
 enum class Outcome { kFinished, kParked };
 
 // Runs commands until the end, an error, or a wait that is not satisfied. Without the lock.
@@ -157,9 +193,15 @@ Outcome execute(CommandBuffer* buffer) {
     Command& command = buffer->commands[buffer->next];
     switch (command.kind) {
       case Command::kDispatch:
-        if (Error* error = run_dispatch(command)) {
-          buffer->error = Ref<Error>::adopt(error);
-          return Outcome::kFinished;
+        {
+          double seconds = 0;
+          Error* error = run_dispatch(command, seconds);
+          buffer->modelled += seconds;
+          if (!error) error = watchdog_error(buffer->modelled);
+          if (error) {
+            buffer->error = Ref<Error>::adopt(error);
+            return Outcome::kFinished;
+          }
         }
         break;
       case Command::kFill:
@@ -186,27 +228,13 @@ Outcome execute(CommandBuffer* buffer) {
   return Outcome::kFinished;
 }
 
-struct InjectedError {
-  metal_device_fault fault;
-  int64_t code;
-  const char* text;
-};
-constexpr InjectedError kInjected[] = {
-    {METAL_FAULT_GPU, MTL::CommandBufferErrorPageFault,
-     "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)"},
-    {METAL_FAULT_TIMEOUT, MTL::CommandBufferErrorTimeout,
-     "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"},
-    {METAL_FAULT_OUT_OF_MEMORY, MTL::CommandBufferErrorOutOfMemory,
-     "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"},
-};
-
 Error* injected_error() {
   if (cut_off_by_fork())
     return retained(error("MTLCommandBufferErrorDomain", MTL::CommandBufferErrorNotPermitted,
                           "the GPU cannot be reached from a process forked after it was used"));
-  for (const InjectedError& injected : kInjected)
-    if (take_fault(injected.fault))
-      return retained(error("MTLCommandBufferErrorDomain", injected.code, injected.text));
+  if (submissions_ignored()) return named_error(METAL_FAULT_IGNORED);
+  for (const NamedError& injected : kErrors)
+    if (take_fault(injected.fault)) return named_error(injected.fault);
   return nullptr;
 }
 

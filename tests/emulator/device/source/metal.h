@@ -225,6 +225,7 @@ struct CommandBuffer : Labelled {
   std::vector<Handler> scheduled_handlers, completed_handlers;
   Ref<Error> error;
   double gpu_start = 0, gpu_end = 0, kernel_start = 0, kernel_end = 0;
+  double modelled = 0;  // seconds of its dispatches so far
   std::shared_ptr<Completion> completion = std::make_shared<Completion>();
   pthread_t handler_thread{};
   bool in_handler = false;
@@ -299,7 +300,8 @@ bool wait_idle(int64_t milliseconds);
 }  // namespace engine
 
 // Runs one dispatch in the core and files its counters and reports; nullptr or the error that ends the command buffer (+1).
-Error* run_dispatch(const Command& command);
+// `seconds` is the time that the GPU would take by the rate of METAL_OPTION_RATE.
+Error* run_dispatch(const Command& command, double& seconds);
 
 std::string size_text(const uint64_t size[3]);
 

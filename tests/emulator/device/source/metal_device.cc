@@ -99,6 +99,8 @@ Buffer* allocate_buffer(uint64_t length, uint64_t options, const char* what) {
 struct DeviceMethods : Device {
   String* name() const {
     const int64_t family = option(METAL_OPTION_GPU_FAMILY);
+    const std::string given = device_name();
+    if (!given.empty()) return temporary(given + " (emulated)");
     const char* chip = family >= 1010 ? "Apple M5" : family == 1009 ? "Apple M3" : family == 1008 ? "Apple M2" : "Apple M1";
     return temporary(std::string(chip) + " (emulated)");
   }
@@ -128,10 +130,11 @@ struct DeviceMethods : Device {
     }
   }
   MTL::Size max_threads() const { return MTL::Size(1024, 1024, 1024); }
-  uint64_t max_threadgroup_memory() const { return kMaxThreadgroupMemory; }
+  uint64_t max_threadgroup_memory() const { return static_cast<uint64_t>(option(METAL_OPTION_THREADGROUP_MEMORY)); }
   uint64_t working_set() const { return static_cast<uint64_t>(option(METAL_OPTION_MEMORY_LIMIT)); }
   uint64_t max_buffer() const { return static_cast<uint64_t>(option(METAL_OPTION_MEMORY_LIMIT)); }
   uint64_t current() const { return allocated; }
+  bool unified() const { return option(METAL_OPTION_UNIFIED_MEMORY); }
   bool yes() const { return true; }
   bool no() const { return false; }
   uint64_t tier2() const { return MTL::ArgumentBuffersTier2; }
@@ -165,10 +168,11 @@ struct DeviceMethods : Device {
       return nullptr;
     }
     const auto address = reinterpret_cast<uintptr_t>(bytes);
-    if (!bytes || address % kPage || length % kPage) {
-      report("no-copy-alignment", std::string(what) + ": pointer and length must be multiples of 16384, the pointer is " +
-                                      std::to_string(address % kPage) + " and the length " + std::to_string(length % kPage) +
-                                      " beyond one");
+    const auto page = static_cast<uint64_t>(option(METAL_OPTION_PAGE_SIZE));
+    if (!bytes || address % page || length % page) {
+      report("no-copy-alignment", std::string(what) + ": pointer and length must be multiples of " + std::to_string(page) +
+                                      ", the pointer is " + std::to_string(address % page) + " and the length " +
+                                      std::to_string(length % page) + " beyond one");
       return nullptr;
     }
     if (take_fault(METAL_FAULT_BUFFER_NO_COPY)) {
@@ -344,9 +348,12 @@ void on_new_thread(void (*work)(void*), void* argument) {
     void (*work)(void*);
     void* argument;
   };
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, static_cast<size_t>(option(METAL_OPTION_STACK_KIB)) * 1024);
   pthread_t thread;
   pthread_create(
-      &thread, nullptr,
+      &thread, &attributes,
       [](void* at) -> void* {
         Job job = *static_cast<Job*>(at);
         delete static_cast<Job*>(at);
@@ -356,6 +363,7 @@ void on_new_thread(void (*work)(void*), void* argument) {
         return nullptr;
       },
       new Job{work, argument});
+  pthread_attr_destroy(&attributes);
   pthread_detach(thread);
 }
 
@@ -379,7 +387,7 @@ void define_metal_device() {
        m<&D::working_set>("recommendedMaxWorkingSetSize"),
        m<&D::max_buffer>("maxBufferLength"),
        m<&D::current>("currentAllocatedSize"),
-       m<&D::yes>("hasUnifiedMemory"),
+       m<&D::unified>("hasUnifiedMemory"),
        m<&D::no>("isLowPower"),
        m<&D::no>("isHeadless"),
        m<&D::no>("isRemovable"),
@@ -436,17 +444,21 @@ void define_metal_device() {
 
 using namespace device;
 
-// Answers a new reference, as the Create rule has it.
-DEVICE_EXPORT Device* MTLCreateSystemDefaultDevice() {
-  if (take_fault(METAL_FAULT_NO_DEVICE)) return nullptr;
+static Device* found_device() {
   int nobody = 0;
   g_owner.compare_exchange_strong(nobody, getpid());
   return retained(the_device());
 }
 
+// Answers a new reference, as the Create rule has it.
+DEVICE_EXPORT Device* MTLCreateSystemDefaultDevice() {
+  if (take_fault(METAL_FAULT_NO_DEVICE) || !option(METAL_OPTION_DEFAULT_DEVICE)) return nullptr;
+  return found_device();
+}
+
 DEVICE_EXPORT Array* MTLCopyAllDevices() {
   std::vector<Ref<Object>> devices;
-  if (Device* device = MTLCreateSystemDefaultDevice()) devices.push_back(Ref<Object>::adopt(device));
+  if (!take_fault(METAL_FAULT_NO_DEVICE) && option(METAL_OPTION_LISTED)) devices.push_back(Ref<Object>::adopt(found_device()));
   return Array::with(std::move(devices));
 }
 

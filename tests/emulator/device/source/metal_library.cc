@@ -402,6 +402,14 @@ Object* new_pipeline(Function* function, PipelineDescriptor* descriptor, Error**
       return nullptr;
     }
   }
+  const uint32_t uses = emu_pipeline_uses(compiled);
+  if (uses && option(METAL_OPTION_GPU_FAMILY) < MTL::GPUFamilyApple7) {
+    // as reported of a GPU of family 5 (whisper.cpp issue 1387)
+    set_error(out, kPipelineDomain, 3, std::string("Encountered unlowered function call to air.simd") +
+                                           (uses & EMU_USES_MATRICES ? "group_matrix_8x8" : ""));
+    emu_pipeline_release(compiled);
+    return nullptr;
+  }
   auto* made = make<Pipeline>();
   made->compiled = compiled;
   made->function_name = function->name;
@@ -415,6 +423,8 @@ Object* new_pipeline(Function* function, PipelineDescriptor* descriptor, Error**
   made->width = made->info.thread_execution_width;
   made->max_threads = std::min<uint64_t>(made->info.max_total_threads_per_threadgroup,
                                          static_cast<uint64_t>(option(METAL_OPTION_MAX_THREADS)));
+  if (uses & EMU_USES_MATRICES)
+    made->max_threads = std::min(made->max_threads, static_cast<uint64_t>(option(METAL_OPTION_MATRIX_THREADS)));
   if (descriptor) {
     made->label = descriptor->label;
     made->multiple_of_width = descriptor->multiple_of_width;

@@ -34,6 +34,8 @@ struct State {
   Fault faults[METAL_FAULT_COUNT];
   std::atomic<int64_t> options[METAL_OPTION_COUNT];
   std::atomic<int64_t> totals[static_cast<int>(Total::kCount)];
+  std::atomic<int64_t> kills{0};
+  std::string name;
   State() { defaults(); }
   void defaults() {
     const char* abort_wanted = std::getenv("METAL_DEVICE_ABORT");
@@ -43,10 +45,15 @@ struct State {
     options[METAL_OPTION_OS_VERSION] = os_version(14);
     options[METAL_OPTION_GPU_FAMILY] = 1007;
     options[METAL_OPTION_SIMD_WIDTH] = 32;
-    options[METAL_OPTION_MAX_THREADS] = 1024;
+    options[METAL_OPTION_MAX_THREADS] = options[METAL_OPTION_MATRIX_THREADS] = 1024;
     options[METAL_OPTION_MEMORY_LIMIT] = int64_t{8} << 30;
     options[METAL_OPTION_TIMEOUT_MS] = 60000;
     options[METAL_OPTION_RECORD] = 256;
+    options[METAL_OPTION_DEFAULT_DEVICE] = options[METAL_OPTION_LISTED] = options[METAL_OPTION_UNIFIED_MEMORY] = 1;
+    options[METAL_OPTION_PAGE_SIZE] = 16384;
+    options[METAL_OPTION_THREADGROUP_MEMORY] = 32768;
+    options[METAL_OPTION_STACK_KIB] = 512;
+    kills = 0;
   }
 };
 
@@ -97,6 +104,18 @@ bool take_fault(metal_device_fault fault) {
   return true;
 }
 
+std::string device_name() {
+  Guard guard(state().lock);
+  return state().name;
+}
+
+void count_kill() { state().kills++; }
+
+bool submissions_ignored() {
+  const int64_t most = option(METAL_OPTION_IGNORED_AFTER);
+  return most > 0 && state().kills >= most;
+}
+
 int64_t option(metal_device_option option) { return state().options[option].load(std::memory_order_relaxed); }
 
 void count(Total total, int64_t by) { state().totals[static_cast<int>(total)].fetch_add(by, std::memory_order_relaxed); }
@@ -142,6 +161,11 @@ DEVICE_EXPORT int64_t metal_device_fault_hits(metal_device_fault fault) { return
 
 DEVICE_EXPORT void metal_device_clear_faults() {
   for (Fault& fault : state().faults) fault.times = 0, fault.skip = 0, fault.hits = 0;
+}
+
+DEVICE_EXPORT void metal_device_set_name(const char* name) {
+  Guard guard(state().lock);
+  state().name = name ? name : "";
 }
 
 DEVICE_EXPORT void metal_device_set_option(metal_device_option option, int64_t value) { state().options[option] = value; }
@@ -197,6 +221,7 @@ void reset_state() {
   metal_device_clear_faults();
   clear_reports();
   state().defaults();
+  metal_device_set_name(nullptr);
   for (auto& total : state().totals) total = 0;
 }
 }  // namespace device

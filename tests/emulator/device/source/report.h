@@ -18,6 +18,11 @@ void report(const char* kind, const std::string& message, const Object* object =
 bool take_fault(metal_device_fault fault);
 
 int64_t option(metal_device_option option);
+std::string device_name();  // given by metal_device_set_name; may be empty
+
+// Command buffers that the watchdog killed; after METAL_OPTION_IGNORED_AFTER of them no other is taken.
+void count_kill();
+bool submissions_ignored();
 
 enum class Total {
   kBuffersAllocated,

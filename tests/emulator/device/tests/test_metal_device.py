@@ -173,6 +173,8 @@ def test_what_is_not_modelled_stops_the_process_with_its_name(body: str, said: s
         (Fault.GPU, "command buffer: code 3: "),
         (Fault.TIMEOUT, "command buffer: code 2: "),
         (Fault.OUT_OF_MEMORY, "command buffer: code 8: Insufficient Memory"),
+        (Fault.INTERACTIVITY, "command buffer: code 1: Impacting Interactivity"),
+        (Fault.IGNORED, "command buffer: code 4: Ignored (for causing prior/excessive GPU errors)"),
     ],
 )
 def test_fault_is_seen_by_the_host_once_and_then_gone(
@@ -279,6 +281,41 @@ def test_debug_marker_named_output_wants_every_byte_written(probe: c.CDLL, metal
         probe.kernel_half()
     (found,) = metal.checker()["reports"]
     assert found["class"] == "unwritten output" and found["buffer_index"] == 0
+
+
+@pytest.mark.parametrize("profile", device.profiles())
+def test_profile_is_kept_over_a_reset_and_left_behind(profile: str, probe: c.CDLL, metal: device.Control) -> None:
+    before = {option: metal.get(option) for option in Option}
+    with metal.profile(profile):
+        acting = {option: metal.get(option) for option in Option}
+        assert acting != before
+        metal.reset()
+        assert {option: metal.get(option) for option in Option} == acting
+    assert {option: metal.get(option) for option in Option} == before
+    assert whole_path(probe) == ""
+
+
+def test_unknown_profile_is_refused(metal: device.Control) -> None:
+    with pytest.raises(ValueError, match="there are intel, m1, m3, m5, paravirtual"), metal.profile("m0"):
+        pass
+
+
+def test_watchdog_kills_by_modelled_time_and_then_ignores_the_process(probe: c.CDLL, metal: device.Control) -> None:
+    assert whole_path(probe) == ""
+    metal.set(Option.RATE, 1000)
+    metal.set(Option.INTERACTIVITY_MS, 1)
+    metal.set(Option.IGNORED_AFTER, 2)
+    said = [whole_path(probe) for _ in range(3)]
+    assert [text.split("code ")[1][0] for text in said] == ["1", "1", "4"]
+    metal.reset()
+    assert whole_path(probe) == ""
+
+
+def test_default_device_and_list_can_be_hidden_apart(probe: c.CDLL, metal: device.Control) -> None:
+    with metal.option(Option.LISTED, 0):
+        assert whole_path(probe) == ""
+    with metal.option(Option.DEFAULT_DEVICE, 0):
+        assert whole_path(probe) == "device: nil"
 
 
 def test_endless_kernel_ends_in_a_timeout(probe: c.CDLL, metal: device.Control) -> None:
