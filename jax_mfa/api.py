@@ -18,6 +18,7 @@ from jax_mfa.block_mask import BlockMask
 from jax_mfa.specification import accumulation_dtype, known_lengths, specify
 
 IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
+_OPEN = ("metal", "blockwise")  # what leaves the choice between the two to lowering, which knows platform and sizes
 _ALIASES = {"xla": "blockwise"}  # as `jax.nn` calls what runs everywhere
 _Name: TypeAlias = Literal["metal", "blockwise", "reference", "xla"]
 Implementation: TypeAlias = _Name | tuple[_Name, ...]
@@ -72,7 +73,7 @@ class Explanation:
 def names_of(implementation: Implementation | None) -> tuple[str, ...]:
     """The implementations that a caller allows, the first that can is taken."""
     if implementation is None:
-        return ("metal", "blockwise")
+        return _OPEN
     names = implementation if isinstance(implementation, tuple) else (implementation,)
     known = (*IMPLEMENTATIONS, *_ALIASES)
     if not names or any(name not in known for name in names):
@@ -89,14 +90,16 @@ def _elsewhere() -> str:
 
 
 def _choose(implementation: Implementation | None, spec, operands, elsewhere: str = "") -> Explanation:
+    choices = names_of(implementation)
     refusal = metal.refusal(spec, operands) or elsewhere
-    refusals = {"metal": refusal} if refusal else {}
+    # by itself a small problem does not go to Metal: what lowering decides, see `_decided`
+    small = choices[:2] == _OPEN and not refusal and metal.too_small(spec, operands)
+    refusals = {"metal": refusal or small} if refusal or small else {}
     reasons = {
-        "metal": refusal or f"{metal.runtime.get().device.get('name', 'Metal')}, on JAX's platform cpu",
+        "metal": refusals.get("metal") or metal.described(spec, operands),
         "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",
         "reference": "the O(T·S) definition; only by name",
     }
-    choices = names_of(implementation)
     able = [name for name in choices if name not in refusals]
     if not able:
         listed = "; ".join(f"{name}: {refusals[name]}" for name in choices)
@@ -107,7 +110,7 @@ def _choose(implementation: Implementation | None, spec, operands, elsewhere: st
 def _decided(implementation: Implementation | None, spec, operands) -> str | None:
     """The implementation to take; None where lowering decides, by platform, between Metal and blockwise."""
     choices = names_of(implementation)
-    if choices[:2] == ("metal", "blockwise"):
+    if choices[:2] == _OPEN:
         return None
     if choices[0] != "metal":
         return choices[0]
@@ -254,7 +257,8 @@ def dot_product_attention(
       dropout_seed: an integer, integers `[2]`, or a `jax.random` key; needed with a rate. The same seed drops the
         same scores in every implementation.
       implementation: None for the best that can; "metal", "blockwise" (or, as `jax.nn` says, "xla") or "reference",
-        which never falls back; or a tuple of these names, of which the first that can is taken.
+        which never falls back; or a tuple of these names, of which the first that can is taken. None, and a tuple that
+        begins with "metal" and "blockwise", leave small problems to blockwise: see `explain`.
       return_residual: also return the log-sum-exp.
 
     Returns:

@@ -1,8 +1,10 @@
-"""Says what this machine has, and runs every kernel variant against the reference: a table, and an exit status.
+"""Says what this machine has, and runs every kernel against the reference: a report to paste, and an exit status.
 
-Forward and backward of each tile table, dtype and class of head sizes, dense and causal, with grouped heads and lengths
-that fill no tile. The problem stands in its row before it runs, so that the last row of a run that hangs or crashes
-names it. Where Metal cannot be used it says why, and checks the blockwise implementation instead.
+Forward and backward of each tile table that the device can run, of each dtype, class of head sizes and feature, and
+decoding; with grouped heads and lengths that fill no tile. Each kernel is compiled by itself first, and what Metal says
+of it is a table of its own. A problem stands in its row before it runs, so that the last row of a run that hangs or
+crashes names it; after a failure the next one runs. Last comes a program in which CPU and GPU share cache lines. Where
+Metal cannot be used it says why, and checks the blockwise implementation instead.
 """
 
 from __future__ import annotations
@@ -16,53 +18,22 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mfa import calibration, check_lines, metal
 from jax_mfa.api import explain, flash_attention
+from jax_mfa.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, allowed, problems, quick
 from jax_mfa.command_line import INTERRUPTED, interruptible, start_metal
-from jax_mfa.metal import DTYPES, runtime, tiles
-from jax_mfa.metal.plan import ITEM_SIZES
+from jax_mfa.metal import DTYPES, runtime
+from jax_mfa.metal.plan import Kernel, Plan
 
 HELP = "what was found on this machine, and every kernel against the reference"
-RESULTS = ("out", "lse", "dq", "dk", "dv")
-FORWARD = 2e-6  # float32 forward, of the largest output
-BATCH, HEADS, KEY_HEADS = 2, 4, 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One line of the table. T and S fill no tile of any size, and reach over several tiles of most."""
-
-    variant: str
-    dtype: str
-    head_size: int
-    value_size: int
-    causal: bool
-    queries: int = 75
-    keys: int = 67
-
-    def arguments(self) -> dict[str, Any]:
-        return {"is_causal": True, "query_offset": 7} if self.causal else {}
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """Query, key, value, and the cotangents of output and log-sum-exp, random."""
-        rng = np.random.default_rng(self.head_size)
-        shaped = lambda *shape: np.asarray(rng.standard_normal(shape), np.float32)
-        row = (BATCH, self.queries, HEADS)
-        column = (BATCH, self.keys, KEY_HEADS)
-        inputs = [
-            (*row, self.head_size),
-            (*column, self.head_size),
-            (*column, self.value_size),
-            (*row, self.value_size),
-        ]
-        rounded = [shaped(*shape).astype(jnp.dtype(self.dtype)) for shape in inputs]
-        return (*rounded, shaped(*row))
+RESULTS = ("out", "lse", "dq", "dk", "dv")  # with a column each; others share one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,25 +46,23 @@ class Verdict:
     failure: str = ""
 
     @property
+    def beyond(self) -> list[str]:
+        """The results that lie too far away."""
+        return [name for name, error in self.errors.items() if not error <= self.allowed[name]]
+
+    @property
     def passed(self) -> bool:
-        return not self.failure and all(self.errors[name] <= self.allowed[name] for name in RESULTS)
+        return not self.failure and not self.beyond
 
 
-def head_sizes(variant: str, dtype: str) -> list[tuple[int, int]]:
-    """Head sizes H, V for each row of a tile table: the largest that it serves, and beneath it one that is odd."""
-    limits = [most for most, item in tiles.VARIANTS[variant] if item == ITEM_SIZES[dtype]]
-    return [(most, most if i % 2 else most - 7) for i, most in enumerate(sorted(limits))]
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A kernel with its function constants, as Metal made it: its limits, or Metal's words."""
 
-
-def problems(variants: list[str]) -> list[Problem]:
-    """Dense and causal for each row of a table; above H = 128, where kernels are slow to compile, in turns."""
-    found = []
-    for variant, dtype in itertools.product(variants, DTYPES):
-        sizes = head_sizes(variant, dtype) if variant in tiles.VARIANTS else [(32, 25), (128, 128)]
-        for i, (h, v) in enumerate(sizes):
-            masks = (False, True) if h <= 128 else (i % 2 == 0,)
-            found += [Problem(variant, dtype, h, v, causal) for causal in masks]
-    return found
+    kernel: Kernel
+    seconds: float
+    limits: dict[str, int]
+    failure: str = ""
 
 
 def _x64():
@@ -104,76 +73,150 @@ def _x64():
     return enable_x64()
 
 
-def _both(implementation: Any, **arguments):
-    """Output, log-sum-exp and gradients, as one function of query, key, value and the cotangents."""
-    attention = functools.partial(flash_attention, implementation=implementation, **arguments)
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray)
 
-    def run(query, key, value, d_out, d_lse):
-        (out, lse), pullback = jax.vjp(attention, query, key, value)
-        return (out, lse, *pullback((d_out, d_lse.astype(lse.dtype))))
+
+def _evaluated(problem: Problem, implementation: Any, dtype: Any = None) -> dict[str, np.ndarray]:
+    """All results of a problem by name, floating inputs converted to `dtype` first if one is given."""
+    given, cotangents = problem.arguments(), problem.cotangents()
+    wide = lambda x: x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
+    arrays = {name: wide(x) for name, x in given.items() if _is_array(x)}
+    moving = {name: arrays.pop(name) for name in GRADIENTS if name in arrays}
+    static = {name: x for name, x in given.items() if not _is_array(x)}
+    # a plain decoding problem has no gradient: its backward pass is that of any other
+    # of the reference nobody asks for speed, and LLVM's optimiser takes most of a small program's time
+    options = {"xla_backend_optimization_level": 0} if implementation == "reference" else {}
+    program = jax.jit(_both(implementation, not problem.decoding, **static), compiler_options=options)
+    results = program(moving, arrays, *map(wide, cotangents))
+    return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
+
+
+def _both(implementation: Any, backward: bool, **static):
+    """Output, log-sum-exp and gradients, as one function of the arrays and the cotangents."""
+
+    def run(moving, arrays, d_out, d_lse):
+        attention = functools.partial(flash_attention, implementation=implementation, **arrays, **static)
+        if not backward:
+            return dict(zip(("out", "lse"), attention(**moving)))
+        (out, lse), pullback = jax.vjp(lambda moving: attention(**moving), moving)
+        (gradients,) = pullback((d_out, d_lse.astype(lse.dtype)))
+        return {"out": out, "lse": lse} | {GRADIENTS[name]: x for name, x in gradients.items()}
 
     return run
 
 
 # a reference is the same for each variant, and its largest arrays are small
-@functools.lru_cache(maxsize=64)
-def _expected(problem: Problem) -> tuple[np.ndarray, ...]:
+@functools.lru_cache(maxsize=256)
+def _expected(problem: Problem) -> dict[str, np.ndarray]:
     """The reference in float64, from the same rounded inputs."""
     with _x64():
-        wide = [x.astype(np.float64) for x in problem.arrays()]
-        return tuple(np.asarray(x) for x in jax.jit(_both("reference", **problem.arguments()))(*wide))
+        return _evaluated(problem, "reference", np.float64)
 
 
-def allowed(problem: Problem) -> dict[str, float]:
-    """How far results may lie from the reference, relative to the largest entry of each.
-
-    * out: 2e-6 for arithmetic in float32, and for 16 bits one unit in the last place, for the rounding at the end.
-    * lse: it is float32 whatever the inputs.
-    * gradients: float32 sums of as many terms as the group has rows, whose errors add up like a random walk, beside a
-      handful for exp and division; and three units of the dtype: one for the rounding at the end, and two because the
-      rounded output enters the row sums.
-    """
-    unit = float(jnp.finfo(jnp.dtype(problem.dtype)).eps)
-    single = float(jnp.finfo(jnp.float32).eps)
-    terms = max(problem.keys, problem.queries * HEADS // KEY_HEADS) + problem.head_size
-    gradient = single * (8 + terms**0.5) + 3 * unit
-    rounding = unit if problem.dtype != "float32" else 0.0
-    return {"out": FORWARD + rounding, "lse": FORWARD, "dq": gradient, "dk": gradient, "dv": gradient}
+def _error(got: np.ndarray, expected: np.ndarray) -> float:
+    """The largest error over the largest entry; infinite where what is not finite differs."""
+    finite = np.isfinite(expected)
+    if not np.array_equal(got[~finite], expected[~finite], equal_nan=True):
+        return float("inf")
+    largest = np.abs(expected[finite]).max(initial=np.finfo(np.float32).tiny)
+    relative = float(np.abs(got[finite] - expected[finite]).max(initial=0.0) / largest)
+    return relative if np.isfinite(relative) else float("inf")
 
 
 def judge(problem: Problem, implementation: str) -> Verdict:
     """Runs a problem and compares; an exception is a failure with its text."""
     expected = _expected(dataclasses.replace(problem, variant=""))
     try:
-        results = jax.jit(_both(implementation, **problem.arguments()))(*problem.arrays())
-        got = [np.asarray(x).astype(np.float64) for x in results]
+        got = _evaluated(problem, implementation)
     except Exception as error:  # whatever the device says belongs in the table
         return Verdict(problem, {}, {}, f"{type(error).__name__}: {error}")
-    errors = {}
-    for name, x, y in zip(RESULTS, got, expected):
-        relative = float(np.abs(x - y).max() / np.abs(y).max())
-        errors[name] = relative if np.isfinite(relative) else float("inf")
-    return Verdict(problem, errors, allowed(problem))
+    return Verdict(problem, {name: _error(got[name], x) for name, x in expected.items()}, allowed(problem))
 
 
-HEADING = f"| variant | dtype | H, V | mask | {' | '.join(RESULTS)} | |\n{'|---' * (len(RESULTS) + 5)}|"
+# --- kernels by themselves
+
+
+class Kernels:
+    """Compiles the kernels of problems one by one, each once."""
+
+    def __init__(self) -> None:
+        self.compiled: dict[tuple, Compiled] = {}
+        self.most = 0  # that a first call of both passes needs
+
+    def prepare(self, problem: Problem) -> list[Compiled]:
+        """Those of a problem."""
+        found = [self._one(plan, i) for plan in problem.plans() for i in range(len(plan.dispatches))]
+        self.most = max(self.most, len({id(x) for x in found}))
+        return found
+
+    def _one(self, plan: Plan, i: int) -> Compiled:
+        kernel = plan.dispatches[i].kernel
+        key = (kernel.name, kernel.constants)
+        if key not in self.compiled:
+            alone = dataclasses.replace(plan, dispatches=plan.dispatches[i : i + 1])
+            start, limits, failure = time.perf_counter(), {}, ""
+            try:
+                limits = dict(runtime.get().module.prepare(alone.json)[kernel.name])
+            except Exception as error:  # Metal's words belong in the table
+                failure = f"{type(error).__name__}: {error}"
+            self.compiled[key] = Compiled(kernel, time.perf_counter() - start, limits, failure)
+        return self.compiled[key]
+
+
+KERNELS_HEADING = (
+    "| kernel | constants | seconds | threads | at most | SIMD width | threadgroup memory | fragments | |\n"
+    f"{'|---' * 9}|"
+)
+
+
+def kernel_rows(compiled: Iterable[Compiled]) -> Iterator[str]:
+    """A line for each kernel: in how many sets of constants, and of these the slowest and the tightest."""
+    by_name: dict[str, list[Compiled]] = {}
+    for x in compiled:
+        by_name.setdefault(x.kernel.name, []).append(x)
+    for name, group in by_name.items():
+        kernel, known = group[0].kernel, [x.limits for x in group if x.limits]
+        at_most = lambda what, pick, known=known: str(pick(x[what] for x in known)) if known else "–"
+        failures = [" ".join(x.failure.split())[:600] for x in group if x.failure]
+        cells = [
+            name,
+            str(len(group)),
+            f"{max(x.seconds for x in group):.2f}",
+            str(kernel.threads),
+            at_most("max_threads", min),
+            at_most("simd_width", min),
+            at_most("static_threadgroup_memory", max),
+            str(kernel.fragment_bytes or "–"),
+            f"FAIL {failures[0]}" if failures else "ok",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+# --- the table of problems
+
+HEADING = f"| variant | dtype | T, S | H, V | what | {' | '.join(RESULTS)} | others | |\n{'|---' * (len(RESULTS) + 7)}|"
 
 
 def row_start(p: Problem) -> str:
     """The columns that a problem fills before it has run."""
-    mask = "causal" if p.causal else "dense"
-    return f"| {p.variant} | {p.dtype} | {p.head_size}, {p.value_size} | {mask} |"
+    sizes = f"{p.queries}, {p.keys} | {p.head_size}, {p.value_size}"
+    return f"| {p.variant} | {p.dtype} | {sizes} | {p.feature} |"
 
 
 def row_end(v: Verdict) -> str:
     """The other columns: errors relative to the largest entry, and pass, or FAIL with what is allowed or the reason."""
+    cells = [f"{v.errors[name]:.1e}" if name in v.errors else "–" for name in RESULTS]
+    others = [f"{name} {error:.1e}" for name, error in v.errors.items() if name not in RESULTS]
     if v.failure:
-        cells, last = ["–"] * len(RESULTS), "FAIL " + " ".join(v.failure.split())[:300]
+        last = "FAIL " + " ".join(v.failure.split())[:300]
     else:
-        cells = [f"{v.errors[name]:.1e}" for name in RESULTS]
-        beyond = [f"{name} > {v.allowed[name]:.1e}" for name in RESULTS if not v.errors[name] <= v.allowed[name]]
+        beyond = [f"{name} > {v.allowed[name]:.1e}" for name in v.beyond]
         last = f"FAIL {', '.join(beyond)}" if beyond else "pass"
-    return f" {' | '.join(cells)} | {last} |"
+    return f" {' | '.join([*cells, ', '.join(others) or '–'])} | {last} |"
+
+
+# --- what there is
 
 
 def _version(package: str) -> str:
@@ -205,20 +248,17 @@ def findings() -> Iterator[tuple[str, str]]:
         yield "Metal", f"cannot be used: {found.reason}"
         return
     device = found.device
-    families = device.get("families", ())
-    yield (
-        "Metal",
-        f"{device.get('name', '?')}, {device.get('os', '?')}, {families[-1] if families else 'no family known'}",
-    )
+    yield "Metal", f"{device.get('name', '?')}, {device.get('os', '?')}"
+    yield "families", ", ".join(device.get("families", ())) or "none known"
     yield "threadgroup", f"{device.get('max_threadgroup_memory', '?')} bytes of memory"
-    yield "variant", f"{found.variant}: the tile table that this chip takes unless told otherwise"
+    yield "variants", f"{', '.join(metal.variants())}: the tile tables that it can run; the first unless told otherwise"
 
 
 def choices() -> Iterator[str]:
     """Which implementation each dtype takes, and why."""
     for dtype in (*DTYPES, "float64"):
         with _x64():
-            shape = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.dtype(dtype))
+            shape = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.dtype(dtype))
             found = explain(shape, shape, shape)
         lines = str(found).splitlines()
         yield f"{dtype}: {found.implementation}"
@@ -228,9 +268,14 @@ def choices() -> Iterator[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m jax_mfa check`."""
     parser.add_argument("--quick", action="store_true", help="float16 and the smallest head sizes only")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="instead, measure from which size on Metal pays, and keep it for this chip",
+    )
 
 
-def _judge_all(todo: list[Problem], implementation: str) -> Iterator[Problem | Verdict]:
+def _judge_all(todo: list[Problem], implementation: str, kernels: Kernels) -> Iterator[Problem | Verdict]:
     """Each problem before it runs, and then its verdict."""
     metal = implementation == "metal"
     # Metal runs what is compiled for cpu, whatever else JAX has here
@@ -240,11 +285,63 @@ def _judge_all(todo: list[Problem], implementation: str) -> Iterator[Problem | V
             with runtime.variant(variant) if metal else contextlib.nullcontext():
                 for problem in its_problems:
                     yield problem
-                    yield judge(problem, implementation)
+                    failed = [x for x in kernels.prepare(problem) if x.failure] if metal else []
+                    if failed:
+                        reasons = "; ".join(f"{x.kernel.name}: {x.failure}" for x in failed)
+                        yield Verdict(problem, {}, {}, reasons)
+                    else:
+                        yield judge(problem, implementation)
+
+
+def _shared_lines() -> Iterator[tuple[str, bool]]:
+    """Whether work is lost where CPU and GPU write to one cache line: in words, and whether all is well."""
+    try:
+        module = runtime.get().module
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            lost = check_lines.lost(module)
+            if not lost:
+                yield "pass: nothing is lost where CPU and GPU write to one line at once", True
+                return
+            as_set = module.stage_shared_lines(check_lines.ALL)
+            try:
+                staged = check_lines.lost(module)
+            finally:
+                module.stage_shared_lines(as_set)
+        yield (
+            f"FAIL {lost} entries lost where CPU and GPU write to one line at once; {staged} with outputs staged",
+            False,
+        )
+    except Exception as error:  # whatever the device says
+        yield f"FAIL {type(error).__name__}: {' '.join(str(error).split())[:300]}", False
+
+
+def _memory() -> str:
+    """How XLA's memory reached the device, of the calls so far."""
+    try:
+        found = runtime.get().module.statistics()
+        return f"{found['buffers_no_copy']} buffers without a copy, {found['buffers_staged']} staged"
+    except Exception as error:  # a report has no use for a traceback
+        return f"not known: {error}"
+
+
+def _calibrate(found: runtime.Runtime) -> int:
+    if found.reason:
+        print(f"FAILED: without Metal there is nothing to calibrate: {found.reason}")
+        return 2
+    try:
+        for line in interruptible(calibration.calibrated(found.device.get("name", ""))):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was kept")
+        return INTERRUPTED
+    except Exception as error:  # of the device, or of the folder
+        print(f"FAILED: {type(error).__name__}: {error}")
+        return 1
+    return 0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was found and the table.
+    """Prints what was found and the tables.
 
     0: everything passed. 1: something did not, or Metal should be here and cannot be used. 2: nothing could be run.
     130: interrupted.
@@ -258,32 +355,48 @@ def run(options: argparse.Namespace) -> int:
     except Exception as error:  # whatever keeps JAX or Metal from starting is a finding
         print(f"{'FAILED':15} {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         return 2
+    if options.calibrate:
+        return _calibrate(found)
     print("\nimplementations")
     for line in choices():
         print(f"  {line}")
     print(flush=True)
     implementation = "blockwise" if found.reason else "metal"
-    todo = problems(["blockwise"] if found.reason else list(tiles.NAMES))
+    todo = problems(["blockwise"] if found.reason else metal.variants())
     if options.quick:
-        todo = [p for p in todo if p.dtype == "float16" and p.head_size <= 64]
-    start, interrupted = time.perf_counter(), False
+        todo = [p for p in todo if quick(p)]
+    start, interrupted, lines_failed = time.perf_counter(), False, False
     verdicts: list[Verdict] = []
+    kernels = Kernels()
     try:
         print(HEADING, flush=True)
-        for step in interruptible(_judge_all(todo, implementation)):
+        for step in interruptible(_judge_all(todo, implementation, kernels)):
             if isinstance(step, Problem):
                 print(row_start(step), end="", flush=True)
             else:
                 print(row_end(step), flush=True)
                 verdicts.append(step)
+        if implementation == "metal":
+            print("\nshared lines:", end=" ", flush=True)
+            for text, passed in interruptible(_shared_lines()):
+                print(text, flush=True)
+                lines_failed = not passed
     except KeyboardInterrupt:
         interrupted = True
         print(" interrupted")
-    failed = sum(not v.passed for v in verdicts)
+    failed = sum(not v.passed for v in verdicts) + lines_failed
     seconds = time.perf_counter() - start
     what = f"{implementation}, {len(verdicts)} problems in {seconds:.0f} s"
-    sizes = f"B = {BATCH}, N/K = {HEADS}/{KEY_HEADS}, T = {Problem.queries}, S = {Problem.keys}"
-    print(f"\n{sizes}; errors are relative to the largest entry.")
+    print(f"\nB = {BATCH}, N/K = {HEADS}/{KEY_HEADS}; errors are relative to the largest entry.")
+    print("To report a problem, paste all of this.")
+    compiled = list(kernels.compiled.values())
+    if compiled:
+        print(f"\n{KERNELS_HEADING}")
+        for row in kernel_rows(compiled):
+            print(row)
+        print(f"\n{len(compiled)} kernels compiled in {sum(x.seconds for x in compiled):.1f} s; {_memory()}.")
+        print(f"A first call, forward and backward, compiles {kernels.most} at most.")
+        print("Registers: Metal does not tell, but `at most` falls with them; fragments: bytes of them, as planned.")
     if found.reason:
         print(f"Metal was not checked ({found.reason}); blockwise, which runs in its place, was.")
     if interrupted:

@@ -39,7 +39,7 @@ def positives(text: str) -> list[int]:
 
 def start_metal() -> runtime.Runtime:
     """The runtime. Says beforehand, on stderr, that it may have to be built. Raises ValueError on an unknown device."""
-    if os.environ.get("JAX_MFA_DEVICE") == "emulator":
+    if os.environ.get("JAX_MFA_DEVICE", "").split(":")[0] == "emulator":
         print("building the emulated Metal device, unless that is done: minutes the first time", file=sys.stderr)
     return runtime.get()
 

@@ -70,7 +70,8 @@ IMPLEMENTATIONS = (
         forward_mode=False,
         in_jnp=False,
         # judged without starting the device: some tests count what lives on it
-        available=os.environ.get("JAX_MFA_DEVICE") == "emulator" or bool(importlib.util.find_spec("jax_mfa._metal")),
+        available=os.environ.get("JAX_MFA_DEVICE", "").startswith("emulator")
+        or bool(importlib.util.find_spec("jax_mfa._metal")),
     ),
 )
 AVAILABLE = tuple(x for x in IMPLEMENTATIONS if x.available)
@@ -227,6 +228,7 @@ def qkv(B=2, T=7, S=9, N=4, K=2, H=8, V=None, dtype="float32", seed=0):
 
 
 needs_emulator = pytest.mark.skipif(
-    os.environ.get("JAX_MFA_DEVICE") != "emulator", reason="needs the emulated device, which could not be built"
+    not os.environ.get("JAX_MFA_DEVICE", "").startswith("emulator"),
+    reason="needs the emulated device, which could not be built",
 )
 BY_NAME_OF_IMPLEMENTATION = {x.name: x for x in IMPLEMENTATIONS}

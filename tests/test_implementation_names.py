@@ -14,6 +14,7 @@ Q, K, V = qkv()
 @pytest.fixture(params=["", "no Metal today"], ids=["metal can", "metal cannot"])
 def refusal(request, monkeypatch):
     monkeypatch.setattr(metal, "refusal", lambda spec, operands: request.param)
+    monkeypatch.setattr(metal.crossover, "applies", lambda: False)
     return request.param
 
 

@@ -1,0 +1,239 @@
+"""The problems of `python -m jax_mfa check`: they reach each kernel that a launch plan may hold, in all its forms.
+
+Knows tile tables and the arguments of `flash_attention`; not how problems are run or printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mfa.block_mask import BlockMask
+from jax_mfa.metal import DTYPES, show, tiles
+from jax_mfa.metal.plan import ITEM_SIZES, Plan
+from jax_mfa.specification import DIFFERENTIABLE, specify
+
+BATCH, HEADS, KEY_HEADS = 2, 4, 2
+# what comes out, and the derivative of which argument it is
+GRADIENTS = dict(zip(DIFFERENTIABLE, ("dq", "dk", "dv", "dbias", "dscale", "dslopes", "dsinks"), strict=True))
+FORWARD = 2e-6  # float32 forward, of the largest output
+# dtype → another one, of a bias beside it
+_OTHER = dict(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
+_Arguments: TypeAlias = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One line of the table. T and S fill no tile of any size, and reach over several tiles of most."""
+
+    variant: str
+    dtype: str
+    head_size: int
+    value_size: int
+    feature: str = "dense"
+    queries: int = 75
+    keys: int = 67
+
+    @property
+    def decoding(self) -> bool:
+        """Whether few rows meet many keys, which the forward pass splits; the backward pass is one of those above."""
+        return self.queries <= tiles.DECODE_QUERIES
+
+    def arguments(self) -> _Arguments:
+        """Those of `flash_attention`, random, the floating ones rounded to the dtype where that is the query's."""
+        rng = np.random.default_rng(self.head_size)
+        shapes = {
+            "query": (BATCH, self.queries, HEADS, self.head_size),
+            "key": (BATCH, self.keys, KEY_HEADS, self.head_size),
+            "value": (BATCH, self.keys, KEY_HEADS, self.value_size),
+        }
+        arrays = {name: _normal(rng, self.dtype, *shape) for name, shape in shapes.items()}
+        return {**arrays, **FEATURES[self.feature](self, rng)}
+
+    def cotangents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of output and log-sum-exp."""
+        rng = np.random.default_rng(self.value_size)
+        row = (BATCH, self.queries, HEADS)
+        return _normal(rng, self.dtype, *row, self.value_size), _normal(rng, "float32", *row)
+
+    def plans(self) -> list[Plan]:
+        """What Metal launches for it."""
+        spec, operands = specify(**self.arguments())
+        passes = ("forward",) if self.decoding else show.PASSES
+        return [show.plan_of(spec, operands, x, self.variant) for x in passes]
+
+
+def _normal(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+    return np.asarray(rng.standard_normal(shape), np.float32).astype(jnp.dtype(dtype))
+
+
+def _causal(p: Problem, rng: np.random.Generator) -> _Arguments:
+    return {"is_causal": True, "query_offset": p.keys - p.queries if p.decoding else 7}
+
+
+def _window(p: Problem, rng: np.random.Generator) -> _Arguments:
+    return {"local_window_size": (9, 3)}
+
+
+def _lengths(p: Problem, rng: np.random.Generator) -> _Arguments:
+    return {
+        "query_seq_lengths": np.array([p.queries, p.queries - 2], np.int32),
+        "key_value_seq_lengths": np.array([p.keys - 27, p.keys], np.int32),
+        "query_offset": np.array([0, -3], np.int32),
+    }
+
+
+def _mask(p: Problem, rng: np.random.Generator) -> _Arguments:
+    mask = rng.random((BATCH, 1, p.queries, p.keys)) < 0.7
+    mask[0, :, 1] = False  # a row that sees nothing
+    return {"mask": mask}
+
+
+def _blocks(p: Problem, rng: np.random.Generator) -> _Arguments:
+    blocks = rng.random((BATCH, 1, -(-p.queries // 16), -(-p.keys // 16))) < 0.6
+    return {"block_mask": BlockMask(blocks, (16, 16))}
+
+
+def _segments(p: Problem, rng: np.random.Generator) -> _Arguments:
+    ids = lambda size: np.sort(rng.integers(0, 3, (BATCH, size)), axis=-1).astype(np.int32)
+    return {"query_segment_ids": ids(p.queries), "key_value_segment_ids": ids(p.keys)}
+
+
+def _ranges(p: Problem, rng: np.random.Generator) -> _Arguments:
+    first = rng.integers(0, p.keys, (BATCH, p.queries))
+    last = np.minimum(first + rng.integers(0, p.keys, first.shape), p.keys)
+    return {"key_value_ranges": np.stack([first, last], -1).astype(np.int32)}
+
+
+def _bias(p: Problem, rng: np.random.Generator) -> _Arguments:
+    return {"bias": _normal(rng, p.dtype, 1, HEADS, p.queries, p.keys)}
+
+
+def _score(p: Problem, rng: np.random.Generator) -> _Arguments:
+    return {
+        "scale": np.full((), 0.2, np.float32),
+        "alibi_slopes": np.linspace(0.02, 0.1, HEADS, dtype=np.float32),
+        "sinks": _normal(rng, "float32", HEADS),
+        "logits_soft_cap": 4.0,
+    }
+
+
+def _dropout(p: Problem, rng: np.random.Generator) -> _Arguments:
+    return {"dropout_rate": 0.25, "dropout_seed": 7}
+
+
+def _everything(p: Problem, rng: np.random.Generator) -> _Arguments:
+    """All of them, so that each kernel is also compiled with all that it can do; the bias has another dtype."""
+    parts = [_window, _lengths, _mask, _blocks, _segments, _ranges, _score]
+    parts += [] if p.decoding else [_dropout]
+    found: _Arguments = {"bias": _normal(rng, _OTHER[p.dtype], 1, HEADS, p.queries, p.keys)}
+    for part in parts:
+        found |= part(p, rng)
+    # wide enough that rows still see something
+    first = np.ones((BATCH, p.queries), np.int32)
+    found["local_window_size"] = (p.keys // 2, 30)
+    found["key_value_ranges"] = np.stack([first, first + p.keys - 10], -1)
+    if p.decoding:  # few rows, at the end of many keys
+        found |= {"query_offset": np.array([p.keys - 30, p.keys - 8], np.int32), "query_segment_ids": first}
+    return found
+
+
+FEATURES: dict[str, Callable[[Problem, np.random.Generator], _Arguments]] = {
+    "dense": lambda p, rng: {},
+    "causal": _causal,
+    "window": _window,
+    "lengths": _lengths,
+    "mask": _mask,
+    "blocks": _blocks,
+    "segments": _segments,
+    "ranges": _ranges,
+    "bias": _bias,
+    "score": _score,
+    "dropout": _dropout,
+    "everything": _everything,
+}
+_EACH_TILE = ("dense", "causal")
+_EACH_DTYPE = ("bias", "everything")  # kernels of their own, and all function constants
+
+
+def head_sizes(variant: str, dtype: str) -> list[tuple[int, int]]:
+    """Head sizes H, V for each row of a tile table: the largest that it serves, and beneath it one that is odd."""
+    if variant not in tiles.VARIANTS:
+        return [(32, 25), (128, 128)]
+    limits = [most for most, item in tiles.VARIANTS[variant] if item == ITEM_SIZES[dtype]]
+    return [(most, most if i % 2 else most - 7) for i, most in enumerate(sorted(limits))]
+
+
+def decode_sizes(dtype: str) -> list[tuple[int, int, int]]:
+    """T, H and V for each tile that decoding may take: the smallest heads that it serves."""
+    found: dict[tiles.DecodeTiles, tuple[int, int, int]] = {}
+    for v, queries in itertools.product(range(8, tiles.MAX_HEAD + 1, 8), (3, 7)):
+        for h in (v, 8):
+            tile = tiles.decode(HEADS // KEY_HEADS * queries, h, v, ITEM_SIZES[dtype])
+            if tile is not None:
+                found.setdefault(tile, (queries, h, v))
+    return list(found.values())
+
+
+def _of_variant(variant: str) -> list[Problem]:
+    found = []
+    rotating = [x for x in FEATURES if x not in (*_EACH_TILE, *_EACH_DTYPE, "mask")]
+    for at, dtype in enumerate(DTYPES):
+        for i, (h, v) in enumerate(head_sizes(variant, dtype)):
+            # above H = 128, where kernels are slow to compile, in turns
+            features = [*(_EACH_TILE if h <= 128 else _EACH_TILE[i % 2 :][:1])]
+            if variant in tiles.VARIANTS and dtype != "bfloat16":  # lists know tiles, and no dtype
+                features.append("mask")
+            if i == 0 and variant in tiles.NAMES:
+                features += [*_EACH_DTYPE, *rotating[at :: len(DTYPES)]]
+            found += [Problem(variant, dtype, h, v, feature) for feature in features]
+    return found
+
+
+def _decoding(variant: str) -> list[Problem]:
+    found = []
+    for dtype in DTYPES:
+        sizes = decode_sizes(dtype)
+        some = [(*sizes[0], "everything"), (*sizes[0], "dense"), *((*size, "causal") for size in sizes)]
+        found += [Problem(variant, dtype, h, v, feature, t, tiles.DECODE_KEYS + 18) for t, h, v, feature in some]
+    return found
+
+
+def problems(variants: Sequence[str]) -> list[Problem]:
+    """What reaches every kernel of these tile tables; kernels that are the same for all come with the first.
+
+    What is no tile table, as "blockwise", has no kernels: there it is one head size dense and causal, and another.
+    """
+    found = [problem for variant in variants for problem in _of_variant(variant)]
+    split = next((variant for variant in variants if variant in tiles.VARIANTS), None)
+    found += _decoding(split) if split else []
+    return sorted(found, key=lambda p: list(variants).index(p.variant))
+
+
+def quick(problem: Problem) -> bool:
+    """Whether a problem is among the few that are quick to compile."""
+    return problem.dtype == "float16" and problem.head_size <= 64
+
+
+def allowed(problem: Problem) -> dict[str, float]:
+    """How far results may lie from the reference, relative to the largest entry of each.
+
+    * out: 2e-6 for arithmetic in float32, and for 16 bits one unit in the last place, for the rounding at the end.
+    * lse: it is float32 whatever the inputs.
+    * gradients: float32 sums of as many terms as the group has rows, whose errors add up like a random walk, beside a
+      handful for exp and division; and three units of the dtype: one for the rounding at the end, and two because the
+      rounded output enters the row sums. That of a bias is rounded to the bias's dtype.
+    """
+    eps = lambda dtype: float(jnp.finfo(jnp.dtype(dtype)).eps)
+    unit, single = eps(problem.dtype), eps("float32")
+    terms = max(problem.keys, problem.queries * HEADS // KEY_HEADS) + problem.head_size
+    gradient = single * (8 + terms**0.5) + 3 * unit
+    rounding = unit if problem.dtype != "float32" else 0.0
+    found = {"out": FORWARD + rounding, "lse": FORWARD, **dict.fromkeys(GRADIENTS.values(), gradient)}
+    bias = problem.arguments().get("bias")
+    return found if bias is None else found | {"dbias": gradient + eps(bias.dtype)}
