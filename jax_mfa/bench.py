@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
+from jax_mfa import bench_models
 from jax_mfa.api import IMPLEMENTATIONS, dot_product_attention
 from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
 from jax_mfa.specification import DTYPES
@@ -61,6 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES[:3], default="float32", help="default: %(default)s")
     parser.add_argument(
         "--rounds", type=positive, default=5, help="timed turns of each candidate, at least; default: %(default)s"
+    )
+    parser.add_argument(
+        "--models",
+        nargs="?",
+        const="",
+        metavar="PART",
+        help="time the attention of named models instead, those whose name or shape holds PART, against jax.nn and, "
+        "where it is installed, PyTorch",
     )
     parser.add_argument("--no-stock", action="store_true", help="leave jax.nn out, for lengths that it cannot hold")
     parser.add_argument(
@@ -227,6 +236,42 @@ def _write(rows: list[dict], options, interrupted: bool) -> Iterator[str]:
         yield str(options.out / "bench.png")
 
 
+def _run_models(options) -> int:
+    """`run`, of the problems of `bench_models`; the first implementation is timed, and `bench_models.json` written."""
+    from tqdm import tqdm
+
+    ours = options.implementations[0]
+    problems = bench_models.select(options.models)
+    if not problems:
+        names = ", ".join(dict.fromkeys(p.name for p in bench_models.PROBLEMS))
+        raise argparse.ArgumentTypeError(f"argument --models: expected a part of a name of {names}")
+    rows: list[dict] = []
+    interrupted = False
+    total = sum(len(p.passes) for p in problems)
+    try:
+        with tqdm(total=total, desc="bench", unit="pass") as bar:
+            for row in interruptible(bench_models.measure(options.models, ours, options.rounds, SHORTEST, bar.update)):
+                rows.append(row)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"interrupted: {len(rows)} of {total} passes were timed", file=sys.stderr)
+        if not rows:
+            return INTERRUPTED
+    unwritten = False
+    path = options.out / "bench_models.json"
+    facts = dict(backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
+    try:
+        path.write_text(json.dumps(dict(**facts, rounds=options.rounds, interrupted=interrupted, rows=rows), indent=1))
+    except OSError as error:
+        unwritten = True
+        print(f"bench: --out: {error}", file=sys.stderr)
+    said = [] if unwritten else [f"wrote {path}"]
+    print("\n".join([bench_models.table(rows), "", *bench_models.failures(rows), *said]))
+    if interrupted:
+        return INTERRUPTED
+    return 1 if unwritten or any(ours in r["failures"] for r in rows) else 0
+
+
 def run(options) -> int:
     """Measures, writes both files and prints the table.
 
@@ -252,6 +297,8 @@ def run(options) -> int:
             options.implementations = ["blockwise"] if start_metal().reason else ["metal", "blockwise"]
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+    if options.models is not None:
+        return _run_models(options)
     candidates = len(options.implementations) + (not options.no_stock)
     rows: list[dict] = []
     interrupted = False

@@ -183,40 +183,97 @@ def fastest(programs: dict[str, Callable[[], Any]], rounds: int, shortest: float
     return best
 
 
-def _compile_seconds(problem: Problem, candidates, turns: int = 2) -> dict[str, float]:
-    best = dict.fromkeys(candidates, math.inf)
-    for _ in range(turns):
-        for name, make in candidates.items():
-            fun, shapes = _layers(make(problem), problem)
-            lowered = jax.jit(fun).lower(*shapes)
-            start = time.perf_counter()
-            lowered.compile()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
-
-
 def _run(program, arrays):
     return jax.block_until_ready(program(*arrays))
 
 
-def measure(problems, implementation: str, rounds: int, shortest: float) -> Iterator[dict]:
-    """A row for each problem and pass: `seconds` by candidate, and the ratio of each other one's to ours."""
+def _compile_seconds(problem: Problem, attention) -> float:
+    """Once: a program that was compiled before is compiled faster."""
+    fun, shapes = _layers(attention, problem)
+    lowered = jax.jit(fun).lower(*shapes)
+    start = time.perf_counter()
+    lowered.compile()
+    return time.perf_counter() - start
+
+
+_WRAP = {FORWARD: lambda f: lambda q, k, v, _: f(q, k, v), TRAINING: _training, TANGENT: _tangent}
+
+
+def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: float):
+    """Seconds by candidate, and why others have none."""
+    seconds: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    programs: dict[str, Callable[[], Any]] = {}
+    arrays = [] if kind == COMPILING else _arrays(problem)
+
+    def attempt(name, make):
+        try:
+            make()
+        except Exception as error:  # whatever keeps a candidate from running belongs in the table
+            failures[name] = f"{type(error).__name__}: {error}"
+
+    def prepare(name, make):
+        if kind == COMPILING:
+            seconds[name] = _compile_seconds(problem, make(problem))
+        else:
+            compiled = jax.jit(_WRAP[kind](make(problem))).lower(*arrays).compile()
+            program = functools.partial(_run, compiled, arrays)
+            program()
+            programs[name] = program
+
+    def prepare_torch():
+        program = _in_torch(problem, kind, arrays)
+        if program is not None:
+            program()
+            programs[TORCH] = program
+
+    for name, make in candidates.items():
+        attempt(name, functools.partial(prepare, name, make))
+    if kind != COMPILING:
+        attempt(TORCH, prepare_torch)
+        seconds.update(fastest(programs, rounds, shortest))
+    return seconds, failures
+
+
+def measure(pattern: str, implementation: str, rounds: int, shortest: float, progress) -> Iterator[dict]:
+    """A row for each problem whose name or shape contains `pattern`, and each of its passes.
+
+    `seconds` by candidate, in `ratios` those of each other candidate over ours, in `failures` what could not run.
+    """
     candidates = _candidates(implementation)
-    for problem in problems:
+    for problem in select(pattern):
         for kind in problem.passes:
-            if kind == COMPILING:
-                seconds = _compile_seconds(problem, candidates)
-            else:
-                arrays = _arrays(problem)
-                wrap = {FORWARD: lambda f: lambda q, k, v, _: f(q, k, v), TRAINING: _training, TANGENT: _tangent}[kind]
-                programs: dict[str, Callable[[], Any]] = {}
-                for name, make in candidates.items():
-                    compiled = jax.jit(wrap(make(problem))).lower(*arrays).compile()
-                    programs[name] = functools.partial(_run, compiled, arrays)
-                other = _in_torch(problem, kind, arrays)
-                if other is not None:
-                    programs[TORCH] = other
-                seconds = fastest(programs, rounds, shortest)
-            ours = seconds[implementation]
-            ratios = {name: x / ours for name, x in seconds.items() if name != implementation}
-            yield dict(name=problem.name, problem=str(problem), kind=kind, seconds=seconds, ratios=ratios)
+            seconds, failures = _measure(problem, kind, candidates, rounds, shortest)
+            ours = seconds.get(implementation)
+            others = {name: x for name, x in seconds.items() if name != implementation}
+            ratios = {} if ours is None else {name: x / ours for name, x in others.items()}
+            row = dict(name=problem.name, problem=str(problem), kind=kind, seconds=seconds, ratios=ratios)
+            progress()
+            yield {**row, "implementation": implementation, "failures": failures}
+
+
+def select(pattern: str) -> list[Problem]:
+    """The problems whose name or shape contains `pattern`, whatever its case."""
+    return [p for p in PROBLEMS if pattern.lower() in f"{p.name} {p}".lower()]
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as a Markdown table; a ratio below 1, where another candidate is faster, is marked."""
+    lines = ["| model | problem | pass | time | vs jax.nn | vs PyTorch |", "|---|---|---|---|---|---|"]
+    for r in rows:
+        ours = r["seconds"].get(r["implementation"])
+        cells = [r["name"], r["problem"], r["kind"], "–" if ours is None else f"{ours * 1e3:.2f} ms"]
+        for name in (STOCK, TORCH):
+            ratio = r["ratios"].get(name)
+            cells.append("–" if ratio is None else f"{ratio:.2f}×" + " (slower)" * (ratio < 1))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def failures(rows: list[dict]) -> list[str]:
+    """What could not run, and why: a line for each."""
+    return [
+        f"{name} did not run {r['problem']} {r['kind']}: {' '.join(why.split())[:300]}"
+        for r in rows
+        for name, why in r["failures"].items()
+    ]

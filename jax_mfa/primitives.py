@@ -1,6 +1,6 @@
 """Attention as JAX primitives: what `jit`, `vmap`, `grad` and `shard_map` do with a (specification, operands) pair.
 
-Three primitives, all over flat operands:
+Four primitives, all over flat operands:
 
 * `attention`: (operands) → (out, row_max, row_sum);
 * `attention_transpose`: (operands, out, row_max, row_sum, d_out, d_lse) → cotangents of the wanted operands;
@@ -10,8 +10,11 @@ Three primitives, all over flat operands:
 A row's maximum and sum together make its log-sum-exp (`log_sum_exp`), the only function of theirs that there is. So its
 derivative is declared as that of `row_max`, and `row_sum` has none.
 
+* `attention_transpose_tangent`: (operands, out, row_max, row_sum, d_out, d_lse, tangents of some of these) → tangents
+  of the cotangents. Forward mode of reverse mode runs it: a Hessian times a vector.
+
 A `custom_vjp` would forbid forward mode and `custom_jvp` alone cannot name the backward pass; a linear primitive with a
-transpose gives both. Second derivatives differentiate the reference.
+transpose gives both. Reverse mode of derivatives differentiates the reference.
 
 Batching folds the mapped axis into the batch and leaves operands that are not mapped alone.
 
@@ -29,6 +32,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
@@ -39,6 +43,8 @@ from jax_mfa import blockwise, metal, reference
 from jax_mfa.sharding import partitioned
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
+# what the transpose takes after the operands
+BACKWARD_NAMES = ("out", "row_max", "row_sum", "d_out", "d_lse")
 # what the backward pass needs of the forward pass, for policies of `jax.checkpoint`: saved, no kernel runs twice
 RESIDUAL_NAMES = ("jax_mfa_out", "jax_mfa_statistic", "jax_mfa_statistic")
 
@@ -120,6 +126,38 @@ def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
     return pullback(tuple(ct.astype(x.dtype) for ct, x in zip(cotangents, results)))
 
 
+def _transpose_tangent(*arrays, spec, names, wanted, moving, implementation):
+    """The derivative of `_transpose`. Loops have one in forward mode, in the memory that they have."""
+    _no_jnp(implementation)
+    known = (*names, *BACKWARD_NAMES)
+    # numbers of 16 bits are taken as integers somewhere in there, and integers have no tangent
+    wide = lambda x: x.astype(np.float32) if x.dtype.itemsize == 2 else x
+    given = {name: wide(x) for name, x in zip(known, arrays)}
+    tangents = tuple(wide(x) for x in arrays[len(known) :])
+
+    def fun(*varying):
+        now = {**given, **dict(zip(moving, varying))}
+        operands = Operands(**{name: now[name] for name in names})
+        return blockwise.backward(spec, operands, *(now[name] for name in BACKWARD_NAMES), wanted)
+
+    results = jax.jvp(fun, tuple(given[name] for name in moving), tangents)[1]
+    return tuple(x.astype(arrays[names.index(name)].dtype) for x, name in zip(results, wanted))
+
+
+def _differentiable_transpose_tangent(*arrays, spec, names, wanted, moving, implementation):
+    """`_transpose_tangent` by the reference, which has no use for what the forward pass kept."""
+    known = (*names, *BACKWARD_NAMES)
+    given, tangents = dict(zip(known, arrays)), dict(zip(moving, arrays[len(known) :]))
+    at = tuple(name for name in moving if name not in BACKWARD_NAMES[:3])
+
+    def fun(*varying):
+        now = {**given, **dict(zip(at, varying))}
+        static = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
+        return _differentiable_transpose(*(now[name] for name in known), **static)
+
+    return jax.jvp(fun, tuple(given[name] for name in at), tuple(tangents[name] for name in at))[1]
+
+
 # --- shapes
 
 
@@ -133,6 +171,10 @@ def _attention_shapes(*avals, spec, names, **_):
 def _transpose_shapes(*avals, spec, names, wanted, **_):
     o = unpack(avals[: len(names)], names)
     return tuple(getattr(o, name).update(weak_type=False) for name in wanted)
+
+
+def _transpose_tangent_shapes(*avals, moving, **params):
+    return _transpose_shapes(*avals, **params)
 
 
 def _tangent_shapes(*avals, spec, names, wanted, **_):
@@ -215,6 +257,11 @@ def _transpose_batching(arrays, dims, size: int, *, spec, names, wanted, impleme
     extra = _fold_results(arrays[n:], dims[n:], size, batch)
     static = {"spec": folded, "names": names, "wanted": wanted, "implementation": implementation}
     results = transpose_p.bind(*operands, *extra, **static)
+    return _unfold_cotangents(results, arrays, dims, size, spec, names, wanted)
+
+
+def _unfold_cotangents(results, arrays, dims, size: int, spec: Specification, names, wanted):
+    """Cotangents of folded operands as those of the operands."""
     out = []
     for name, x in zip(wanted, results):
         i = names.index(name)
@@ -239,6 +286,24 @@ def _tangent_batching(arrays, dims, size: int, *, spec, names, wanted, implement
     return tuple(_unfold(x, size) for x in results), (0,) * len(results)
 
 
+def _transpose_tangent_batching(arrays, dims, size: int, *, spec, names, wanted, moving, implementation):
+    # the same fold of the known arrays, and of the tangents as of what they belong to
+    n, known = len(names), len(names) + len(BACKWARD_NAMES)
+    mapped = {*wanted, *moving}
+    operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped)
+    extra = _fold_results(arrays[n:known], dims[n:known], size, batch)
+    tangents = []
+    for name, x, d in zip(moving, arrays[known:], dims[known:]):
+        if name in names:
+            repeat = spec.repeats[Operands._fields.index(name)]
+            tangents.append(_fold(_mapped(x, d, size), size, batch, repeat)[0])
+        else:
+            tangents += _fold_results([x], [d], size, batch)
+    static = {"spec": folded, "names": names, "wanted": wanted, "moving": moving, "implementation": implementation}
+    results = transpose_tangent_p.bind(*operands, *extra, *tangents, **static)
+    return _unfold_cotangents(results, arrays, dims, size, spec, names, wanted)
+
+
 # --- derivatives
 
 
@@ -260,6 +325,33 @@ def _tangent_transpose(cotangents, *arrays, names, wanted, **static):
     results = transpose_p.bind(*known, *cotangents, names=names, wanted=linear, **static)
     found = dict(zip(linear, results))
     return [None] * n + [found.get(name) for name in wanted]
+
+
+def _transpose_jvp(primals, tangents, *, names, **static):
+    results = transpose_p.bind(*primals, names=names, **static)
+    known = (*names, *BACKWARD_NAMES)
+    moving = [(name, t) for name, t in zip(known, tangents) if type(t) is not ad.Zero]
+    changes = tuple(t for _, t in moving)
+    moved = tuple(name for name, _ in moving)
+    return results, transpose_tangent_p.bind(*primals, *changes, names=names, moving=moved, **static)
+
+
+def _transpose_tangent_transpose(cotangents, *arrays, names, moving, **static):
+    n = len(names) + len(BACKWARD_NAMES)
+    known, tangents = arrays[:n], arrays[n:]
+    linear = [i for i, t in enumerate(tangents) if ad.is_undefined_primal(t)]
+
+    def fun(*varying):
+        now = list(jnp.zeros(t.aval.shape, t.aval.dtype) if i in linear else t for i, t in enumerate(tangents))
+        for i, x in zip(linear, varying):
+            now[i] = x
+        return _differentiable_transpose_tangent(*known, *now, names=names, moving=moving, **static)
+
+    zeros = [jnp.zeros(tangents[i].aval.shape, tangents[i].aval.dtype) for i in linear]
+    # linear in them, so that its derivative anywhere is itself
+    cotangents = tuple(ad.instantiate_zeros(ct) for ct in cotangents)
+    found = dict(zip(linear, jax.vjp(fun, *zeros)[1](cotangents)))
+    return [None] * n + [found.get(i) for i in range(len(tangents))]
 
 
 def _jvp_by_jax(fun):
@@ -407,7 +499,16 @@ tangent_p = _primitive("jax_mfa_attention_tangent", _tangent, _tangent_shapes, _
 ad.primitive_jvps[attention_p] = _attention_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_jvps[tangent_p] = _jvp_by_jax(_differentiable_tangent)
-ad.primitive_jvps[transpose_p] = _jvp_by_jax(_differentiable_transpose)
+transpose_tangent_p = _primitive(
+    "jax_mfa_attention_transpose_tangent",
+    _transpose_tangent,
+    _transpose_tangent_shapes,
+    _transpose_tangent_batching,
+    (*_STATIC, "wanted", "moving"),
+)
+ad.primitive_jvps[transpose_p] = _transpose_jvp
+ad.primitive_jvps[transpose_tangent_p] = _jvp_by_jax(_differentiable_transpose_tangent)
+ad.primitive_transposes[transpose_tangent_p] = _transpose_tangent_transpose
 
 
 def _vary_alike(arrays):
@@ -429,7 +530,7 @@ def _register_with_old_shard_map():
         from jax._src.ad_checkpoint import name_p
         from jax.experimental import shard_map
 
-        for primitive in (attention_p, transpose_p, tangent_p, name_p):
+        for primitive in (attention_p, transpose_p, tangent_p, transpose_tangent_p, name_p):
             shard_map.register_standard_check(primitive)
             shard_map.register_standard_rewrite(primitive)
     except (ImportError, AttributeError):  # newer JAX reads the types of the results

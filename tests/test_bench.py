@@ -9,7 +9,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jax_mfa import bench
+from jax_mfa import bench, bench_models
 from jax_mfa.__main__ import main
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -201,3 +201,66 @@ def test_a_device_that_there_is_not_is_named(tmp_path, capsys, monkeypatch):
         main(["bench", "--out", str(tmp_path)])
     assert refused.value.code == 2
     assert "error: JAX_MFA_DEVICE must be unset" in capsys.readouterr().err
+
+
+# --- named models
+
+
+@pytest.fixture
+def small_models(monkeypatch):
+    make = lambda name, **other: bench_models.Problem(name, 2, 5, 7, 4, 2, 8, **other)
+    problems = (
+        make("first"),
+        make("second", is_causal=True, passes=(bench_models.TANGENT,)),
+        bench_models.Problem("third", 2, 1, 7, 4, 2, 8, dtype="bfloat16", decode=True, passes=(bench_models.FORWARD,)),
+        bench_models.Problem("fourth", 1, 5, 5, 4, 2, 8, passes=(bench_models.COMPILING,)),
+    )
+    monkeypatch.setattr(bench_models, "PROBLEMS", problems)
+    monkeypatch.setattr(bench_models, "LAYERS", 2)
+
+
+MODELS = ["bench", "--rounds", "1", "--implementations", "blockwise", "--models"]
+
+
+def test_each_pass_of_a_named_model_has_a_row_with_its_ratios(tmp_path, capsys, small_models):
+    assert main([*MODELS, "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "bench_models.json").read_text())["rows"]
+    assert [(r["name"], r["kind"]) for r in found] == [
+        ("first", bench_models.FORWARD),
+        ("first", bench_models.TRAINING),
+        ("second", bench_models.TANGENT),
+        ("third", bench_models.FORWARD),
+        ("fourth", bench_models.COMPILING),
+    ]
+    for row in found:
+        assert row["ratios"][bench.STOCK] == row["seconds"][bench.STOCK] / row["seconds"]["blockwise"]
+    said = capsys.readouterr().out
+    assert "| second | B2 T5 S7 N4 K2 H8 causal | forward mode |" in said
+    assert said.count("(slower)") == sum(x < 1 for row in found for x in row["ratios"].values())
+
+
+def test_models_are_chosen_by_a_part_of_their_name(tmp_path, small_models):
+    assert main([*MODELS, "FIRST", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "bench_models.json").read_text())["rows"]
+    assert {row["name"] for row in found} == {"first"}
+
+
+def test_an_unknown_model_is_an_option_error(tmp_path, capsys, small_models):
+    with pytest.raises(SystemExit, match="2"):
+        main([*MODELS, "nobody", "--out", str(tmp_path)])
+    assert "first, second, third, fourth" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("whose,status", [("stock", 0), ("ours", 1)])
+def test_a_candidate_that_fails_on_a_model_is_listed_with_its_reason(
+    whose, status, tmp_path, capsys, monkeypatch, small_models
+):
+    def refuse(*_, **__):
+        raise ValueError("not today")
+
+    where = (bench_models.jax.nn, bench_models)[whose == "ours"]
+    monkeypatch.setattr(where, "dot_product_attention", refuse)
+    assert main([*MODELS, "first", "--out", str(tmp_path)]) == status
+    said = capsys.readouterr().out
+    assert "did not run B2 T5 S7 N4 K2 H8 forward: ValueError: not today" in said
+    assert "| first | B2 T5 S7 N4 K2 H8 | forward |" in said

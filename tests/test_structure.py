@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from harness import AVAILABLE, DIFFERENTIABLE, arrays, cotangents, evaluate, own, qkv, split
 
+import jax_mfa
+
 LEAN = [x for x in AVAILABLE if x.linear_memory]
 counted = pytest.mark.parametrize("implementation", [x for x in LEAN if x.in_jnp], ids=lambda x: x.name)
 lean = pytest.mark.parametrize("implementation", LEAN, ids=lambda x: x.name)
@@ -58,6 +60,29 @@ def test_a_length_of_32768_fits_in_2_gib_forward_and_backward(implementation):
     memory = compiled.memory_analysis()
     total = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert total < 2 * 2**30
+
+
+def _temporary_of_forward_mode(t, of_gradient):
+    x = jax.ShapeDtypeStruct((1, t, 4, 32), jnp.float32)
+    attend = lambda q, k, v: jax_mfa.dot_product_attention(q, k, v, is_causal=True, implementation="blockwise")
+    if of_gradient:  # a Hessian times a vector
+        attend = jax.grad(lambda *x, attend=attend: jnp.sin(attend(*x)).sum(), (0, 1, 2))
+    run = lambda *x: jax.jvp(attend, x[:3], x[3:])[1]
+    return jax.jit(run).lower(*[x] * 6).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("of_gradient", [False, True], ids=["of_attention", "of_its_gradient"])
+def test_temporary_memory_of_forward_mode_grows_linearly_with_the_length(of_gradient):
+    small, large = (_temporary_of_forward_mode(t, of_gradient) for t in (4096, 16384))
+    assert large <= 4.1 * small, f"{small} bytes at 4096, {large} at 16384"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoding_copies_and_converts_no_whole_cache(dtype):
+    query, cache = (jax.ShapeDtypeStruct((8, n, 8, 64), dtype) for n in (1, 32768))
+    decode = lambda *x: jax_mfa.decode_attention(*x, implementation="blockwise")
+    compiled = jax.jit(decode).lower(query, cache, cache, jax.ShapeDtypeStruct((8,), jnp.int32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**25 < 8 * 32768 * 8 * 64
 
 
 def _buffers(text):
@@ -169,6 +194,25 @@ def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs,
     for fun, whole, fixed in ((forward, 2 * product, 0), (backward, 7 * product, rows)):  # as the test above has it
         done = counter.of(fun) - fixed
         assert done <= share * whole, f"{done / whole:.3f} of dense"
+
+
+@pytest.mark.parametrize("filled", [1, 100, 5000, 16384])
+def test_decoding_costs_what_the_lengths_are_and_not_what_the_cache_is(filled, monkeypatch):
+    size, n, k, h = 16384, 32, 8, 16
+    query, key, value = (x for x in qkv(B=1, T=1, S=size, N=n, K=k, H=h))
+    counter = _Counter(monkeypatch)
+    decode = lambda: jax_mfa.decode_attention(query, key, value, np.array([filled]), implementation="blockwise")
+    visited = counter.of(decode) / (n * 2 * h)  # columns
+    assert filled <= visited < filled + 2048
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
+def test_a_program_holds_each_product_of_a_tile_once_and_once_more_for_care(gradient):
+    x = jax.ShapeDtypeStruct((1, 1024, 8, 64), jnp.float32)
+    attend = lambda q, k, v: jax_mfa.dot_product_attention(q, k, v, is_causal=True, implementation="blockwise").sum()
+    text = jax.jit(jax.grad(attend, (0, 1, 2)) if gradient else attend).lower(x, x, x).as_text()
+    # scores and output; scores again, d(p), dq, dk, dv and Σ d(out) · out; and those that sum what may be hidden
+    assert text.count("stablehlo.dot_general") == (2 + 1 + 6 + 3 if gradient else 2 + 1)
 
 
 # --- repeatability and threads

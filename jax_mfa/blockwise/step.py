@@ -41,6 +41,15 @@ def _after(position, side: int, end: int):
     return _clip(position, -_MOST, end - 1 - side) + side + 1
 
 
+@jax.custom_jvp
+def _barrier(x):
+    """`lax.optimization_barrier`, which older JAX cannot differentiate."""
+    return lax.optimization_barrier(x)
+
+
+_barrier.defjvp(lambda primals, tangents: (_barrier(*primals), *tangents))
+
+
 def _divmod(a, b):
     """Quotient and remainder of what is not negative."""
     if isinstance(b, (int, np.integer)) and b == 1:
@@ -96,17 +105,22 @@ def _tile_start(i, size: int, length: int):
     return i * size if length % size == 0 else _clip(i * size, 0, length - size)
 
 
-def _sums_of_others(pairs, see):
-    """Σ weights · x over what is visible and not finite, of pairs of weights [..., y, s] and x [..., s, z]."""
-    if not pairs:
-        return []
+def _sums_of_others(triples):
+    """Σ weights · x over what is visible and not finite, of weights [..., y, s], x [..., s, z], and what is visible, of
+    the shape of the weights: [..., y, z] each."""
+    sums = [jnp.zeros((*weights.shape[:3], x.shape[3]), weights.dtype) for weights, x, _ in triples]
+    for length in {x.shape[2] for _, x, _ in triples}:  # sums of one length share a loop, for programs to be short
+        mine = [i for i, (_, x, _) in enumerate(triples) if x.shape[2] == length]
 
-    def add_terms(k, sums):
-        seen, parts = _slice(see, k, 1, 3), [(_slice(weights, k, 1, 3), _slice(x, k, 1, 2)) for weights, x in pairs]
-        return [y + jnp.where(seen & ~jnp.isfinite(x), weight * x, 0) for y, (weight, x) in zip(sums, parts)]
+        def add_terms(k, sums, mine=mine):
+            for i in mine:
+                weights, x, see = triples[i]
+                weight, x, seen = _slice(weights, k, 1, 3), _slice(x, k, 1, 2), _slice(see, k, 1, 3)
+                sums[i] = sums[i] + jnp.where(seen & ~jnp.isfinite(x), weight * x, 0)
+            return sums
 
-    init = [jnp.zeros((*weights.shape[:3], x.shape[3]), weights.dtype) for weights, x in pairs]
-    return lax.fori_loop(jnp.uint32(0), jnp.uint32(see.shape[3]), add_terms, init)
+        sums = lax.fori_loop(jnp.uint32(0), jnp.uint32(length), add_terms, sums)
+    return sums
 
 
 class Problem:
@@ -250,7 +264,7 @@ class Problem:
         if self.operands.bias is not None or self.operands.alibi_slopes is not None:
             # scores that are made again may be rounded otherwise: where they are huge, and one unit in the last place
             # is a large power of e, none may pass the maximum
-            x = jnp.minimum(x, self.acc.type(0))
+            x = jnp.where(x > 0, self.acc.type(0), x)
         return jnp.exp(x)
 
 
@@ -502,19 +516,22 @@ class Step:
         finite: 0 · NaN is NaN. What is not finite is then added term by term; it is rare.
 
         Args:
-          products: first those with `product`, then those with `transposed_product`, with weights [R, E, M, columns]
-            that are zero where hidden, and x: what `columns_of` gave, or rows of queries [R, E, x, M].
+          products: `product` or `transposed_product` each, with weights [R, E, M, columns] that are zero where hidden,
+            and x: what `columns_of` gave, or rows of queries [R, E, x, M].
           careful: that it be added so; otherwise only where a sum is not finite and something may be hidden.
         """
 
         def with_care():
             see = self.all_visible(i, j)
+            swap = lambda *arrays: [jnp.swapaxes(x, 2, 3) for x in arrays]
             by_head = [(product, weights, self.by_head(x)) for product, weights, x in products]
-            over_columns = [(weights, x) for product, weights, x in by_head if product == self.product]
-            over_rows = [(weights, x) for product, weights, x in by_head if product != self.product]
-            swapped = [[jnp.swapaxes(y, 2, 3) for y in pair] for pair in over_rows]
-            others = _sums_of_others(over_columns, see)
-            others += [jnp.swapaxes(y, 2, 3) for y in _sums_of_others(swapped, jnp.swapaxes(see, 2, 3))]
+            straight = [product == self.product for product, *_ in by_head]
+            triples = [
+                (weights, x, see) if is_straight else swap(weights, x, see)
+                for is_straight, (_, weights, x) in zip(straight, by_head)
+            ]
+            others = _sums_of_others(triples)
+            others = [x if is_straight else swap(x)[0] for is_straight, x in zip(straight, others)]
             return [product(weights, finite(x)) + other for (product, weights, x), other in zip(by_head, others)]
 
         if careful:
@@ -553,7 +570,7 @@ class Step:
         if self.slopes is not None or cap is not None:
             # a compiler that contracts the last product differently for a row's maximum and for the exponent would
             # shift huge scores against each other
-            x = lax.optimization_barrier(x)
+            x = _barrier(x)
         return x, d_cap
 
     def dropped(self, probability, i, j):
