@@ -28,6 +28,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
+import jax_mfa
+
 FEATURED = Case(
     "featured",
     T=6,
@@ -608,6 +610,29 @@ def test_what_is_huge_and_hidden_does_not_reach_second_derivatives(implementatio
     arguments[hidden][:, 2] = 3e38
     for got, expected in zip(jax.tree.leaves(hessian(arguments)), jax.tree.leaves(wanted)):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("mapped", [("query",), ("key", "bias"), ()], ids="_".join)
+def test_a_hessian_vector_product_is_that_of_the_reference_and_maps(mapped):
+    with x64():
+        arrays_, static = split(BY_NAME["everything"].arguments("float64"))
+        at = {n: jnp.asarray(arrays_[n]) for n in DIFFERENTIABLE if n in arrays_}
+        rng = np.random.default_rng(3)
+        many = {n: jnp.asarray(rng.standard_normal((2, *at[n].shape))) if n in mapped else x for n, x in at.items()}
+        vectors = {n: jnp.asarray(rng.standard_normal((2, *x.shape))) for n, x in at.items()}
+
+        def product(name):
+            def fun(moving):
+                arguments = {**arrays_, **moving, **static, "return_residual": True, "implementation": name}
+                out, lse = jax_mfa.dot_product_attention(**arguments)
+                return (jnp.sin(out) * (1 + out)).sum() + jnp.where(lse > -np.inf, jnp.cos(lse), 0).sum()
+
+            along = lambda at, vector: jax.jvp(jax.grad(fun), (at,), (vector,))[1]
+            return jax.jit(jax.vmap(along, in_axes=({n: 0 if n in mapped else None for n in at}, 0)))
+
+        got, wanted = product("blockwise")(many, vectors), product("reference")(many, vectors)
+        for name in at:
+            np.testing.assert_allclose(got[name], wanted[name], rtol=1e-9, atol=1e-10, err_msg=name)
 
 
 def test_jvp_and_linearize_are_the_transpose_of_the_gradient(implementation):

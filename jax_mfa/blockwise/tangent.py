@@ -24,7 +24,7 @@ def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, want
       [B, T, N, V] of the query's dtype, and [B, T, N] float32 (float64).
     """
     p = Problem(spec, operands, forward_tiling(spec, operands))
-    acc, t = p.acc, Operands(**dict(zip(wanted, tangents)))
+    acc, t = p.acc, Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
     empty = row_sum == 0
     inverse = 1 / jnp.where(empty, acc.type(1), row_sum)
 
