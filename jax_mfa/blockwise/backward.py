@@ -43,7 +43,7 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
 
         def visit(results):
             (d_query, d_key, d_value), (d_slopes, d_bias) = results
-            keys_j, d_i = w.columns_of("key", key, j), w.rows_of(d_rows, i)
+            keys_j, d_i = lambda: w.columns_of("key", key, j), w.rows_of(d_rows, i)
             x, d_cap = w.scores(w.rows_of(query, i), keys_j, i, j)
             # a value that is not finite spoils only dp, which is overwritten where nobody may see it
             d_p = w.product(d_i, w.columns_of("value", value, j), transpose=True)
@@ -67,8 +67,8 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
 
             products = [
                 (w.product, d_x, keys_j),
-                (w.transposed_product, d_x, w.transposed_rows_of(query_transposed, i)),
-                (w.transposed_product, dropped, w.transposed_rows_of(d_transposed, i)),
+                (w.transposed_product, d_x, lambda: w.transposed_rows_of(query_transposed, i)),
+                (w.transposed_product, dropped, lambda: w.transposed_rows_of(d_transposed, i)),
             ]
             d_query_i, d_key_j, d_value_j = w.sums(products, i, j, careful)
             d_query = w.add_rows(d_query, d_query_i, i)

@@ -30,7 +30,7 @@ def forward(spec: Specification, operands: Operands):
         def visit(results):
             (sums,), (high, total) = results
             # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
-            x, _ = w.scores(w.rows_of(query, i), w.columns_of("key", key, j), i, j)
+            x, _ = w.scores(w.rows_of(query, i), lambda: w.columns_of("key", key, j), i, j)
             see = w.visible(i, j)
             if see is not None:
                 x = jnp.where(see, x, acc.type(-np.inf))
@@ -41,7 +41,7 @@ def forward(spec: Specification, operands: Operands):
             probability = p.weights(x, shift)
             new_total = probability.sum(-1)
             probability = w.dropped(probability, i, j)
-            (new_sums,) = w.sums([(w.product, probability, w.columns_of("value", value, j))], i, j, careful)
+            (new_sums,) = w.sums([(w.product, probability, lambda: w.columns_of("value", value, j))], i, j, careful)
             if p.rows_once:
                 new_high = shift
             else:

@@ -517,14 +517,15 @@ class Step:
 
         Args:
           products: `product` or `transposed_product` each, with weights [R, E, M, columns] that are zero where hidden,
-            and x: what `columns_of` gave, or rows of queries [R, E, x, M].
+            and what gives x: what `columns_of` does, or rows of queries [R, E, x, M]. Given inside of a branch that is
+            seldom taken, it is not kept for that branch.
           careful: that it be added so; otherwise only where a sum is not finite and something may be hidden.
         """
 
         def with_care():
             see = self.all_visible(i, j)
             swap = lambda *arrays: [jnp.swapaxes(x, 2, 3) for x in arrays]
-            by_head = [(product, weights, self.by_head(x)) for product, weights, x in products]
+            by_head = [(product, weights, self.by_head(x())) for product, weights, x in products]
             straight = [product == self.product for product, *_ in by_head]
             triples = [
                 (weights, x, see) if is_straight else swap(weights, x, see)
@@ -537,7 +538,7 @@ class Step:
         if careful:
             return with_care()
         products_of_matrices = [
-            (self.product_in_one if self.p.heads_in_one else product)(weights, x) for product, weights, x in products
+            (self.product_in_one if self.p.heads_in_one else product)(weights, x()) for product, weights, x in products
         ]
         if self.p.whole or not self.p.masked:
             return products_of_matrices
@@ -548,13 +549,16 @@ class Step:
         return self.p.spec.scale if self.scale is None else self.merged(self.scale)
 
     def scores(self, q, keys, i, j):
-        """Scores of a tile after bias, slopes and soft cap, and the derivative of the cap (None without one)."""
+        """Scores of a tile after bias, slopes and soft cap, and the derivative of the cap (None without one).
+
+        `keys` gives what `columns_of` does, as in `sums`.
+        """
         if self.p.heads_in_one:
-            x = self.product_in_one(q, keys, transpose=True)
-            by_head = lambda: self.product(q, self.by_head(keys), transpose=True)
+            x = self.product_in_one(q, keys(), transpose=True)
+            by_head = lambda: self.product(q, self.by_head(keys()), transpose=True)
             x = lax.cond(jnp.isfinite(x.sum()), lambda: x, by_head)
         else:
-            x = self.product(q, keys, transpose=True)
+            x = self.product(q, keys(), transpose=True)
         x = x * self.factor()
         if self.bias is not None:
             bias = self.merged(self.tile_of(self.bias, i, j)).astype(x.dtype)

@@ -38,7 +38,7 @@ def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, want
             key_j, t_key_j, value_j, t_value_j = (
                 None if x is None else w.columns_of(name, x, j) for name, x in zip(names, columns)
             )
-            x, d_cap = w.scores(query_i, key_j, i, j)
+            x, d_cap = w.scores(query_i, lambda: key_j, i, j)
             see = w.visible(i, j)
             if see is not None:
                 x = jnp.where(see, x, acc.type(-np.inf))
@@ -63,9 +63,9 @@ def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, want
                 t_x = t_x * d_cap
             moved = probability * hidden(t_x)
 
-            products = [(w.product, w.dropped(moved, i, j), value_j)]
+            products = [(w.product, w.dropped(moved, i, j), lambda: value_j)]
             if t_value_j is not None:
-                products.append((w.product, w.dropped(probability, i, j), t_value_j))
+                products.append((w.product, w.dropped(probability, i, j), lambda: t_value_j))
             sums = w.add_rows(sums, sum(w.sums(products, i, j, careful)), i)
             return (sums,), (w.add_rows(lse, moved.sum(-1), i),)
 
