@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -58,19 +59,27 @@ def _divmod(a, b):
     return lax.div(a, b), lax.rem(a, b)
 
 
-def _index(i):
-    """An index that is not negative, as JAX takes it without asking."""
-    return np.uint32(i) if isinstance(i, (int, np.integer)) else i.astype(jnp.uint32)
+# no index here is negative; where JAX lets us say so, it leaves out the asking. (Indices without a sign leave it out
+# everywhere, but the partitioner of JAX 0.4.38 makes comparisons of unlike types of them.)
+_NONE_NEGATIVE: dict[str, Any] = (
+    {"allow_negative_indices": False}
+    if "allow_negative_indices" in inspect.signature(lax.dynamic_slice).parameters
+    else {}
+)
 
 
 def _cut(x, shape: tuple[int, ...], *start):
     """The part of `x` of this shape from `start` on."""
-    return x if x.shape == shape else lax.dynamic_slice(x, [_index(i) for i in start], shape)
+    return x if x.shape == shape else lax.dynamic_slice(x, _int32(start), shape, **_NONE_NEGATIVE)
 
 
 def put(x, part, *start):
     """`x` with `part` in it, from `start` on."""
-    return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, [_index(i) for i in start])
+    return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, _int32(start), **_NONE_NEGATIVE)
+
+
+def _int32(indices):
+    return [np.int32(i) if isinstance(i, (int, np.integer)) else i.astype(jnp.int32) for i in indices]
 
 
 def add(x, part, *start):
