@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import metal, primitives, reference, sharding
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.specification import accumulation_dtype, known_lengths, specify
+from jax_mfa.specification import accumulation_dtype, known_lengths, specify, specify_abstract
 
 IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
 _OPEN = ("metal", "blockwise")  # what leaves the choice between the two to lowering, which knows platform and sizes
@@ -428,17 +428,7 @@ def explain(
     _refuse_unknown("explain", keywords, {})
     names_of(implementation)  # what is no name is said first
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    leaves, tree = jax.tree.flatten(arguments)
-    abstract = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
-    known = {}
-
-    def check(arrays):
-        whole = [arrays.get(i, x) for i, x in enumerate(leaves)]
-        known["spec"], operands = specify(**jax.tree.unflatten(tree, whole))
-        return operands
-
-    operands = jax.eval_shape(check, abstract)
-    return _choose(implementation, known["spec"], operands, _elsewhere())
+    return _choose(implementation, *specify_abstract(**arguments), _elsewhere())
 
 
 _SPECIFIED = tuple(inspect.signature(specify).parameters)[5:]

@@ -9,6 +9,7 @@ measuring; the problems that were finished are printed and written.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -16,21 +17,20 @@ import pathlib
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_mfa import bench_models
 from jax_mfa.api import IMPLEMENTATIONS, dot_product_attention
+from jax_mfa.bench_models import BOTH, STOCK
 from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
 from jax_mfa.specification import DTYPES
 
 HELP = "time attention against stock jax.nn over a sweep of lengths"
-STOCK = "jax.nn"
 MASKS = ("dense", "causal")
-PASSES = ("forward", "forward+backward")
 SHORTEST = 0.5  # seconds of timing for each set of candidates
 
 
@@ -80,33 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _passes(attention):
-    """Forward, and forward with the gradients of query, key and value."""
-
-    def both(q, k, v, d_out):
-        out, pullback = jax.vjp(attention, q, k, v)
-        return out, pullback(d_out)
-
-    return dict(zip(PASSES, (lambda q, k, v, d_out: attention(q, k, v), both)))
-
-
-def _median_seconds(programs, arrays, rounds: int) -> list[float]:
-    """Median wall time of each program, the programs taking turns.
-
-    A turn is one call that is not timed and one that is: right after a program that gives gigabytes back to the system,
-    the next one pays for it. Short programs take further turns until `SHORTEST` seconds have gone.
-    """
-    times: list[list[float]] = [[] for _ in programs]
-    begin = time.perf_counter()
-    while len(times[-1]) < rounds or time.perf_counter() < begin + SHORTEST:
-        for program, seconds in zip(programs, times):
-            jax.block_until_ready(program(*arrays))
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arrays))
-            seconds.append(time.perf_counter() - start)
-    return [statistics.median(seconds) for seconds in times]
-
-
 def _arrays(options, length: int) -> list[jax.Array]:
     """Query, key, value and the cotangent of the output, random."""
     keys = jax.random.split(jax.random.key(length), 4)
@@ -120,24 +93,24 @@ def _arrays(options, length: int) -> list[jax.Array]:
 def _time(functions: dict, arrays, rounds: int, progress) -> dict[str, dict]:
     """For each candidate its time in seconds and temporary memory, or the failure that kept it from running."""
     found: dict[str, dict] = {}
-    programs = {}
+    programs: dict[str, Callable[[], Any]] = {}
     for name, function in functions.items():
         found[name] = dict(seconds=None, temporary_bytes=None, speedup=None, failure="")
         try:
             program = jax.jit(function).lower(*arrays()).compile()
-            jax.block_until_ready(program(*arrays()))
+            bench_models.call(program, arrays())
         except Exception as error:  # whatever keeps a candidate from running belongs in the table
             found[name]["failure"] = f"{type(error).__name__}: {error}"
         else:
-            programs[name] = program
+            programs[name] = functools.partial(bench_models.call, program, arrays())
             found[name]["temporary_bytes"] = getattr(program.memory_analysis(), "temp_size_in_bytes", None)
         progress()
     if programs:
-        found_seconds = _median_seconds(list(programs.values()), arrays(), rounds)
-        for name, seconds in zip(programs, found_seconds):
+        medians = {name: statistics.median(x) for name, x in bench_models.timed(programs, rounds, SHORTEST).items()}
+        for name, seconds in medians.items():
             found[name]["seconds"] = seconds
-            if STOCK in programs:
-                found[name]["speedup"] = found[STOCK]["seconds"] / seconds
+            if STOCK in medians:
+                found[name]["speedup"] = medians[STOCK] / seconds
     return found
 
 
@@ -148,9 +121,9 @@ def measure(options, progress) -> Iterator[dict]:
         candidates[name] = functools.partial(dot_product_attention, implementation=name)
     for length in options.lengths:
         arrays = functools.cache(functools.partial(_arrays, options, length))
-        for mask, kind in itertools.product(MASKS, PASSES):
+        for mask, kind in itertools.product(MASKS, BOTH):
             functions = {
-                name: _passes(functools.partial(attention, is_causal=mask == "causal"))[kind]
+                name: bench_models.PROGRAMS[kind](functools.partial(attention, is_causal=mask == "causal"))
                 for name, attention in candidates.items()
             }
             found = _time(functions, arrays, options.rounds, progress)
@@ -195,7 +168,7 @@ def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
 
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), sharex=True, layout="constrained")
     names = list(dict.fromkeys(r["implementation"] for r in rows))
-    for column, kind in enumerate(PASSES):
+    for column, kind in enumerate(BOTH):
         for name in names:
             for mask, style in zip(MASKS, ("-", "--")):
                 line = [r for r in rows if (r["implementation"], r["mask"], r["kind"]) == (name, mask, kind)]
@@ -221,59 +194,71 @@ def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def _write(rows: list[dict], options, interrupted: bool) -> Iterator[str]:
-    """Writes both files; yields their names as they are there. Raises OSError."""
+@dataclasses.dataclass(frozen=True)
+class _Benchmark:
+    """What `run` does with one of the two benchmarks."""
+
+    total: int
+    unit: str
+    measure: Callable[[Callable[[], object]], Iterator[dict]]  # rows, of what to call as one is done
+    table: Callable[[list[dict]], str]
+    failures: Callable[[list[dict]], list[str]]
+    failed: Callable[[dict], bool]  # whether one of our implementations did, in a row
+    write: Callable[[list[dict], dict], Iterator[str]]  # files of rows and facts, and their names as they are there
+
+
+def _of_lengths(options) -> _Benchmark:
     heads = f"{options.heads}" if options.key_value_heads is None else f"{options.heads}/{options.key_value_heads}"
     problem = f"B{options.batch} N{heads} H{options.head_size} {options.dtype}"
-    facts = dict(problem=problem, backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
-    content = dict(**facts, rounds=options.rounds, interrupted=interrupted, rows=rows)
-    (options.out / "bench.json").write_text(json.dumps(content, indent=1))
-    yield str(options.out / "bench.json")
-    ran = [r for r in rows if not r["failure"]]
-    if ran:
-        title = f"{problem}; {facts['backend']}, {facts['machine']}, JAX {facts['jax']}"
-        plot(ran, options.out / "bench.png", title)
-        yield str(options.out / "bench.png")
+
+    def write(rows, facts):
+        yield _write_json(options.out / "bench.json", dict(problem=problem, **facts, rows=rows))
+        ran = [r for r in rows if not r["failure"]]
+        if ran:
+            title = f"{problem}; {facts['backend']}, {facts['machine']}, JAX {facts['jax']}"
+            plot(ran, options.out / "bench.png", title)
+            yield str(options.out / "bench.png")
+
+    return _Benchmark(
+        total=len(options.lengths) * len(MASKS) * len(BOTH) * (len(options.implementations) + (not options.no_stock)),
+        unit="program",
+        measure=functools.partial(measure, options),
+        table=table,
+        failures=failures,
+        failed=lambda row: bool(row["failure"]) and row["implementation"] != STOCK,
+        write=write,
+    )
 
 
-def _run_models(options) -> int:
-    """`run`, of the problems of `bench_models`; the first implementation is timed, and `bench_models.json` written."""
-    from tqdm import tqdm
-
+def _of_models(options) -> _Benchmark:
+    """The problems of `bench_models`, of which the first implementation is timed."""
     ours = options.implementations[0]
     problems = bench_models.select(options.models)
     if not problems:
         names = ", ".join(dict.fromkeys(p.name for p in bench_models.PROBLEMS))
         raise argparse.ArgumentTypeError(f"argument --models: expected a part of a name of {names}")
-    rows: list[dict] = []
-    interrupted = False
-    total = sum(len(p.passes) for p in problems)
-    try:
-        with tqdm(total=total, desc="bench", unit="pass") as bar:
-            for row in interruptible(bench_models.measure(options.models, ours, options.rounds, SHORTEST, bar.update)):
-                rows.append(row)
-    except KeyboardInterrupt:
-        interrupted = True
-        print(f"interrupted: {len(rows)} of {total} passes were timed", file=sys.stderr)
-        if not rows:
-            return INTERRUPTED
-    unwritten = False
-    path = options.out / "bench_models.json"
-    facts = dict(backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
-    try:
-        path.write_text(json.dumps(dict(**facts, rounds=options.rounds, interrupted=interrupted, rows=rows), indent=1))
-    except OSError as error:
-        unwritten = True
-        print(f"bench: --out: {error}", file=sys.stderr)
-    said = [] if unwritten else [f"wrote {path}"]
-    print("\n".join([bench_models.table(rows), "", *bench_models.failures(rows), *said]))
-    if interrupted:
-        return INTERRUPTED
-    return 1 if unwritten or any(ours in r["failures"] for r in rows) else 0
+
+    def write(rows, facts):
+        yield _write_json(options.out / "bench_models.json", dict(**facts, rows=rows))
+
+    return _Benchmark(
+        total=sum(len(p.passes) for p in problems),
+        unit="measurement",
+        measure=functools.partial(bench_models.measure, options.models, ours, options.rounds, SHORTEST),
+        table=bench_models.table,
+        failures=bench_models.failures,
+        failed=lambda row: ours in row["failures"],
+        write=write,
+    )
+
+
+def _write_json(path: pathlib.Path, content: dict) -> str:
+    path.write_text(json.dumps(content, indent=1))
+    return str(path)
 
 
 def run(options) -> int:
-    """Measures, writes both files and prints the table.
+    """Measures, writes the files and prints the table.
 
     0: done. 1: one of our implementations failed, or a file could not be written. 2: an option or the extra is amiss.
     130: interrupted.
@@ -297,29 +282,30 @@ def run(options) -> int:
             options.implementations = ["blockwise"] if start_metal().reason else ["metal", "blockwise"]
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-    if options.models is not None:
-        return _run_models(options)
-    candidates = len(options.implementations) + (not options.no_stock)
+    chosen = (_of_lengths if options.models is None else _of_models)(options)
     rows: list[dict] = []
     interrupted = False
     try:
-        total = len(options.lengths) * len(MASKS) * len(PASSES) * candidates
-        with tqdm(total=total, desc="bench", unit="program") as bar:
-            for row in interruptible(measure(options, bar.update)):
+        with tqdm(total=chosen.total, desc="bench", unit=chosen.unit) as bar:
+            for row in interruptible(chosen.measure(bar.update)):
                 rows.append(row)
     except KeyboardInterrupt:
         interrupted = True
-        print(f"interrupted: {len(rows)} of {total} programs were timed", file=sys.stderr)
+        print(f"interrupted: {len(rows)} of {chosen.total} {chosen.unit}s were timed", file=sys.stderr)
         if not rows:
             return INTERRUPTED
     # the files first: who reads the table may stop reading
+    facts = dict(backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
     said, unwritten = [], False
     try:
-        said += [f"wrote {name}" for name in _write(rows, options, interrupted)]
+        said += [
+            f"wrote {name}"
+            for name in chosen.write(rows, dict(**facts, rounds=options.rounds, interrupted=interrupted))
+        ]
     except OSError as error:
         unwritten = True
         print(f"bench: --out: {error}", file=sys.stderr)
-    print("\n".join([table(rows), "", *failures(rows), *said]))
+    print("\n".join([chosen.table(rows), "", *chosen.failures(rows), *said]))
     if interrupted:
         return INTERRUPTED
-    return 1 if unwritten or any(r["failure"] and r["implementation"] != STOCK for r in rows) else 0
+    return 1 if unwritten or any(chosen.failed(r) for r in rows) else 0

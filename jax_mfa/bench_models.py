@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -169,21 +168,26 @@ def _in_torch(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
     return forward if kind == FORWARD else training
 
 
-def fastest(programs: dict[str, Callable[[], Any]], rounds: int, shortest: float) -> dict[str, float]:
-    """Seconds of the fastest call of each program, the programs taking turns of one untimed and one timed call."""
-    best = dict.fromkeys(programs, math.inf)
+def timed(programs: dict[str, Callable[[], Any]], rounds: int, shortest: float) -> dict[str, list[float]]:
+    """Seconds of calls of each program, the programs taking turns.
+
+    A turn is one call that is not timed and one that is: right after a program that gives gigabytes back to the system,
+    the next one pays for it. There are as many turns as `rounds`, or as begin within `shortest` seconds.
+    """
+    times: dict[str, list[float]] = {name: [] for name in programs}
     begin, turns = time.perf_counter(), 0
     while turns < rounds or time.perf_counter() < begin + shortest:
         for name, program in programs.items():
             program()
             start = time.perf_counter()
             program()
-            best[name] = min(best[name], time.perf_counter() - start)
+            times[name].append(time.perf_counter() - start)
         turns += 1
-    return best
+    return times
 
 
-def _run(program, arrays):
+def call(program, arrays):
+    """Calls a program of JAX and waits for its results."""
     return jax.block_until_ready(program(*arrays))
 
 
@@ -196,7 +200,8 @@ def _compile_seconds(problem: Problem, attention) -> float:
     return time.perf_counter() - start
 
 
-_WRAP = {FORWARD: lambda f: lambda q, k, v, _: f(q, k, v), TRAINING: _training, TANGENT: _tangent}
+# of an attention, the function of query, key, value and a fourth array that a pass runs
+PROGRAMS = {FORWARD: lambda attention: lambda q, k, v, _: attention(q, k, v), TRAINING: _training, TANGENT: _tangent}
 
 
 def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: float):
@@ -216,8 +221,8 @@ def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: flo
         if kind == COMPILING:
             seconds[name] = _compile_seconds(problem, make(problem))
         else:
-            compiled = jax.jit(_WRAP[kind](make(problem))).lower(*arrays).compile()
-            program = functools.partial(_run, compiled, arrays)
+            compiled = jax.jit(PROGRAMS[kind](make(problem))).lower(*arrays).compile()
+            program = functools.partial(call, compiled, arrays)
             program()
             programs[name] = program
 
@@ -231,7 +236,7 @@ def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: flo
         attempt(name, functools.partial(prepare, name, make))
     if kind != COMPILING:
         attempt(TORCH, prepare_torch)
-        seconds.update(fastest(programs, rounds, shortest))
+        seconds.update({name: min(times) for name, times in timed(programs, rounds, shortest).items()})
     return seconds, failures
 
 

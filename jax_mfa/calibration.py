@@ -19,7 +19,7 @@ import numpy as np
 import jax_mfa
 from jax_mfa.api import dot_product_attention
 from jax_mfa.metal import crossover
-from jax_mfa.specification import specify
+from jax_mfa.specification import specify_abstract
 
 CALLS = 4  # one after another within a program, so that starting the program is not what is timed
 LONG = 10e-3  # seconds: a call that takes this is not mostly its start
@@ -67,20 +67,13 @@ def _grown(implementation: str, shapes_of, first: int) -> tuple[int, tuple[float
         shapes = shapes_of(size)
         seconds = _seconds(implementation, shapes)
         if seconds >= LONG or size >= MOST:
-            spec, operands = _specified(shapes)
-            return size, (seconds, *crossover.work(spec, operands))
+            return size, (seconds, *_work(shapes))
         size *= 2
 
 
-def _specified(shapes):
-    known = {}
-
-    def check(*arrays):
-        known["spec"], operands = specify(*arrays)
-        return operands
-
-    operands = jax.eval_shape(check, *shapes)
-    return known["spec"], operands
+def _work(shapes) -> tuple[int, int]:
+    """FLOPs and bytes."""
+    return crossover.work(*specify_abstract(**dict(zip(("query", "key", "value"), shapes))))
 
 
 def _measured(implementation: str) -> Iterator[str | crossover.Cost]:
@@ -97,8 +90,7 @@ def _measured(implementation: str) -> Iterator[str | crossover.Cost]:
 def crossing(figures: crossover.Figures) -> int | None:
     """The first T = S, a multiple of 16, from which on Metal pays, for 4 heads of 64; None where it never does."""
     for size in range(16, MOST + 1, 16):
-        spec, operands = _specified(_shapes(size, size))
-        x = crossover.work(spec, operands)
+        x = _work(_shapes(size, size))
         if figures.metal.seconds(*x) <= figures.blockwise.seconds(*x):
             return size
     return None

@@ -5,13 +5,12 @@ Four primitives, all over flat operands:
 * `attention`: (operands) → (out, row_max, row_sum);
 * `attention_transpose`: (operands, out, row_max, row_sum, d_out, d_lse) → cotangents of the wanted operands;
 * `attention_tangent`: (operands, out, row_max, row_sum, tangents of the wanted operands) → tangents of (out, lse).
-  Reverse mode never runs it, only its transpose, `attention_transpose`. Forward mode does.
+  Reverse mode never runs it, only its transpose, `attention_transpose`. Forward mode does;
+* `attention_transpose_tangent`: (operands, out, row_max, row_sum, d_out, d_lse, tangents of some of these) → tangents
+  of the cotangents. Forward mode of reverse mode runs it: a Hessian times a vector.
 
 A row's maximum and sum together make its log-sum-exp (`log_sum_exp`), the only function of theirs that there is. So its
 derivative is declared as that of `row_max`, and `row_sum` has none.
-
-* `attention_transpose_tangent`: (operands, out, row_max, row_sum, d_out, d_lse, tangents of some of these) → tangents
-  of the cotangents. Forward mode of reverse mode runs it: a Hessian times a vector.
 
 A `custom_vjp` would forbid forward mode and `custom_jvp` alone cannot name the backward pass; a linear primitive with a
 transpose gives both. Reverse mode of derivatives differentiates the reference.
@@ -251,6 +250,13 @@ def _fold_results(arrays, dims, size: int, batch: int):
     return [_mapped(x, d, size).reshape(size * batch, *_mapped(x, d, size).shape[2:]) for x, d in zip(arrays, dims)]
 
 
+def _fold_like(name: str, x, dim, size: int, batch: int, spec: Specification):
+    """Folds an array like the operand, or else the result, of this name."""
+    if name in BACKWARD_NAMES:
+        return _fold_results([x], [dim], size, batch)[0]
+    return _fold(_mapped(x, dim, size), size, batch, spec.repeats[Operands._fields.index(name)])[0]
+
+
 def _transpose_batching(arrays, dims, size: int, *, spec, names, wanted, implementation):
     n = len(names)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
@@ -277,10 +283,7 @@ def _tangent_batching(arrays, dims, size: int, *, spec, names, wanted, implement
     n, known = len(names), len(names) + len(RESIDUAL_NAMES)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
     results = _fold_results(arrays[n:known], dims[n:known], size, batch)
-    tangents = [
-        _fold(_mapped(x, d, size), size, batch, spec.repeats[Operands._fields.index(name)])[0]
-        for name, x, d in zip(wanted, arrays[known:], dims[known:])
-    ]
+    tangents = [_fold_like(*x, size, batch, spec) for x in zip(wanted, arrays[known:], dims[known:])]
     static = {"spec": folded, "names": names, "wanted": wanted, "implementation": implementation}
     results = tangent_p.bind(*operands, *results, *tangents, **static)
     return tuple(_unfold(x, size) for x in results), (0,) * len(results)
@@ -292,13 +295,7 @@ def _transpose_tangent_batching(arrays, dims, size: int, *, spec, names, wanted,
     mapped = {*wanted, *moving}
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped)
     extra = _fold_results(arrays[n:known], dims[n:known], size, batch)
-    tangents = []
-    for name, x, d in zip(moving, arrays[known:], dims[known:]):
-        if name in names:
-            repeat = spec.repeats[Operands._fields.index(name)]
-            tangents.append(_fold(_mapped(x, d, size), size, batch, repeat)[0])
-        else:
-            tangents += _fold_results([x], [d], size, batch)
+    tangents = [_fold_like(*x, size, batch, spec) for x in zip(moving, arrays[known:], dims[known:])]
     static = {"spec": folded, "names": names, "wanted": wanted, "moving": moving, "implementation": implementation}
     results = transpose_tangent_p.bind(*operands, *extra, *tangents, **static)
     return _unfold_cotangents(results, arrays, dims, size, spec, names, wanted)
@@ -342,10 +339,8 @@ def _transpose_tangent_transpose(cotangents, *arrays, names, moving, **static):
     linear = [i for i, t in enumerate(tangents) if ad.is_undefined_primal(t)]
 
     def fun(*varying):
-        now = list(jnp.zeros(t.aval.shape, t.aval.dtype) if i in linear else t for i, t in enumerate(tangents))
-        for i, x in zip(linear, varying):
-            now[i] = x
-        return _differentiable_transpose_tangent(*known, *now, names=names, moving=moving, **static)
+        now = {**dict(enumerate(tangents)), **dict(zip(linear, varying))}
+        return _differentiable_transpose_tangent(*known, *now.values(), names=names, moving=moving, **static)
 
     zeros = [jnp.zeros(tangents[i].aval.shape, tangents[i].aval.dtype) for i in linear]
     # linear in them, so that its derivative anywhere is itself
@@ -385,9 +380,9 @@ def _by_shares(fun):
     """`fun` of a primitive, each device computing its share."""
 
     def run(*arrays, **params):
-        names, results = params["names"], ("out", "row_max", "row_sum")
+        names, results = params["names"], BACKWARD_NAMES[:3]
         if "wanted" in params:
-            names, results = (*names, *results, "d_out", "d_lse"), params["wanted"]
+            names, results = (*names, *BACKWARD_NAMES), params["wanted"]
         return partitioned(lambda *x: fun(*x, **params), params["spec"], names, results)(*arrays)
 
     return run
@@ -475,7 +470,7 @@ def _platforms(ctx) -> str:
 
 def _metal_takes(ctx, params) -> bool:
     operands = unpack(ctx.avals_in[: len(params["names"])], params["names"])
-    if metal.unsupported(params["spec"], operands):
+    if metal.declined(params["spec"], operands):
         return False
     found = metal.runtime.get()
     if found.reason and not found.expected:

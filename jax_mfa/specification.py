@@ -483,3 +483,18 @@ def specify(
         dropout=dropout,
     )
     return spec, operands
+
+
+def specify_abstract(**arguments) -> tuple[Specification, Operands]:
+    """`specify`, of arguments of which arrays may be `jax.ShapeDtypeStruct`s; the operands are that, too."""
+    leaves, tree = jax.tree.flatten(arguments)
+    abstract = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+    known = {}
+
+    def check(arrays):
+        whole = [arrays.get(i, x) for i, x in enumerate(leaves)]
+        known["spec"], operands = specify(**jax.tree.unflatten(tree, whole))
+        return operands
+
+    operands = jax.eval_shape(check, abstract)
+    return known["spec"], operands

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 
 from jax_mfa.blockwise.step import Problem, Step, add, finite
 from jax_mfa.blockwise.tiling import backward_tiling
@@ -44,16 +43,10 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
         def visit(results):
             (d_query, d_key, d_value), (d_slopes, d_bias) = results
             keys_j, d_i = lambda: w.columns_of("key", key, j), w.rows_of(d_rows, i)
-            x, d_cap = w.scores(w.rows_of(query, i), keys_j, i, j)
+            x, d_cap, see = w.masked_scores(w.rows_of(query, i), keys_j, i, j)
             # a value that is not finite spoils only dp, which is overwritten where nobody may see it
             d_p = w.product(d_i, w.columns_of("value", value, j), transpose=True)
-            see = w.visible(i, j)
-            if see is not None:
-                x = jnp.where(see, x, acc.type(-np.inf))
-            probability = p.weights(x, w.rows_of(row_max, i)) * w.rows_of(inverse, i)[..., None]
-            see = w.after_bias(see, i, j)
-            if see is not None:  # NaN in a row whose softmax is not defined
-                probability = jnp.where(see, probability, acc.type(0))
+            probability, see = w.probability(x, see, w.rows_of(row_max, i), w.rows_of(inverse, i), i, j)
             dropped = w.dropped(probability, i, j)
             shift_i = w.rows_of(shift, i)[..., None]
             if operands.dropout is None:
@@ -96,7 +89,7 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
         return p.over_tiles(lambda *args: tile(*args, careful, rows, transposed, columns), init)
 
     # the gradients by the scaled product; the scale itself follows outside
-    (d_query, d_key, d_value), (d_slopes, d_bias) = p.mended(run, run(p, False))
+    (d_query, d_key, d_value), (d_slopes, d_bias) = p.mended(run)
 
     def scaled(x):  # [B, ...]
         if operands.scale is None:

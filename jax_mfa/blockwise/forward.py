@@ -29,11 +29,7 @@ def forward(spec: Specification, operands: Operands):
 
         def visit(results):
             (sums,), (high, total) = results
-            # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
-            x, _ = w.scores(w.rows_of(query, i), lambda: w.columns_of("key", key, j), i, j)
-            see = w.visible(i, j)
-            if see is not None:
-                x = jnp.where(see, x, acc.type(-np.inf))
+            x, _, _ = w.masked_scores(w.rows_of(query, i), lambda: w.columns_of("key", key, j), i, j)
             new_high = x.max(-1)
             if not p.rows_once:
                 new_high = jnp.maximum(w.rows_of(high, i), new_high)
@@ -62,7 +58,7 @@ def forward(spec: Specification, operands: Operands):
         arrays = p.rows_by_head(operands.query), p.columns_by_head(operands.key), p.columns_by_head(operands.value)
         return p.over_tiles(lambda *args: tile(*args, careful, *arrays), init)
 
-    (sums,), (high, total) = p.mended(run, run(p, False))
+    (sums,), (high, total) = p.mended(run)
 
     lost = total == 0  # rows that have met no score above −∞
     row_max = high if p.rows_once else jnp.where(lost, acc.type(0), high)

@@ -256,12 +256,12 @@ class Problem:
         turns = (each if known else ends[-1]) * jnp.uint32(self.head_steps * (self.batch_steps if lists == 1 else 1))
         return lax.fori_loop(jnp.uint32(0), turns, turn, (place(jnp.uint32(0)), carry))[1]
 
-    def mended(self, run, results):
-        """The results of `run(problem, careful=False)` for a problem of one tile: its sums, those of a careful run if
-        they are not finite, and what takes no care."""
-        sums, rest = results
+    def mended(self, run):
+        """`run(problem, careful=False)`: sums, and what takes no care. The sums of a problem of one tile are those of a
+        careful run if they are not finite; other problems take care tile by tile."""
+        sums, rest = run(self, False)
         if not (self.whole and self.masked):
-            return results
+            return sums, rest
         # a loop of one turn or none, for it changes its arrays in place; `lax.cond` copies what it hands on
         one_head = Problem(self.spec, self.operands, careful_tiling(self.operands))
         again = lambda _: (jnp.zeros((), bool), run(one_head, True)[0])
@@ -585,6 +585,21 @@ class Step:
             # shift huge scores against each other
             x = _barrier(x)
         return x, d_cap
+
+    def masked_scores(self, q, keys, i, j):
+        """`scores`, −∞ where nothing is visible; the derivative of the cap; and `visible`."""
+        x, d_cap = self.scores(q, keys, i, j)
+        see = self.visible(i, j)
+        # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
+        return (x if see is None else jnp.where(see, x, self.p.acc.type(-np.inf))), d_cap, see
+
+    def probability(self, scores, see, row_max, inverse, i, j):
+        """The probabilities of `masked_scores`, given the rows' maxima and inverse sums; and what is visible after the
+        bias, None where all is."""
+        probability = self.p.weights(scores, row_max) * inverse[..., None]
+        see = self.after_bias(see, i, j)
+        # NaN in a row whose softmax is not defined
+        return (probability if see is None else jnp.where(see, probability, self.p.acc.type(0))), see
 
     def dropped(self, probability, i, j):
         """The probabilities of a tile after dropout."""

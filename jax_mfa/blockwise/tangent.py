@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,43 +31,37 @@ def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, want
     inverse = 1 / jnp.where(empty, acc.type(1), row_sum)
 
     def tile(w: Step, i, j, results, careful, rows, columns):
-        p = w.p
         (query_i, t_query_i, row_max_i, inverse_i) = (None if x is None else w.rows_of(x, i) for x in rows)
-        names = "key", "key", "value", "value"
 
         def visit(results):
             (sums,), (lse,) = results
             key_j, t_key_j, value_j, t_value_j = (
-                None if x is None else w.columns_of(name, x, j) for name, x in zip(names, columns)
+                functools.partial(w.columns_of, name, x, j)
+                for name, x in zip(("key", "key", "value", "value"), columns)
             )
-            x, d_cap = w.scores(query_i, lambda: key_j, i, j)
-            see = w.visible(i, j)
-            if see is not None:
-                x = jnp.where(see, x, acc.type(-np.inf))
-            see = w.after_bias(see, i, j)
-            hidden = lambda x: x if see is None else jnp.where(see, x, acc.type(0))
-            probability = hidden(p.weights(x, row_max_i) * inverse_i[..., None])
+            x, d_cap, see = w.masked_scores(query_i, key_j, i, j)
+            probability, see = w.probability(x, see, row_max_i, inverse_i, i, j)
 
             t_x = jnp.zeros((), acc)
-            if t_query_i is not None:
-                t_x = t_x + w.product(t_query_i, key_j, transpose=True)
-            if t_key_j is not None:
-                t_x = t_x + w.product(query_i, t_key_j, transpose=True)
+            if t.query is not None:
+                t_x = t_x + w.product(t_query_i, key_j(), transpose=True)
+            if t.key is not None:
+                t_x = t_x + w.product(query_i, t_key_j(), transpose=True)
             t_x = t_x * w.factor()
             if t.scale is not None:
                 t_scale = w.merged(w.per_row("scale", t.scale).astype(acc))
-                t_x = t_x + t_scale * w.product(query_i, key_j, transpose=True)
+                t_x = t_x + t_scale * w.product(query_i, key_j(), transpose=True)
             if t.bias is not None:
                 t_x = t_x + w.merged(w.tile_of(w.scores_like("bias", t.bias), i, j)).astype(acc)
             if t.alibi_slopes is not None:
                 t_x = t_x + w.merged(w.per_head("alibi_slopes", t.alibi_slopes) * w.distance(i, j))
             if d_cap is not None:
                 t_x = t_x * d_cap
-            moved = probability * hidden(t_x)
+            moved = probability * (t_x if see is None else jnp.where(see, t_x, acc.type(0)))
 
-            products = [(w.product, w.dropped(moved, i, j), lambda: value_j)]
-            if t_value_j is not None:
-                products.append((w.product, w.dropped(probability, i, j), lambda: t_value_j))
+            products = [(w.product, w.dropped(moved, i, j), value_j)]
+            if t.value is not None:
+                products.append((w.product, w.dropped(probability, i, j), t_value_j))
             sums = w.add_rows(sums, sum(w.sums(products, i, j, careful)), i)
             return (sums,), (w.add_rows(lse, moved.sum(-1), i),)
 
@@ -80,7 +76,7 @@ def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, want
         columns = [given(p.columns_by_head, x) for x in (operands.key, t.key, operands.value, t.value)]
         return p.over_tiles(lambda *args: tile(*args, careful, rows, columns), init)
 
-    (sums,), (lse,) = p.mended(run, run(p, False))
+    (sums,), (lse,) = p.mended(run)
     sums, lse = p.by_token(sums), p.by_token(lse)
     if t.sinks is not None:
         sinks, t_sinks = (p.per_batch_row("sinks", x)[:, None] for x in (operands.sinks, t.sinks))

@@ -69,7 +69,7 @@ def described(spec: Specification, operands: Operands) -> str:
     return f"{where}: {found}{all_the_same}"
 
 
-def unsupported(spec: Specification, operands: Operands) -> str:
+def declined(spec: Specification, operands: Operands) -> str:
     """Why a problem does not go to Metal where the choice is left open, but for what keeps a host from using Metal."""
     return lacking(spec, operands) or ("" if runtime.get().reason else too_small(spec, operands))
 

@@ -23,7 +23,7 @@ from jax_mfa import metal
 from jax_mfa.command_line import positive
 from jax_mfa.metal import DTYPES, kernels, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
-from jax_mfa.specification import DIFFERENTIABLE, Operands, Specification, specify
+from jax_mfa.specification import DIFFERENTIABLE, Operands, Specification, specify_abstract
 
 HELP = "print the Metal source and the launch plan of a problem"
 PASSES = ("forward", "backward")
@@ -190,17 +190,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
     if options.dropout:
         static["dropout_rate"] = options.dropout
         arrays["dropout_seed"] = shaped("uint32", 2)
-    known: dict[str, Specification] = {}
-
-    def check(arrays):
-        known["spec"], operands = specify(**{**static, **arrays})
-        return operands
-
-    operands = jax.eval_shape(check, arrays)
-    refused = metal.lacking(known["spec"], operands)
+    spec, operands = specify_abstract(**static, **arrays)
+    refused = metal.lacking(spec, operands)
     if refused:
         raise ValueError(refused)
-    return plan_of(known["spec"], operands, options.of_pass, options.variant)
+    return plan_of(spec, operands, options.of_pass, options.variant)
 
 
 def _json(body: dict[str, Any]) -> str:
