@@ -190,7 +190,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     if options.dropout:
         static["dropout_rate"] = options.dropout
         arrays["dropout_seed"] = shaped("uint32", 2)
-    spec, operands = specify_abstract(**static, **arrays)
+    spec, operands = specify_abstract(**{**static, **arrays})
     refused = metal.lacking(spec, operands)
     if refused:
         raise ValueError(refused)
