@@ -208,6 +208,8 @@ def test_explicit_sharding_keeps_the_axes_of_the_query(implementation):
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("names", [("key", "value"), ("key_value_seq_lengths",), ("mask",), ()], ids=str)
 def test_a_query_without_a_sharding_may_meet_explicitly_sharded_arguments(implementation, names, jit):
+    if not implementation.own_rules and (names, jit) != (("mask",), True):
+        pytest.skip("one way says enough of the definition")
     case = Case("constant", B=4, T=6, S=7, N=4, K=2, H=8, is_causal=True, key_lengths=(7, 2, 5, 6), mask="BNTS")
     x = case.arguments()
     wanted = implementation.flash(**x)
