@@ -23,6 +23,10 @@ def forward(spec: Specification, operands: Operands):
     few_rows = operands.query.shape[1] * operands.query.shape[2] <= FEW_ROWS
     p = Problem(spec, operands, forward_tiling(spec, operands), few_rows)
     acc = p.acc
+    every_row_sees = operands.sinks is None and spec.every_row_sees(operands)
+    # a row is met once, and its scores may be −∞ all: ∞ − ∞ is NaN, which its softmax is. Nothing else stands between a
+    # compiler and one kernel for all of it.
+    plain = p.rows_once and every_row_sees
 
     def tile(w: Step, i, j, results, careful, query, key, value):
         p = w.p
@@ -33,7 +37,7 @@ def forward(spec: Specification, operands: Operands):
             new_high = x.max(-1)
             if not p.rows_once:
                 new_high = jnp.maximum(w.rows_of(high, i), new_high)
-            shift = jnp.where(new_high == -np.inf, acc.type(0), new_high)
+            shift = new_high if plain else jnp.where(new_high == -np.inf, acc.type(0), new_high)
             probability = p.weights(x, shift)
             new_total = probability.sum(-1)
             probability = w.dropped(probability, i, j)
@@ -60,13 +64,15 @@ def forward(spec: Specification, operands: Operands):
 
     (sums,), (high, total) = p.mended(run)
 
-    lost = total == 0  # rows that have met no score above −∞
-    row_max = high if p.rows_once else jnp.where(lost, acc.type(0), high)
-    if operands.sinks is None and spec.every_row_sees(operands):
-        # a row of scores that are −∞ all is 0 / 0; nothing else stands between a compiler and one kernel for all of it
-        out, row_sum = sums / total[..., None], jnp.where(lost, acc.type(np.nan), total)
+    if plain:
+        out, row_max, row_sum = sums / total[..., None], jnp.where(high == -np.inf, acc.type(0), high), total
     else:
-        out, row_max, row_sum = _with_lost_rows(p, lost, sums, row_max, total)
+        lost = total == 0  # rows that have met no score above −∞
+        row_max = high if p.rows_once else jnp.where(lost, acc.type(0), high)
+        if every_row_sees:
+            out, row_sum = sums / total[..., None], jnp.where(lost, acc.type(np.nan), total)
+        else:
+            out, row_max, row_sum = _with_lost_rows(p, lost, sums, row_max, total)
     return p.by_token(out.astype(operands.query.dtype)), p.by_token(row_max), p.by_token(row_sum)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mfa.blockwise.tiling import Tiling, careful_tiling
+from jax_mfa.blockwise.tiling import LISTED_TURNS, Tiling, careful_tiling
 from jax_mfa.philox import keep_mask
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows, row_index
 
@@ -114,18 +114,24 @@ def _tile_start(i, size: int, length: int):
     return i * size if length % size == 0 else _clip(i * size, 0, length - size)
 
 
-def _sums_of_others(triples):
-    """Σ weights · x over what is visible and not finite, of weights [..., y, s], x [..., s, z], and what is visible, of
-    the shape of the weights: [..., y, z] each."""
-    sums = [jnp.zeros((*weights.shape[:3], x.shape[3]), weights.dtype) for weights, x, _ in triples]
-    for length in {x.shape[2] for _, x, _ in triples}:  # sums of one length share a loop, for programs to be short
-        mine = [i for i, (_, x, _) in enumerate(triples) if x.shape[2] == length]
+def _sums_of_others(products, see):
+    """Σ left · right over what is visible and not finite, term by term.
+
+    Args:
+      products: left [..., y, l], right [..., l, z] and which of the two is the weights, 0 or 1; the other may not be
+        finite.
+      see: bool, of the shape of the weights.
+    """
+    sums = [jnp.zeros((*left.shape[:3], right.shape[3]), left.dtype) for left, right, _ in products]
+    for length in {right.shape[2] for _, right, _ in products}:  # those of one length share a loop, for short programs
+        mine = [i for i, (_, right, _) in enumerate(products) if right.shape[2] == length]
 
         def add_terms(k, sums, mine=mine):
             for i in mine:
-                weights, x, see = triples[i]
-                weight, x, seen = _slice(weights, k, 1, 3), _slice(x, k, 1, 2), _slice(see, k, 1, 3)
-                sums[i] = sums[i] + jnp.where(seen & ~jnp.isfinite(x), weight * x, 0)
+                left, right, weights = products[i]
+                both = left, right = _slice(left, k, 1, 3), _slice(right, k, 1, 2)
+                counts = _slice(see, k, 1, 2 if weights else 3) & ~jnp.isfinite(both[1 - weights])
+                sums[i] = sums[i] + jnp.where(counts, left * right, 0)
             return sums
 
         sums = lax.fori_loop(jnp.uint32(0), jnp.uint32(length), add_terms, sums)
@@ -224,23 +230,20 @@ class Problem:
         if self.whole:
             return body(Step(self, 0, 0), 0, 0, carry)
         low, end = self.bounds()
+        if isinstance(end, np.ndarray):
+            turns = self.batch_steps * self.head_steps * int((end - low).sum())
+            if turns <= LISTED_TURNS:
+                return self._over_listed_tiles(low, end, turns, body, carry)
         lists = low.shape[0]  # of tiles: one for each step of the batch, or one for all
         counts = (end - low).reshape(-1)
         ends = counts.cumsum()
-        known = isinstance(counts, np.ndarray)
-        dense = known and bool((counts == self.column_tiles).all())
         ends, shift = (jnp.asarray(x).astype(jnp.uint32) for x in (ends, low.reshape(-1) - (ends - counts)))
-        if known and not counts.any():
-            return carry
-        each = np.uint32(counts.sum()) if known else jnp.maximum(ends[-1], 1)  # a divisor
+        each = jnp.maximum(ends[-1], 1)  # a divisor
 
         def place(index):  # in numbers without a sign: quotients of others are long programs
             step, rest = _divmod(index, each)
-            if dense:
-                i, j = _divmod(rest, self.column_tiles)
-            else:
-                row = (ends <= rest).sum(dtype=jnp.uint32)
-                i, j = _divmod(row, self.row_tiles)[1], rest + _slice(shift, row, 1, 0)[0]
+            row = (ends <= rest).sum(dtype=jnp.uint32)
+            i, j = _divmod(row, self.row_tiles)[1], rest + _slice(shift, row, 1, 0)[0]
             if lists == 1:
                 batch_step, head_step = _divmod(step, self.head_steps)
             else:
@@ -253,8 +256,24 @@ class Problem:
             following = place(jnp.asarray(index, jnp.uint32) + jnp.uint32(1))
             return following, body(Step(self, batch_step, head_step), i, j, carry)
 
-        turns = (each if known else ends[-1]) * jnp.uint32(self.head_steps * (self.batch_steps if lists == 1 else 1))
+        turns = ends[-1] * jnp.uint32(self.head_steps * (self.batch_steps if lists == 1 else 1))
         return lax.fori_loop(jnp.uint32(0), turns, turn, (place(jnp.uint32(0)), carry))[1]
+
+    def _over_listed_tiles(self, low, end, turns: int, body, carry):
+        """`over_tiles` of bounds that are known, each turn's place read from lists."""
+        i, j = zip(*[(i, j) for i in range(self.row_tiles) for j in range(low[0, i], end[0, i])]) if turns else ((), ())
+        steps = np.indices((self.batch_steps, self.head_steps, len(i))).reshape(3, -1)
+        lists = [*steps[:2], np.array(i, np.int32)[steps[2]], np.array(j, np.int32)[steps[2]]]
+
+        def turn(index, carry):
+            # what is the same in every turn is no array
+            place = (
+                int(x[0]) if (x == x[0]).all() else _slice(jnp.asarray(x, jnp.int32), index, 1, 0)[0] for x in lists
+            )
+            batch_step, head_step, i, j = place
+            return body(Step(self, batch_step, head_step), i, j, carry)
+
+        return lax.fori_loop(jnp.uint32(0), jnp.uint32(turns), turn, carry) if turns else carry
 
     def mended(self, run):
         """`run(problem, careful=False)`: sums, and what takes no care. The sums of a problem of one tile are those of a
@@ -531,27 +550,29 @@ class Step:
           careful: that it be added so; otherwise only where a sum is not finite and something may be hidden.
         """
 
-        def with_care():
-            see = self.all_visible(i, j)
-            swap = lambda *arrays: [jnp.swapaxes(x, 2, 3) for x in arrays]
-            by_head = [(product, weights, self.by_head(x())) for product, weights, x in products]
-            straight = [product == self.product for product, *_ in by_head]
-            triples = [
-                (weights, x, see) if is_straight else swap(weights, x, see)
-                for is_straight, (_, weights, x) in zip(straight, by_head)
+        def multiplied(weights):
+            return [
+                (self.product_in_one if self.p.heads_in_one else product)(x, y())
+                for (product, _, y), x in zip(products, weights)
             ]
-            others = _sums_of_others(triples)
-            others = [x if is_straight else swap(x)[0] for is_straight, x in zip(straight, others)]
-            return [product(weights, finite(x)) + other for (product, weights, x), other in zip(by_head, others)]
 
+        def with_care(weights):
+            ys = [self.by_head(y()) for *_, y in products]
+            straight = [product == self.product for product, *_ in products]
+            both = [(x, y, 0) if is_straight else (y, x, 1) for x, y, is_straight in zip(weights, ys, straight)]
+            others = _sums_of_others(both, self.all_visible(i, j))
+            return [product(x, finite(y)) + z for (product, *_), x, y, z in zip(products, weights, ys, others)]
+
+        weights = [x for _, x, _ in products]
         if careful:
-            return with_care()
-        products_of_matrices = [
-            (self.product_in_one if self.p.heads_in_one else product)(weights, x()) for product, weights, x in products
-        ]
+            return with_care(weights)
         if self.p.whole or not self.p.masked:
-            return products_of_matrices
-        return lax.cond(all_finite(*products_of_matrices), lambda: products_of_matrices, with_care)
+            return multiplied(weights)
+        # as XLA multiplies them, and behind a barrier: it would compute them a second time for the branch
+        flat = [_barrier(x.reshape(-1, *x.shape[2:])) for x in weights]
+        kept = lambda: [x.reshape(like.shape) for x, like in zip(flat, weights)]
+        sums = multiplied(kept())
+        return lax.cond(all_finite(*sums), lambda: sums, lambda: with_care(kept()))
 
     def factor(self):
         """The scale: a number, or [R|1, 1, 1, 1]."""

@@ -22,6 +22,8 @@ FEW_ROWS = 16
 # faster with half of them.
 FORWARD_SCORES = 2**20
 BACKWARD_SCORES = 2**19
+# Loops of no more turns than this read from lists where each of them is; longer lists make longer programs.
+LISTED_TURNS = 2**12
 # Tiles that do not divide a length are of equal size, a multiple of this, and overlap a little.
 ALIGNMENT = 16
 
