@@ -203,7 +203,9 @@ def _check_vmap(implementation, axes, size=3, batch=None):
 TOLD_APART = [[name for i, name in enumerate(MAPPED) if (i + 1) >> bit & 1] for bit in range(4)]
 
 
-@pytest.mark.parametrize("names,batch", zip(TOLD_APART, (2, None, 2, None)), ids=[names[0] for names in TOLD_APART])
+@pytest.mark.parametrize(
+    "names,batch", list(zip(TOLD_APART, (2, None, 2, None))), ids=[names[0] for names in TOLD_APART]
+)
 def test_vmap_over_some_arguments_alone(implementation, names, batch):
     _check_vmap(implementation, dict.fromkeys(names, 0), batch=batch)
 
