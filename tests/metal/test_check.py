@@ -37,6 +37,16 @@ def options(**given: bool) -> argparse.Namespace:
     return argparse.Namespace(**{"quick": True, "calibrate": False, **given})
 
 
+class Lines:
+    """A native module, as far as staging goes."""
+
+    below = 0
+
+    def stage_shared_lines(self, below: int) -> int:
+        before, self.below = self.below, below
+        return before
+
+
 def rows(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("|") and line.endswith("pass |")]
 
@@ -47,7 +57,14 @@ def test_it_passes_on_the_emulated_device(native):
     assert "shared lines: pass" in done.stdout
     assert "emulated" in done.stdout and "float16: metal" in done.stdout and "all passed: metal" in done.stdout
     assert {line.split("|")[1].strip() for line in rows(done.stdout)} == set(tiles.NAMES)
-    (compiled,) = re.findall(r"^(\d+) kernels compiled in [\d.]+ s; \d+ buffers without a copy", done.stdout, re.M)
+    (compiled,) = re.findall(
+        r"^(\d+) kernels made in [\d.]+ s: \d+ compiled, 0 from archives of earlier processes; \d+ buffers",
+        done.stdout,
+        re.M,
+    )
+    assert re.search(
+        r"^A first call, forward and backward, makes \d+ at most, in \d+\.\d\d s one by one", done.stdout, re.M
+    )
     kernels = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|") and line.endswith("ok |")]
     assert sum(int(cells[2]) for cells in kernels) == int(compiled)
     assert all(0 < int(cells[4]) <= int(cells[5]) and int(cells[7]) <= tiles.THREADGROUP_BYTES for cells in kernels)
@@ -172,7 +189,7 @@ def test_ctrl_c_ends_a_check_at_once_and_without_a_traceback():
 
 
 def test_metal_is_judged_on_cpu_whatever_the_default_device(monkeypatch, capsys):
-    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=object(), device={"families": ["apple7"]}))
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=Lines(), device={"families": ["apple7"]}))
     places = []
 
     def judge(problem, implementation):
@@ -316,7 +333,7 @@ def test_only_kernels_of_the_variants_are_reached(variants):
 )
 def test_a_device_gets_what_it_can_run(monkeypatch, capsys, passing, families, variants):
     """A hosted runner's device has no simdgroup matrices."""
-    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=object(), device={"families": families}))
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=Lines(), device={"families": families}))
     monkeypatch.setattr(check.Kernels, "prepare", lambda self, problem: [])
     assert metal.variants() == variants
     assert check.run(options()) == 0
@@ -379,16 +396,63 @@ def test_after_a_gpu_fault_the_next_problem_runs(on_device, monkeypatch, capsys)
     on_device.reports()  # an injected fault is nobody's misuse
 
 
-def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monkeypatch, capsys):
+def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(check, "problems", lambda variants: [])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    module, chip = runtime.get().module, runtime.get().device["name"]
     assert check.run(options()) == 0
-    assert "shared lines: pass" in capsys.readouterr().out
-    with on_device.option(device.Option.LINE_BYTES, 128):
-        assert check.run(options()) == 1
-    printed = capsys.readouterr().out
-    assert re.search(r"shared lines: FAIL [1-9]\d* entries lost .*; 0 with outputs staged", printed)
-    assert "FAILED: 1 of metal, 0 problems" in printed
-    assert runtime.get().module.stage_shared_lines(0) == 0  # as it was
+    assert "shared lines: pass" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    try:
+        with on_device.option(device.Option.LINE_BYTES, 128):
+            assert check.run(options()) == 1
+        printed = capsys.readouterr().out
+        assert re.search(
+            r"shared lines: FAIL [1-9]\d* entries lost .*; 0 with outputs staged, as .* on this chip", printed
+        )
+        assert "FAILED: 1 of metal, 0 problems" in printed
+        assert runtime.staged_below(chip) == check_lines.ALL and runtime.staged_below("Apple M9") == 0
+        # in this process, and in each that starts later
+        assert module.stage_shared_lines(0) == check_lines.ALL
+        runtime.start()
+        with on_device.option(device.Option.LINE_BYTES, 128), jax.default_device(jax.devices("cpu")[0]):
+            assert check_lines.lost(module) == 0
+        # one run without a loss is no proof that there is none
+        assert check.run(options()) == 0
+        assert "they stay staged, as found before" in capsys.readouterr().out
+        assert module.stage_shared_lines(0) == check_lines.ALL
+    finally:
+        module.stage_shared_lines(0)
+
+
+@pytest.mark.parametrize("lost", [(3, 0), (3, 2), (0, 0)], ids=str)
+def test_what_cannot_be_kept_is_staged_in_this_process(monkeypatch, tmp_path, lost):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    module, answers = Lines(), list(lost)
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=module))
+    monkeypatch.setattr(check_lines, "lost", lambda module: answers.pop(0))
+    ((text, passed),) = check._shared_lines("Apple M1")
+    assert passed == (lost == (0, 0)) and ("in this process only" in text) == (lost == (3, 0))
+    assert module.below == (check_lines.ALL if lost == (3, 0) else 0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"Apple M1": 7}',
+        *(f'{{"Apple M1": {{"staged_below": {x}}}}}' for x in ("true", "-1", '"9"', 1e9, 2**70)),
+    ],
+)
+def test_a_broken_file_of_lines_says_nothing(monkeypatch, tmp_path, content):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert runtime.staged_below("Apple M1") == 0
+    runtime.keep_staged_below("Apple M1", 4096, "a test")
+    runtime.keep_staged_below("Apple M2", 8192, "a test")
+    assert (runtime.staged_below("Apple M1"), runtime.staged_below("Apple M2")) == (4096, 8192)
+    runtime.lines_file().write_text(content)
+    assert runtime.staged_below("Apple M1") == 0
 
 
 def test_what_cannot_be_calibrated_says_so(monkeypatch, capsys):
