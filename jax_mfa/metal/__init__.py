@@ -15,8 +15,8 @@ from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
 from jax_mfa.specification import MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
 
 DTYPES = ("float16", "bfloat16", "float32")
-# as reported of hosted runners: kernels that leave zeros (Metal.jl issue 309) or never end (llama.cpp issue 8617), and other
-# results than an M2's (lattice issue 899)
+# as reported of hosted runners: kernels that leave zeros (Metal.jl issue 309) or never end (llama.cpp issue 8617), and
+# other results than an M2's (lattice issue 899)
 VIRTUAL = "of a virtual machine, or older than Apple silicon: there are reports of wrong results from such GPUs"
 MAX_GRID = 65535  # heads and batch rows: grid axes of which no more is known to be safe
 

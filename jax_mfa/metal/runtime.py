@@ -60,7 +60,7 @@ class Runtime:
 
     @property
     def virtual(self) -> bool:
-        """Whether the GPU is older than any of Apple silicon, all apple7 or later: that of a virtual machine is apple5."""
+        """Whether the GPU is older than any of Apple silicon, all apple7 or later: a virtual machine has apple5."""
         return bool(self.device) and "apple7" not in self.device.get("families", ())
 
     @property
