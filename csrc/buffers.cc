@@ -100,7 +100,7 @@ Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes,
   out.marked = whole && bytes > 0;
   out.buffer = pool.take(device, bytes ? bytes : kPlaceholder, out.marked, marker);
   if (!out.buffer)
-    throw Error(Cause::kOutOfMemory, "Metal gave no buffer of " + std::to_string(bytes) + " bytes");
+    throw Error(Cause::kOutOfMemory, "Metal gave no buffer of " + std::to_string(bytes) + " bytes: let arrays go, or divide the batch");
   if (bytes == 0) return out;
   if (use == Use::kRead) std::memcpy(out.buffer->contents(), data, bytes);
   if (use == Use::kWritten) out.copy_to = data;

@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 
+#include "archives.h"
 #include "completions.h"
 #include "error.h"
 #include "statistics.h"
@@ -130,8 +131,9 @@ Device::Device() : device_(find_device()) {
     throw Error(Cause::kUnavailable, "macOS " + std::to_string(kOldestMacOS) + " or newer is needed, this is " +
                                          text_of(NS::ProcessInfo::processInfo()->operatingSystemVersionString()));
   math_modes_ = at_least(15);
+  known_as_ = text_of(device_->name()) + ", " + text_of(NS::ProcessInfo::processInfo()->operatingSystemVersionString());
   queue_ = NS::TransferPtr(device_->newCommandQueue());
-  if (!queue_) throw Error(Cause::kUnavailable, "the Metal device gave no command queue");
+  if (!queue_) throw Error(Cause::kUnavailable, "the Metal device gave no command queue: start the process again");
   command_buffer_ms_ = wanted_command_buffer_ms();
   most_work_ = rate_of(device_.get()) * command_buffer_ms_ * 1e-3;
 }
@@ -175,7 +177,7 @@ Facts Device::facts() const {
   return out;
 }
 
-NS::SharedPtr<MTL::Library> Device::make_library(const Plan& plan, const DispatchPlan& dispatch) {
+Library Device::make_library(const Plan& plan, const DispatchPlan& dispatch) {
   std::string text;
   {
     std::lock_guard<std::mutex> guard(globals().mutex);
@@ -192,40 +194,41 @@ NS::SharedPtr<MTL::Library> Device::make_library(const Plan& plan, const Dispatc
   NS::Error* error = nullptr;
   auto library = NS::TransferPtr(device_->newLibrary(string(text), options.get(), &error));
   if (!library)
-    throw Error(Cause::kCompilation, "plan " + plan.name + ": Metal could not compile its library: " + text_of(error));
+    throw Error(Cause::kCompilation, "plan " + plan.name + ": Metal could not compile its library: " + text_of(error) + "\n" + kReport);
   count(statistics().libraries);
-  return library;
+  return {library, digest(text + "\n" + std::to_string(plan.language[0]) + "." + std::to_string(plan.language[1]))};
 }
 
 std::shared_ptr<const Pipeline> Device::pipeline(const Plan& plan, const DispatchPlan& dispatch) {
   std::string library_key;
   append(library_key, plan.language);
   library_key += plan.source + '\n' + dispatch.instantiation;
-  std::string key;
+  std::string specialised;
   for (const ConstantPlan& constant : dispatch.constants) {
-    append(key, constant.index);
-    append(key, constant.type);
-    append(key, constant.value);
+    append(specialised, constant.index);
+    append(specialised, constant.type);
+    append(specialised, constant.value);
   }
-  key += '\0' + dispatch.kernel + '\0' + library_key;
+  specialised += '\0' + dispatch.kernel;
+  const std::string key = specialised + '\0' + library_key;
 
   return pipelines_.get(key, [&]() -> std::shared_ptr<const Pipeline> {
     auto library = libraries_.get(
-        library_key, [&] { return std::make_shared<const NS::SharedPtr<MTL::Library>>(make_library(plan, dispatch)); });
+        library_key, [&] { return std::make_shared<const Library>(make_library(plan, dispatch)); });
     auto constants = NS::TransferPtr(MTL::FunctionConstantValues::alloc()->init());
     for (const ConstantPlan& constant : dispatch.constants)
       constants->setConstantValue(constant.value.data(), metal_type(constant.type), NS::UInteger{constant.index});
     NS::Error* error = nullptr;
     const std::string place = "plan " + plan.name + ", kernel " + dispatch.kernel + ": ";
-    auto function = NS::TransferPtr((*library)->newFunction(string(dispatch.kernel), constants.get(), &error));
-    if (!function) throw Error(Cause::kCompilation, place + "Metal could not make the function: " + text_of(error));
+    auto function = NS::TransferPtr(library->metal->newFunction(string(dispatch.kernel), constants.get(), &error));
+    if (!function) throw Error(Cause::kCompilation, place + "Metal could not make the function: " + text_of(error) + ". " + kReport);
     auto made = std::make_shared<Pipeline>();
-    made->state = NS::TransferPtr(device_->newComputePipelineState(function.get(), &error));
-    if (!made->state) throw Error(Cause::kCompilation, place + "Metal could not make the pipeline: " + text_of(error));
+    const std::string made_of = known_as_ + '\0' + library->made_of + '\0' + specialised;
+    made->state = NS::TransferPtr(make_pipeline(device_.get(), function.get(), made_of, &error));
+    if (!made->state) throw Error(Cause::kCompilation, place + "Metal could not make the pipeline: " + text_of(error) + ". " + kReport);
     made->static_threadgroup_memory = made->state->staticThreadgroupMemoryLength();
     made->max_threads = made->state->maxTotalThreadsPerThreadgroup();
     made->simd_width = made->state->threadExecutionWidth();
-    count(statistics().pipelines);
     return made;
   });
 }
@@ -261,7 +264,7 @@ std::shared_ptr<const Prepared> Device::make_prepared(std::string_view text) {
     const uint64_t threads = dispatch.threads[0] * dispatch.threads[1] * dispatch.threads[2];
     if (threads > compiled->max_threads)
       throw Error(Cause::kInvalidPlan, place + std::to_string(threads) + " threads per threadgroup are asked for, the pipeline " +
-                                           "takes at most " + std::to_string(compiled->max_threads));
+                                           "takes at most " + std::to_string(compiled->max_threads) + ". " + kReport);
     uint64_t memory = compiled->static_threadgroup_memory;
     for (uint32_t length : dispatch.threadgroup_memory) memory += length;
     if (memory > memory_limit)

@@ -32,6 +32,11 @@ class Pool {
 // Text of an NSError in Metal's own words.
 std::string text_of(const NS::Error* error);
 
+struct Library {
+  NS::SharedPtr<MTL::Library> metal;
+  std::string made_of;  // text and options, as a digest
+};
+
 struct Pipeline {
   NS::SharedPtr<MTL::ComputePipelineState> state;
   uint64_t static_threadgroup_memory = 0, max_threads = 0, simd_width = 0;
@@ -78,18 +83,19 @@ class Device {
 
  private:
   std::shared_ptr<const Prepared> make_prepared(std::string_view text);
-  NS::SharedPtr<MTL::Library> make_library(const Plan& plan, const DispatchPlan& dispatch);
+  Library make_library(const Plan& plan, const DispatchPlan& dispatch);
   std::shared_ptr<const Pipeline> pipeline(const Plan& plan, const DispatchPlan& dispatch);
   // Of all dispatches, compiled side by side; the first that fails throws.
   std::vector<std::shared_ptr<const Pipeline>> compile(const Plan& plan);
 
   NS::SharedPtr<MTL::Device> device_;
   NS::SharedPtr<MTL::CommandQueue> queue_;
+  std::string known_as_;     // its name and macOS, with build: what is compiled is for these
   bool math_modes_ = false;  // macOS 15's setMathMode: exists
   double command_buffer_ms_ = 0;
   double most_work_ = 0;  // multiply-accumulates of a command buffer
   StagingPool staging_;
-  OnceCache<NS::SharedPtr<MTL::Library>> libraries_;
+  OnceCache<Library> libraries_;
   OnceCache<Pipeline> pipelines_;
   OnceCache<Prepared> plans_;
 };

@@ -14,8 +14,12 @@ enum class Cause {
   kOutOfMemory,    // no buffer, or the command buffer ran out of memory
   kTimeout,        // the GPU took too long, or macOS stopped it for the screen's sake
   kIgnored,        // macOS takes no more work from this process
+  kVictim,         // other work on the GPU failed, and took this with it
   kExecution,      // any other failure of a command buffer, queue or encoder
 };
+
+// What to do about an error that nobody but this package's authors can mend.
+constexpr const char* kReport = "Please report it, with what `python -m jax_mfa check` prints";
 
 class Error : public std::runtime_error {
  public:

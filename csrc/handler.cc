@@ -38,6 +38,7 @@ ffi::Error as_ffi(const Error& error) {
     case Cause::kOutOfMemory: code = ffi::ErrorCode::kResourceExhausted; break;
     case Cause::kTimeout: code = ffi::ErrorCode::kDeadlineExceeded; break;
     case Cause::kIgnored: code = ffi::ErrorCode::kUnavailable; break;
+    case Cause::kVictim: code = ffi::ErrorCode::kAborted; break;
     case Cause::kExecution: break;
   }
   return ffi::Error(code, error.what());

@@ -2,17 +2,19 @@
 #include "launch.h"
 
 #include <atomic>
-#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
 
 #include "completions.h"
 #include "device.h"
+#include "gpu_error.h"
 #include "statistics.h"
 
 namespace launcher {
 namespace {
+
+constexpr int kMostRetries = 3;  // of a call whose work was lost by no fault of its own
 
 // What a call in flight keeps alive: shared by its command buffers and the thread that commits them.
 struct Flight {
@@ -25,6 +27,7 @@ struct Flight {
   std::mutex mutex;
   size_t failed_at = SIZE_MAX;  // the first command buffer that failed, with its error
   std::unique_ptr<Error> error;
+  int retries = 0;
 
   void fail(size_t at, Error&& reason) {
     std::lock_guard<std::mutex> guard(mutex);
@@ -37,12 +40,6 @@ struct Flight {
     for (const Binding& binding : bindings) unbind(device->staging(), binding);
   }
 };
-
-std::string number_text(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%g", value);
-  return text;
-}
 
 std::string text_of_shape(DType dtype, const int64_t* shape, size_t rank) {
   std::string out = std::string(name_of(dtype)) + "[";
@@ -115,27 +112,39 @@ void encode(const Flight& flight, const Piece& piece, MTL::ComputeCommandEncoder
   count(statistics().dispatches);
 }
 
-bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
-
-// Codes of what macOS does to a process that holds up the GPU are not documented, so their names in Metal's text count too.
-Error failure(const Flight& flight, MTL::CommandBuffer* commands) {
-  const NS::Error* error = commands->error();
-  const auto code = error ? error->code() : 0;
-  const std::string metal = text_of(error);
-  const std::string text = "plan " + flight.prepared->plan.name + ": the GPU stopped: " + metal;
-  if (contains(metal, "SubmissionsIgnored") || code == MTL::CommandBufferErrorAccessRevoked)
-    return Error(Cause::kIgnored, text + ". macOS takes no more GPU work from this process because of earlier errors: start it "
-                                         "again, and look for its first GPU error");
-  const std::string less = "set JAX_MFA_COMMAND_BUFFER_MS to less than " + number_text(flight.device->command_buffer_ms());
-  if (contains(metal, "ImpactingInteractivity"))
-    return Error(Cause::kTimeout, text + ". A command buffer kept the GPU from drawing the screen: " + less);
-  if (code == MTL::CommandBufferErrorTimeout)
-    return Error(Cause::kTimeout, text + ". A command buffer took longer than macOS allows: " + less);
-  return Error(code == MTL::CommandBufferErrorOutOfMemory ? Cause::kOutOfMemory : Cause::kExecution, text);
+// Whether a result lies where an operand does, which is then no longer what it was.
+bool in_place(const Flight& flight) {
+  const Plan& plan = flight.prepared->plan;
+  auto start = [&](uint32_t at) { return static_cast<const char*>(flight.bindings[at].buffer->contents()) + flight.bindings[at].offset; };
+  for (uint32_t operand : plan.operands)
+    for (uint32_t result : plan.results)
+      if (start(operand) < start(result) + flight.bindings[result].bytes && start(result) < start(operand) + flight.bindings[operand].bytes)
+        return true;
+  return false;
 }
 
-// Tells the caller, who may go on with its program from here, when nothing is left of the call.
+void commit_all(Flight* flight);
+void let_go(Flight* flight);
+
+// Tells the caller, who may go on with its program from here, when nothing is left of the call. Work that was lost because other
+// work failed is done again: everything that a plan reads is an operand, or written by itself before.
 void finish(std::unique_ptr<Flight> flight) noexcept {
+  if (flight->error && flight->error->cause == Cause::kVictim && flight->retries < kMostRetries) {
+    Pool pool;
+    if (!in_place(*flight)) {
+      ++flight->retries;
+      count(statistics().retries);
+      flight->error.reset();
+      flight->failed_at = SIZE_MAX;
+      flight->holders = 1;
+      try {
+        commit_all(flight.get());
+      } catch (Error& error) {
+        flight->fail(0, std::move(error));
+      }
+      return let_go(flight.release());
+    }
+  }
   Done done = std::move(flight->done);
   std::unique_ptr<Error> error = std::move(flight->error);
   {
@@ -162,20 +171,35 @@ void commit(Flight* flight, size_t at) {
   Pool pool;
   const std::string place = "plan " + flight->prepared->plan.name + ": ";
   MTL::CommandBuffer* commands = flight->device->queue()->commandBuffer();
-  if (!commands) throw Error(Cause::kExecution, place + "the Metal queue gave no command buffer");
+  if (!commands) throw Error(Cause::kExecution, place + "the Metal queue gave no command buffer. " + kReport);
   // independent dispatches may run side by side
   MTL::ComputeCommandEncoder* encoder = commands->computeCommandEncoder(MTL::DispatchTypeConcurrent);
-  if (!encoder) throw Error(Cause::kExecution, place + "the Metal command buffer gave no encoder");
+  if (!encoder) throw Error(Cause::kExecution, place + "the Metal command buffer gave no encoder. " + kReport);
   for (const Piece& piece : flight->prepared->command_buffers[at]) encode(*flight, piece, encoder);
   encoder->endEncoding();
   ++flight->holders;
   commands->addCompletedHandler(^(MTL::CommandBuffer* finished) {
     Pool pool;
-    if (finished->status() != MTL::CommandBufferStatusCompleted) flight->fail(at, failure(*flight, finished));
+    if (finished->status() != MTL::CommandBufferStatusCompleted)
+      flight->fail(at, gpu_error("plan " + flight->prepared->plan.name + ": ", finished->error(), flight->device->command_buffer_ms()));
     let_go(flight);
   });
   commands->commit();
   count(statistics().command_buffers);
+}
+
+// All of them in order. Throws Error where nothing was committed.
+void commit_all(Flight* flight) {
+  const size_t buffers = flight->prepared->command_buffers.size();
+  for (size_t at = 0; at < buffers; ++at) {
+    try {
+      commit(flight, at);
+    } catch (Error& error) {
+      if (at == 0) throw;
+      flight->fail(at, std::move(error));
+      break;
+    }
+  }
 }
 
 // Commits all command buffers. What it answers is held for the caller; temporaries are gone before that lets go.
@@ -190,16 +214,7 @@ std::unique_ptr<Flight> take_off(std::string_view text, const std::vector<Memory
   check(plan, plan.results, results, "result");
   bind_all(*flight, operands, results);
   flight->done = std::move(done);
-  const size_t buffers = flight->prepared->command_buffers.size();
-  for (size_t at = 0; at < buffers; ++at) {
-    try {
-      commit(flight.get(), at);
-    } catch (Error& error) {
-      if (at == 0) throw;  // nothing was committed
-      flight->fail(at, std::move(error));
-      break;
-    }
-  }
+  commit_all(flight.get());
   return flight;
 }
 

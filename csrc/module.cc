@@ -5,6 +5,7 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include "archives.h"
 #include "buffers.h"
 #include "device.h"
 #include "error.h"
@@ -96,7 +97,10 @@ constexpr Row kRows[] = {
     {"bytes_staged", &launcher::Statistics::bytes_staged, true},
     {"libraries", &launcher::Statistics::libraries, true},
     {"pipelines", &launcher::Statistics::pipelines, true},
+    {"pipelines_loaded", &launcher::Statistics::pipelines_loaded, true},
+    {"pipelines_kept", &launcher::Statistics::pipelines_kept, true},
     {"plans", &launcher::Statistics::plans, true},
+    {"retries", &launcher::Statistics::retries, true},
     {"in_flight", &launcher::Statistics::in_flight, false},
     {"staging_bytes", &launcher::Statistics::staging_bytes, false},
 };
@@ -129,6 +133,8 @@ NB_MODULE(_metal, m) {
         "Checks a plan and compiles its pipelines: {kernel: limits}; RuntimeError with Metal's text where that fails.");
   m.def("stage_shared_lines", &launcher::stage_shared_lines, nb::arg("below"),
         "Stages what kernels write where it shares a cache line with other memory and has fewer bytes; answers the last setting.");
+  m.def("keep_pipelines", &launcher::keep_pipelines, nb::arg("folder"), nb::arg("version"),
+        "Keeps compiled pipelines in a folder, where this version of the package finds them again; \"\": nowhere.");
   m.def("split", &split, nb::arg("plan"),
         "How a plan becomes command buffers on this device: for each the pieces of grids in it, with their estimated work.");
   m.def("statistics", &statistics, "Counters since the module was loaded or reset.");

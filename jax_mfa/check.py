@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import functools
 import importlib.metadata
 import itertools
@@ -142,12 +143,13 @@ class Kernels:
 
     def __init__(self) -> None:
         self.compiled: dict[tuple, Compiled] = {}
-        self.most = 0  # that a first call of both passes needs
+        self.most, self.longest = 0, 0.0  # kernels, and seconds, that a first call of both passes needs
 
     def prepare(self, problem: Problem) -> list[Compiled]:
         """Those of a problem."""
         found = [self._one(plan, i) for plan in problem.plans() for i in range(len(plan.dispatches))]
-        self.most = max(self.most, len({id(x) for x in found}))
+        needed = {id(x): x.seconds for x in found}
+        self.most, self.longest = max(self.most, len(needed)), max(self.longest, sum(needed.values()))
         return found
 
     def _one(self, plan: Plan, i: int) -> Compiled:
@@ -293,26 +295,50 @@ def _judge_all(todo: list[Problem], implementation: str, kernels: Kernels) -> It
                         yield judge(problem, implementation)
 
 
-def _shared_lines() -> Iterator[tuple[str, bool]]:
-    """Whether work is lost where CPU and GPU write to one cache line: in words, and whether all is well."""
+def _shared_lines(chip: str) -> Iterator[tuple[str, bool]]:
+    """Whether work is lost where CPU and GPU write to one cache line: in words, and whether all is well.
+
+    Where it is, and is not with outputs staged, they are staged from here on, in this process and every later one.
+    """
     try:
         module = runtime.get().module
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            lost = check_lines.lost(module)
-            if not lost:
-                yield "pass: nothing is lost where CPU and GPU write to one line at once", True
-                return
-            as_set = module.stage_shared_lines(check_lines.ALL)
-            try:
-                staged = check_lines.lost(module)
-            finally:
-                module.stage_shared_lines(as_set)
-        yield (
-            f"FAIL {lost} entries lost where CPU and GPU write to one line at once; {staged} with outputs staged",
-            False,
-        )
+        staged_below = module.stage_shared_lines(0)
+        try:
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                lost = check_lines.lost(module)
+                module.stage_shared_lines(check_lines.ALL)
+                staged = check_lines.lost(module) if lost else 0
+            if lost and not staged:
+                staged_below = check_lines.ALL
+        finally:
+            module.stage_shared_lines(staged_below)
+        if lost:
+            found = (
+                f"FAIL {lost} entries lost where CPU and GPU write to one line at once; {staged} with outputs staged"
+            )
+            yield found + ("" if staged else f", as they are from here on{_kept_staged(chip)}"), False
+        else:
+            still = "; they stay staged, as found before" if staged_below else ""
+            yield f"pass: nothing is lost where CPU and GPU write to one line at once{still}", True
     except Exception as error:  # whatever the device says
         yield f"FAIL {type(error).__name__}: {' '.join(str(error).split())[:300]}", False
+
+
+def _kept_staged(chip: str) -> str:
+    source = f"found by `python -m jax_mfa check` on {datetime.date.today().isoformat()}"
+    try:
+        return f" on this chip ({runtime.keep_staged_below(chip, check_lines.ALL, source)})"
+    except (OSError, RuntimeError) as error:
+        return f" in this process only, for nothing can be kept: {error}"
+
+
+def _sources() -> str:
+    """Where compiled kernels came from, as the native module counts them."""
+    try:
+        found = runtime.get().module.statistics()
+        return f": {found['pipelines']} compiled, {found['pipelines_loaded']} from archives of earlier processes"
+    except Exception:  # a report has no use for a traceback
+        return ""
 
 
 def _memory() -> str:
@@ -378,7 +404,7 @@ def run(options: argparse.Namespace) -> int:
                 verdicts.append(step)
         if implementation == "metal":
             print("\nshared lines:", end=" ", flush=True)
-            for text, passed in interruptible(_shared_lines()):
+            for text, passed in interruptible(_shared_lines(found.device.get("name", ""))):
                 print(text, flush=True)
                 lines_failed = not passed
     except KeyboardInterrupt:
@@ -394,8 +420,10 @@ def run(options: argparse.Namespace) -> int:
         print(f"\n{KERNELS_HEADING}")
         for row in kernel_rows(compiled):
             print(row)
-        print(f"\n{len(compiled)} kernels compiled in {sum(x.seconds for x in compiled):.1f} s; {_memory()}.")
-        print(f"A first call, forward and backward, compiles {kernels.most} at most.")
+        print(f"\n{len(compiled)} kernels made in {sum(x.seconds for x in compiled):.1f} s{_sources()}; {_memory()}.")
+        print(
+            f"A first call, forward and backward, makes {kernels.most} at most, in {kernels.longest:.2f} s one by one."
+        )
         print("Registers: Metal does not tell, but `at most` falls with them; fragments: bytes of them, as planned.")
     if found.reason:
         print(f"Metal was not checked ({found.reason}); blockwise, which runs in its place, was.")

@@ -15,6 +15,9 @@ from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
 from jax_mfa.specification import MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
 
 DTYPES = ("float16", "bfloat16", "float32")
+# as reported of hosted runners: kernels that leave zeros (Metal.jl issue 309) or never end (llama.cpp issue 8617), and
+# other results than an M2's (lattice issue 899)
+VIRTUAL = "of a virtual machine, or older than Apple silicon: there are reports of wrong results from such GPUs"
 MAX_GRID = 65535  # heads and batch rows: grid axes of which no more is known to be safe
 
 
@@ -54,7 +57,9 @@ def _estimate(spec: Specification, operands: Operands) -> crossover.Estimate | N
 
 
 def too_small(spec: Specification, operands: Operands) -> str:
-    """Why a problem that Metal can run does not pay there; empty where it does, or nobody knows."""
+    """Why a problem that Metal can run is better off elsewhere; empty where it is not, or nobody knows."""
+    if runtime.get().virtual and crossover.applies():
+        return f"{_device()} is {VIRTUAL}; implementation='metal' uses it all the same"
     found = _estimate(spec, operands)
     return "" if found is None or found.pays or not crossover.applies() else f"does not pay on {_device()}: {found}"
 
@@ -63,6 +68,8 @@ def described(spec: Specification, operands: Operands) -> str:
     """The device that would run a problem, and what is expected of it."""
     found = _estimate(spec, operands)
     where = f"{_device()}, on JAX's platform cpu"
+    if runtime.get().virtual:
+        where += f" ({VIRTUAL})"
     if found is None:
         return where
     all_the_same = "" if found.pays or crossover.applies() else "; JAX_MFA_DEVICE=emulator takes it all the same"

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
-import sys
-import tempfile
 import warnings
 from typing import Any
 
 import numpy as np
 
+from jax_mfa.metal import kept
 from jax_mfa.specification import Operands, Specification
 
 
@@ -127,14 +125,7 @@ def applies() -> bool:
 
 def path() -> pathlib.Path:
     """The file in the user's cache folder."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    if given and os.path.isabs(given):
-        base = pathlib.Path(given)
-    elif sys.platform == "darwin":
-        base = pathlib.Path.home() / "Library" / "Caches"
-    else:
-        base = pathlib.Path.home() / ".cache"
-    return base / "jax_mfa" / "crossover.json"
+    return kept.folder() / "crossover.json"
 
 
 def _cost(name: str, x: Any) -> Cost:
@@ -147,17 +138,11 @@ def _cost(name: str, x: Any) -> Cost:
     return Cost(**found)
 
 
-_BROKEN = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
-
-
 def _read(file: pathlib.Path) -> dict[str, Figures]:
-    """Raises one of `_BROKEN` for a file that is not one that `store` wrote."""
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"expected an object, got {type(content).__name__}")
+    """Raises one of `kept.BROKEN` for a file that is not one that `store` wrote."""
     return {
         chip: Figures(_cost("metal", x["metal"]), _cost("blockwise", x["blockwise"]), str(x["source"]))
-        for chip, x in content.items()
+        for chip, x in kept.read(file).items()
     }
 
 
@@ -167,7 +152,7 @@ def _stored(file: pathlib.Path) -> dict[str, Figures]:
         return _read(file)
     except FileNotFoundError:
         return {}
-    except _BROKEN as error:
+    except kept.BROKEN as error:
         warnings.warn(
             f"jax_mfa: {file} is ignored ({type(error).__name__}: {error}); "
             "`python -m jax_mfa check --calibrate` writes it anew",
@@ -188,14 +173,9 @@ def store(device: str, measured: Figures) -> pathlib.Path:
     """Keeps figures for a chip beside those of others. Raises OSError where the cache folder cannot be written."""
     file = path()
     try:
-        known = _read(file)
-    except _BROKEN:
-        known = {}
-    text = json.dumps({chip: dataclasses.asdict(x) for chip, x in (known | {device: measured}).items()}, indent=1)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent) as beside:
-        whole = pathlib.Path(beside) / file.name
-        whole.write_text(text + "\n", encoding="utf-8")
-        os.replace(whole, file)  # readers see the old file or the new one
+        _read(file)
+    except kept.BROKEN:
+        file.unlink(missing_ok=True)
+    kept.store(file, device, dataclasses.asdict(measured))
     _stored.cache_clear()
     return file

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -24,7 +25,7 @@ from typing import Any
 
 import jax
 
-from jax_mfa.metal import source
+from jax_mfa.metal import kept, source
 from jax_mfa.metal.plan import Plan
 
 TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward")
@@ -56,6 +57,11 @@ class Runtime:
     reason: str = ""
     expected: bool = False
     device: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def virtual(self) -> bool:
+        """Whether the GPU is older than any of Apple silicon, all apple7 or later: a virtual machine has apple5."""
+        return bool(self.device) and "apple7" not in self.device.get("families", ())
 
     @property
     def variant(self) -> str:
@@ -125,7 +131,15 @@ def _registered(chosen: str) -> Runtime:
     for target in TARGETS:
         ffi.register_ffi_target(target, module.handler(), platform="cpu")
     module.add_source(source.base_hash(), source.base())
+    module.keep_pipelines(kept.pipelines(emulated=bool(chosen)), _version())
     return Runtime(module)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("jax-mfa")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def start() -> Runtime:
@@ -134,9 +148,34 @@ def start() -> Runtime:
     if found.reason:
         return found
     try:
-        return dataclasses.replace(found, device=dict(found.module.device()))
+        device = dict(found.module.device())
     except RuntimeError as error:
         return Runtime(reason=str(error))
+    below = staged_below(device.get("name", ""))
+    if below:
+        found.module.stage_shared_lines(below)
+    return dataclasses.replace(found, device=device)
+
+
+def lines_file() -> pathlib.Path:
+    """What `check` found of cache lines, by chip, in the user's cache folder."""
+    return kept.folder() / "lines.json"
+
+
+def staged_below(chip: str) -> int:
+    """Bytes below which outputs that share cache lines with the CPU's memory are copied on this chip, as `check` found;
+    0 where it found nothing."""
+    try:
+        below = kept.read(lines_file())[chip]["staged_below"]
+    except (*kept.BROKEN, RuntimeError):
+        return 0
+    return below if isinstance(below, int) and not isinstance(below, bool) and 0 < below < 2**63 else 0
+
+
+def keep_staged_below(chip: str, below: int, source: str) -> pathlib.Path:
+    """Keeps that for a chip, where every later process finds it. Raises OSError where the folder cannot be written."""
+    kept.store(lines_file(), chip, {"staged_below": below, "source": source})
+    return lines_file()
 
 
 _started = functools.cache(start)

@@ -20,7 +20,7 @@ from jax import export
 
 import jax_mfa
 from jax_mfa import calibration, check
-from jax_mfa.metal import crossover, runtime
+from jax_mfa.metal import crossover, kept, runtime
 from jax_mfa.specification import Operands, Specification, specify
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -93,6 +93,32 @@ def test_the_emulated_device_takes_all_and_says_what_a_mac_would_do(on_device):
     found = jax_mfa.explain(*shapes(4))
     assert found.implementation == "metal" and "JAX_MFA_DEVICE=emulator takes it all the same" in found.reasons["metal"]
     assert on_metal(shapes(4))
+
+
+@pytest.mark.parametrize("profile", ["paravirtual", "m1"])
+def test_the_gpu_of_a_virtual_machine_is_used_by_name_only(crossing, native, metal, monkeypatch, profile):
+    """There are reports of wrong results from such devices; what is large pays there by the estimate."""
+    with metal.profile(profile):
+        native.reset()
+        started = runtime.start()
+        monkeypatch.setattr(runtime, "get", lambda: started)
+        jax.clear_caches()
+        trusted = profile == "m1"
+        for implementation in OPEN:
+            found = jax_mfa.explain(*shapes(4096), implementation=implementation)
+            assert (found.implementation == "metal") == trusted
+            assert on_metal(shapes(4096), implementation=implementation) == trusted
+        assert ("virtual machine" in found.reasons["metal"]) != trusted
+        assert ("implementation='metal' uses it all the same" in found.reasons["metal"]) != trusted
+        for implementation in NAMED:
+            found = jax_mfa.explain(*shapes(4), implementation=implementation)
+            assert found.implementation == "metal" and ("virtual machine" in found.reasons["metal"]) != trusted
+        rng = np.random.default_rng(0)
+        x = tuple(jnp.asarray(rng.standard_normal((1, 9, 2, 16)), jnp.float32) for _ in range(3))
+        run = lambda name: jax.jit(lambda *x: jax_mfa.dot_product_attention(*x, implementation=name))(*x)
+        np.testing.assert_allclose(run("metal"), run("reference"), rtol=2e-5, atol=2e-6)
+        assert native.statistics()["calls"] == 1
+    native.reset()
 
 
 PROFILE = """
@@ -173,7 +199,7 @@ def test_what_was_measured_counts_for_its_chip_only(crossing):
 
 @pytest.mark.parametrize("platform, folder", [("darwin", "Library/Caches"), ("linux", ".cache")])
 def test_figures_lie_in_the_cache_folder_of_the_system(monkeypatch, tmp_path, platform, folder):
-    monkeypatch.setattr(crossover.sys, "platform", platform)
+    monkeypatch.setattr(kept.sys, "platform", platform)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert crossover.path() == tmp_path / folder / "jax_mfa" / "crossover.json"

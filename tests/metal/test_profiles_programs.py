@@ -64,6 +64,12 @@ assert abs(a).max() < 1e-4 and abs(b).max() < 1e-4 and all(np.isfinite(y).all() 
     "callback": """
 y = jax.jit(lambda x: attend(callback(attend(x))) + 0)(x)
 np.testing.assert_array_equal(y, jax.jit(lambda x: attend(attend(x)))(x))
+def inside(x):
+    "A callback that waits for attention itself, while the thread that it runs on waits for it."
+    stacks.append(stack_bytes())
+    return np.asarray(jax.jit(attend)(jnp.asarray(np.asarray(x))))
+nested = lambda x: jax.pure_callback(inside, jax.ShapeDtypeStruct(x.shape, x.dtype), attend(x))
+np.testing.assert_array_equal(jax.jit(nested)(x), y)
 """,
     "callback_in_a_gradient": """
 d = jax.jit(lambda x: callback(jax.grad(lambda x: attend(x).sum())(x)))(x)
@@ -90,6 +96,8 @@ many = jnp.concatenate([x, 2 * x, 3 * x, 4 * x])
 many = jax.device_put(many, jax.sharding.NamedSharding(mesh, spec))
 for _ in range(3):
     assert np.isfinite(run(many)).all()
+step = lambda x: callback(jax.lax.pmean(jax.grad(lambda x: attend(x).sum())(x), "device"))
+assert np.isfinite(jax.pmap(step, axis_name="device")(many[:, None])).all()
 """,
     "scan": """
 def step(x, _):
@@ -101,10 +109,13 @@ assert np.isfinite(sums).all()
 }
 
 
+MACHINES = dict(zip(PROGRAMS, ("m1", "m3", "m5", "paravirtual", "intel"), strict=True))
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_goes_on_after_attention(name: str, native: types.ModuleType) -> None:
     end = "assert stacks and min(stacks) >= 8 << 20, stacks\n"
     code = START.format(tests=str(TESTS), root=str(TESTS.parent)) + PROGRAMS[name].format() + end
-    environment = {**os.environ, "JAX_MFA_DEVICE": "emulator:m1"}
+    environment = {**os.environ, "JAX_MFA_DEVICE": f"emulator:{MACHINES[name]}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, f"{done.stdout}{done.returncode}\n{done.stderr[-2000:]}"

@@ -44,6 +44,13 @@ class Fault(enum.IntEnum):
     OUT_OF_MEMORY = 11
     INTERACTIVITY = 12
     IGNORED = 13
+    HANG = 14
+    UNNAMED = 15
+    VICTIM = 16
+    REMOVED = 17
+    ARCHIVE = 18
+    ARCHIVE_ADD = 19
+    ARCHIVE_WRITE = 20
 
 
 class Option(enum.IntEnum):
@@ -73,6 +80,7 @@ class Option(enum.IntEnum):
     IGNORED_AFTER = 21
     MATRIX_THREADS = 22
     LINE_BYTES = 23
+    VICTIMS = 24
 
 
 def profiles() -> list[str]:

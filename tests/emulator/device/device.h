@@ -25,7 +25,14 @@ typedef enum metal_device_fault {
   METAL_FAULT_OUT_OF_MEMORY = 11,  /* ... code out of memory */
   METAL_FAULT_INTERACTIVITY = 12,  /* ... killed because it kept the GPU from the screen */
   METAL_FAULT_IGNORED = 13,        /* ... ignored because of earlier errors of the process */
-  METAL_FAULT_COUNT = 14
+  METAL_FAULT_HANG = 14,           /* ... code timeout, for a GPU that hung */
+  METAL_FAULT_UNNAMED = 15,        /* ... killed as by METAL_FAULT_INTERACTIVITY, with a text that has the number only */
+  METAL_FAULT_VICTIM = 16,         /* ... given up because another one's error took the GPU down */
+  METAL_FAULT_REMOVED = 17,        /* ... because the device is gone */
+  METAL_FAULT_ARCHIVE = 18,        /* newBinaryArchiveWithDescriptor: nil and an error */
+  METAL_FAULT_ARCHIVE_ADD = 19,    /* addComputePipelineFunctionsWithDescriptor: false and an error */
+  METAL_FAULT_ARCHIVE_WRITE = 20,  /* serializeToURL: false and an error */
+  METAL_FAULT_COUNT = 21
 } metal_device_fault;
 
 typedef enum metal_device_option {
@@ -54,7 +61,8 @@ typedef enum metal_device_option {
   METAL_OPTION_MATRIX_THREADS = 22,    /* METAL_OPTION_MAX_THREADS of kernels with simdgroup matrices; default 1024 */
   METAL_OPTION_LINE_BYTES = 23,        /* a dispatch puts back what lay beside its no-copy outputs in their first and last line
                                           of so many bytes, as caches that are not coherent would; 0 (default): it does not */
-  METAL_OPTION_COUNT = 24
+  METAL_OPTION_VICTIMS = 24,           /* 1: an error of a command buffer takes all others with it that are committed; default 0 */
+  METAL_OPTION_COUNT = 25
 } metal_device_option;
 
 /* Lets `skip` uses pass, then makes the next `times` uses fail (-1: all). times = 0 disarms. */

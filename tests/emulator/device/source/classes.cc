@@ -10,6 +10,7 @@ void define_all_classes() {
   define_foundation();
   define_metal_device();
   define_metal_library();
+  define_metal_archive();
   define_metal_commands();
 }
 

@@ -153,24 +153,35 @@ struct NamedError {
   metal_device_fault fault;
   int64_t code;
   const char* text;
+  int64_t underlying;  // of IOGPUCommandQueueErrorDomain, the number in the text; 0: none
 };
-// Texts as public reports have them. That of a kill for interactivity is only ever reported by its text, so its code is a guess.
+// As public reports have them: texts and underlying codes of 3 and 4 (slicer.org's forum, flutter issue 146011), of 14 under code 1
+// with the name (llama.cpp issue 22214) and without (tinygrad issue 9704), of 5 (omlx). That of a removed device is a guess.
 constexpr NamedError kErrors[] = {
     {METAL_FAULT_GPU, MTL::CommandBufferErrorPageFault,
-     "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)"},
+     "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)", 11},
     {METAL_FAULT_TIMEOUT, MTL::CommandBufferErrorTimeout,
-     "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"},
+     "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)", 2},
     {METAL_FAULT_OUT_OF_MEMORY, MTL::CommandBufferErrorOutOfMemory,
-     "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"},
+     "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)", 8},
     {METAL_FAULT_INTERACTIVITY, MTL::CommandBufferErrorInternal,
-     "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"},
+     "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)", 14},
     {METAL_FAULT_IGNORED, MTL::CommandBufferErrorAccessRevoked,
-     "Ignored (for causing prior/excessive GPU errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"},
+     "Ignored (for causing prior/excessive GPU errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)", 4},
+    {METAL_FAULT_HANG, MTL::CommandBufferErrorTimeout, "Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang)", 3},
+    {METAL_FAULT_UNNAMED, MTL::CommandBufferErrorInternal, "Internal Error (0000000e:Internal Error)", 14},
+    {METAL_FAULT_VICTIM, MTL::CommandBufferErrorInternal,
+     "Discarded (victim of GPU error/recovery) (00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)", 5},
+    {METAL_FAULT_REMOVED, MTL::CommandBufferErrorDeviceRemoved, "The device has been removed", 0},
 };
 
 Error* named_error(metal_device_fault fault) {
   for (const NamedError& known : kErrors)
-    if (known.fault == fault) return retained(error("MTLCommandBufferErrorDomain", known.code, known.text));
+    if (known.fault == fault) {
+      Error* made = retained(error("MTLCommandBufferErrorDomain", known.code, known.text));
+      if (known.underlying) set_underlying(made, "IOGPUCommandQueueErrorDomain", known.underlying);
+      return made;
+    }
   return nullptr;
 }
 
@@ -272,7 +283,8 @@ void run(CommandBuffer* buffer) {
       all.progress++;
     }
     buffer->kernel_end = buffer->gpu_start = seconds();
-    if (Error* error = injected_error()) buffer->error = Ref<Error>::adopt(error);
+    Error* error = buffer->victim ? named_error(METAL_FAULT_VICTIM) : injected_error();
+    if (error) buffer->error = Ref<Error>::adopt(error);
   }
   const Outcome outcome = buffer->error ? Outcome::kFinished : execute(buffer);
   if (outcome == Outcome::kParked) {
@@ -292,6 +304,9 @@ void run(CommandBuffer* buffer) {
   }
   queue->open--;
   buffer->counted = false;
+  if (buffer->error && !buffer->victim && option(METAL_OPTION_VICTIMS))
+    for (CommandQueue* other : all.queues)
+      for (CommandBuffer* waiting : other->enqueued) waiting->victim |= waiting->status >= MTL::CommandBufferStatusCommitted;
   const uint64_t ticket = queue->next_ticket++;
   buffer->status = buffer->error ? MTL::CommandBufferStatusError : MTL::CommandBufferStatusCompleted;
   if (pick()) wake();

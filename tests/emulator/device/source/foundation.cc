@@ -430,6 +430,13 @@ Error* error(const char* domain, int64_t code, std::string_view text) {
   return autoreleased(made);
 }
 
+void set_underlying(Error* error, const char* domain, int64_t code) {
+  auto* made = make<Error>();
+  made->domain = Ref<String>::adopt(String::with(domain));
+  made->code = code;
+  error->info->items.emplace_back(Ref<Object>::adopt(String::with("NSUnderlyingError")), Ref<Object>::adopt(made));
+}
+
 void set_error(Error** out, const char* domain, int64_t code, std::string_view text) {
   if (out) *out = error(domain, code, text);
 }

@@ -70,6 +70,8 @@ struct Url : Object {
 
 // Autoreleased, with the text as its localised description.
 Error* error(const char* domain, int64_t code, std::string_view text);
+// The same beneath an error: what NSUnderlyingErrorKey answers.
+void set_underlying(Error* error, const char* domain, int64_t code);
 // Writes an autoreleased error where the caller wants one.
 void set_error(Error** out, const char* domain, int64_t code, std::string_view text);
 

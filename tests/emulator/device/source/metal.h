@@ -125,6 +125,7 @@ struct FunctionDescriptor : Object {
 struct Library : Labelled {
   DEVICE_CLASS("MTLLibrary")
   emu_library* compiled = nullptr;
+  std::string fingerprint;  // of its text and of how it was compiled
   ~Library() { emu_library_release(compiled); }
 };
 
@@ -149,6 +150,7 @@ struct FunctionConstant : Object {
 struct PipelineDescriptor : Labelled {
   DEVICE_CLASS("MTLComputePipelineDescriptor")
   Ref<Function> function;
+  Ref<Array> archives;
   bool multiple_of_width = false;
   uint64_t max_threads = 0;
   MTL::Size required{0, 0, 0};
@@ -156,6 +158,18 @@ struct PipelineDescriptor : Labelled {
   int64_t shader_validation = 0;
   uint64_t call_depth = 1;
 };
+
+struct ArchiveDescriptor : Object {
+  DEVICE_CLASS("MTLBinaryArchiveDescriptor")
+  Ref<Url> url;
+};
+
+struct BinaryArchive : Labelled {
+  DEVICE_CLASS("MTLBinaryArchive")
+  std::vector<std::string> entries;  // what was compiled, for which device and macOS
+};
+// Whether one of the descriptor's archives has its function.
+bool in_archives(const PipelineDescriptor* descriptor);
 
 struct Argument {
   std::string name;
@@ -226,6 +240,7 @@ struct CommandBuffer : Labelled {
   Ref<Error> error;
   double gpu_start = 0, gpu_end = 0, kernel_start = 0, kernel_end = 0;
   double modelled = 0;  // seconds of its dispatches so far
+  bool victim = false;  // of another one's error; guarded by the engine's lock
   std::shared_ptr<Completion> completion = std::make_shared<Completion>();
   pthread_t handler_thread{};
   bool in_handler = false;
@@ -307,6 +322,7 @@ std::string size_text(const uint64_t size[3]);
 
 void define_metal_device();
 void define_metal_library();
+void define_metal_archive();
 void define_metal_commands();
 
 }  // namespace device

@@ -11,6 +11,7 @@ namespace device {
 
 Object* new_library(String* source, CompileOptions* options, Error** out);                       // metal_library.cc
 Object* new_pipeline(Function* function, PipelineDescriptor* descriptor, Error** out);           // metal_library.cc
+Object* new_archive(ArchiveDescriptor* descriptor, Error** out);                                 // metal_archive.cc
 Object* new_queue(uint64_t limit);                                                               // metal_commands.cc
 void on_new_thread(void (*work)(void*), void* argument);
 
@@ -189,6 +190,8 @@ struct DeviceMethods : Device {
     return made;
   }
 
+  Object* archive(ArchiveDescriptor* descriptor, Error** out) { return new_archive(descriptor, out); }
+
   Object* queue() { return new_queue(64); }
   Object* queue_limited(uint64_t limit) { return new_queue(limit); }
   Object* queue_described(QueueDescriptor* descriptor) { return new_queue(descriptor->limit); }
@@ -225,14 +228,27 @@ struct DeviceMethods : Device {
   }
   Object* default_library() { return nullptr; }
 
-  Object* pipeline(Function* function, Error** out) { return new_pipeline(function, nullptr, out); }
+  // Counts a pipeline, and the compilation that it took where no archive has its function.
+  static Object* counted(Function* function, PipelineDescriptor* descriptor, Error** out) {
+    Object* made = new_pipeline(function, descriptor, out);
+    if (!made) return nullptr;
+    count(Total::kPipelines);
+    count(descriptor && in_archives(descriptor) ? Total::kArchiveHits : Total::kCompilations);
+    return made;
+  }
+  Object* pipeline(Function* function, Error** out) { return counted(function, nullptr, out); }
   Object* pipeline_options(Function* function, uint64_t options, void* reflection, Error** out) {
     if (reflection || options) fail("pipeline reflection is not modelled");
-    return new_pipeline(function, nullptr, out);
+    return counted(function, nullptr, out);
   }
   Object* pipeline_described(PipelineDescriptor* descriptor, uint64_t options, void* reflection, Error** out) {
-    if (reflection || options) fail("pipeline reflection is not modelled");
-    return new_pipeline(descriptor->function.get(), descriptor, out);
+    if (reflection || options & ~static_cast<uint64_t>(MTL::PipelineOptionFailOnBinaryArchiveMiss))
+      fail("pipeline reflection is not modelled");
+    if (options && descriptor->function && !in_archives(descriptor)) {
+      set_error(out, "MTLBinaryArchiveDomain", MTL::BinaryArchiveErrorUnexpectedElement, "the function is in no binary archive");
+      return nullptr;
+    }
+    return counted(descriptor->function.get(), descriptor, out);
   }
   void pipeline_later(Function* function, void (^handler)(Object*, Error*)) {
     struct Job {
@@ -244,7 +260,7 @@ struct DeviceMethods : Device {
         [](void* at) {
           auto* job = static_cast<Job*>(at);
           Error* error = nullptr;
-          Object* made = new_pipeline(job->function.get(), nullptr, &error);
+          Object* made = counted(job->function.get(), nullptr, &error);
           job->handler(made, error);
           _Block_release(job->handler);
           if (made) release(made);
@@ -407,6 +423,7 @@ void define_metal_device() {
        m<&D::library_file>("newLibraryWithFile:error:"),
        m<&D::library_url>("newLibraryWithURL:error:"),
        m<&D::default_library>("newDefaultLibrary"),
+       m<&D::archive>("newBinaryArchiveWithDescriptor:error:"),
        m<&D::pipeline>("newComputePipelineStateWithFunction:error:"),
        m<&D::pipeline_options>("newComputePipelineStateWithFunction:options:reflection:error:"),
        m<&D::pipeline_described>("newComputePipelineStateWithDescriptor:options:reflection:error:"),

@@ -284,6 +284,8 @@ struct ConstantMethods : FunctionConstant {
 
 struct PipelineDescriptorMethods : PipelineDescriptor {
   Function* get_function() const { return function.get(); }
+  Array* get_archives() const { return archives.get(); }
+  void set_archives(Array* value) { archives.set(value); }
   void set_function(Function* value) { function.set(value); }
   bool get_multiple() const { return multiple_of_width; }
   void set_multiple(bool value) { multiple_of_width = value; }
@@ -297,6 +299,7 @@ struct PipelineDescriptorMethods : PipelineDescriptor {
   void set_validation(int64_t value) { shader_validation = value; }
   void clear() {
     function.reset();
+    archives.reset();
     label.reset();
     multiple_of_width = indirect = false;
     max_threads = 0;
@@ -306,6 +309,7 @@ struct PipelineDescriptorMethods : PipelineDescriptor {
     auto* made = make<PipelineDescriptor>();
     made->label = label;
     made->function = function;
+    made->archives = archives;
     made->multiple_of_width = multiple_of_width;
     made->max_threads = max_threads;
     made->required = required;
@@ -368,6 +372,9 @@ Object* new_library(String* source, CompileOptions* options, Error** out) {
   if (!message.empty()) set_error(out, kLibraryDomain, MTL::LibraryErrorCompileWarning, message);
   auto* made = make<Library>();
   made->compiled = compiled;
+  std::string all = str(source) + "\n" + version_text(version) + (settings.fast_math > 0 ? " fast" : "");
+  for (const auto& [name, value] : texts) all += " " + name + "=" + value;
+  made->fingerprint = std::to_string(std::hash<std::string>()(all));
   count(Total::kLibraries);
   return made;
 }
@@ -438,7 +445,6 @@ Object* new_pipeline(Function* function, PipelineDescriptor* descriptor, Error**
     release(made);
     return nullptr;
   }
-  count(Total::kPipelines);
   return made;
 }
 
@@ -514,6 +520,8 @@ void define_metal_library() {
   define<PipelineDescriptor>(Labelled::cls(),
                              {m<&D::get_function>("computeFunction"),
                               m<&D::set_function>("setComputeFunction:"),
+                              m<&D::get_archives>("binaryArchives"),
+                              m<&D::set_archives>("setBinaryArchives:"),
                               m<&D::get_multiple>("threadGroupSizeIsMultipleOfThreadExecutionWidth"),
                               m<&D::set_multiple>("setThreadGroupSizeIsMultipleOfThreadExecutionWidth:"),
                               m<&D::get_max>("maxTotalThreadsPerThreadgroup"),

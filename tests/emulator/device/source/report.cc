@@ -65,7 +65,7 @@ State& state() {
 constexpr const char* kTotalNames[] = {"buffers_allocated", "buffers_from_bytes", "buffers_no_copy", "buffers_refused",
                                        "bytes_allocated",   "bytes_no_copy",      "command_buffers", "encoders",
                                        "dispatches",        "blits",              "libraries",       "pipelines",
-                                       "handlers"};
+                                       "compilations",      "archive_hits",       "handlers"};
 static_assert(sizeof(kTotalNames) / sizeof(char*) == static_cast<int>(Total::kCount));
 
 __attribute__((constructor)) void at_load() { state(); }

@@ -37,6 +37,8 @@ enum class Total {
   kBlits,
   kLibraries,
   kPipelines,
+  kCompilations,  // of a function for the GPU, be it for a pipeline or an archive
+  kArchiveHits,
   kHandlers,
   kCount
 };
