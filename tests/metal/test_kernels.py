@@ -66,19 +66,19 @@ def test_masks(rule, variant):
     plans.check(Problem(dtype="float16" if variant == "direct" else "float32", variant=variant, **rule))
 
 
-# beside the tables: streams, buffers, and nothing kept in registers
+# beside the tables: buffers, columns side by side, slices, and nothing kept in registers
 SETTINGS = [
     tiles.Tiles(
-        tiles.ForwardTiles(blocks, simdgroups, keys, streams, buffers, cached),
-        tiles.QueryTiles(blocks, simdgroups, keys, columns, buffers, cached, not cached),
-        tiles.KeyTiles(blocks, simdgroups, queries, buffers, cached),
+        tiles.ForwardTiles(blocks, simdgroups, keys, buffers, cached, slices),
+        tiles.QueryTiles(blocks, simdgroups, keys, columns, buffers, cached, not cached, slices),
+        tiles.KeyTiles(blocks, simdgroups, queries, columns, buffers, not cached, cached, key_slices),
     )
-    for blocks, simdgroups, keys, streams, buffers, cached, columns, queries in [
-        (1, 1, 8, 1, 1, False, 1, 8),
-        (2, 2, 16, 2, 2, False, 2, 8),
-        (1, 4, 32, 2, 2, True, 4, 16),
-        (1, 2, 32, 4, 0, False, 1, 24),
-        (4, 1, 24, 3, 1, True, 3, 8),
+    for blocks, simdgroups, keys, buffers, cached, columns, queries, slices, key_slices in [
+        (1, 1, 8, 1, False, 1, 8, 1, 2),
+        (2, 2, 16, 2, False, 2, 16, 1, 1),
+        (1, 4, 32, 2, True, 4, 32, 2, 4),
+        (1, 2, 32, 0, False, 1, 24, 1, 2),
+        (4, 1, 24, 1, True, 3, 24, 1, 1),
     ]
 ]
 
