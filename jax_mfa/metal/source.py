@@ -7,9 +7,7 @@ import hashlib
 import pathlib
 import re
 
-ENTRY_FILES = tuple(
-    f"attention/{name}.metal" for name in ("tile_lists", "forward", "decode", "backward", "portable")
-)
+ENTRY_FILES = tuple(f"attention/{name}.metal" for name in ("tile_lists", "forward", "decode", "backward", "portable"))
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 
 

@@ -220,7 +220,9 @@ DIRECT = {
         ForwardTiles(2, 4, 16, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 16, 2, 0, True, True)
     ),
     (256, 2): Tiles(
-        ForwardTiles(1, 4, 16, 0, True), QueryTiles(1, 4, 16, 2, 0, True, False), KeyTiles(1, 4, 16, 1, 0, True, False, 2)
+        ForwardTiles(1, 4, 16, 0, True),
+        QueryTiles(1, 4, 16, 2, 0, True, False),
+        KeyTiles(1, 4, 16, 1, 0, True, False, 2),
     ),
     (64, 4): Tiles(
         ForwardTiles(2, 4, 32, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 16, 2, 0, True, True)

@@ -668,8 +668,8 @@ template <typename T, typename KeySource, typename ValueSource, int COLUMNS>
           }
           Fragment<float> s[1][COLUMNS];
           Fragment<float> d_p[1][COLUMNS];
-          multiply_rows(s, q, Direct<KeySource, T, width>(nullptr, 0, lane).reader(keys, column, 0), 0);
-          multiply_rows(d_p, d_o, Direct<ValueSource, T, width>(nullptr, 0, lane).reader(values, column, 0), 0);
+          multiply_rows(s, q, Direct<KeySource, T, width>(lane).reader(keys, column, 0), 0);
+          multiply_rows(d_p, d_o, Direct<ValueSource, T, width>(lane).reader(values, column, 0), 0);
           UNROLLED
           for (int c = 0; c < COLUMNS; ++c) {
             UNROLLED

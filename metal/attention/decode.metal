@@ -20,7 +20,7 @@ struct GroupRow {
   }
 };
 
-// The query rows of a simdgroup in registers; those outside repeat the first, and are not stored.
+// The query rows of a simdgroup in registers; those outside are zero, and are not stored.
 template <typename T, int H, int BLOCKS>
 struct GroupRows {
   static constant constexpr int count = padded(H) / 8;
@@ -90,7 +90,10 @@ template <typename T, typename KeySource, typename ValueSource, int BLOCKS, int 
         Dense<T, H>(query, batch, p.queries, p.heads, own.head, p.queries).tile(own.row).rows + lane.column;
     UNROLLED
     for (int i = 0; i < padded(H) / 8; ++i) {
-      q.kept[block][i] = load_within<T, H>(at + i * 8, lane.column + i * 8);
+      q.kept[block][i] = fragment_of<T>(T(0), T(0));
+      if (own.inside) {
+        q.kept[block][i] = load_within<T, H>(at + i * 8, lane.column + i * 8);
+      }
     }
   }
 
@@ -104,15 +107,15 @@ template <typename T, typename KeySource, typename ValueSource, int BLOCKS, int 
   int column = begin;
   // masks may differ among the rows of a simdgroup
   for (; only_bands() && column < end && all.band(0, p.queries, column, KEYS) == all_visible; column += KEYS) {
-    const auto keys = Keys(nullptr, 0, lane).reader(key_source, column, 0);
-    const auto values = Values(nullptr, 0, lane).reader(value_source, column, 0);
+    const auto keys = Keys(lane).reader(key_source, column, 0);
+    const auto values = Values(lane).reader(value_source, column, 0);
     const bool spoilt = rules.may_hide() && !values.finite(lane_index);
     attend<false, KEYS / 8>(running, q, rules, keys, values, 0, column, slice * v_fragments, spoilt, lane);
   }
   ROLLED
   for (; column < end; column += KEYS) {
-    const auto keys = Keys(nullptr, 0, lane).reader(key_source, column, 0);
-    const auto values = Values(nullptr, 0, lane).reader(value_source, column, 0);
+    const auto keys = Keys(lane).reader(key_source, column, 0);
+    const auto values = Values(lane).reader(value_source, column, 0);
     const bool spoilt = !values.finite(lane_index);
     ROLLED
     for (int part = 0; part < KEYS / 8 && column + part * 8 < end; ++part) {

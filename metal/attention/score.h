@@ -37,8 +37,9 @@ struct Score {
     return of_head(head)[2];
   }
 
+  // A row or column that does not exist, which may be asked for where nothing is masked, has what the last has.
   INLINED float bias_at(int row, int column) const {
-    const ulong i = bias_offset + broadcast_index(p->bias, row, column);
+    const ulong i = bias_offset + broadcast_index(p->bias, min(row, p->queries - 1), min(column, p->keys - 1));
     if (bias_type == 1) {
       return reinterpret_cast<device const float*>(bias)[i];
     }

@@ -1,5 +1,5 @@
 // How a tile of rows of an array arrives at the matrix unit. A source knows where the rows of one array lie and what they are
-// stored as; here is the dense one. Another kind offers the same: Storage, size, `tile`, and of a tile `row` and `load`.
+// stored as; here is the dense one. Another kind offers the same: Storage, size, `tile`, and of a tile `last`, `row` and `load`.
 // Rows beyond the last are read as the last: what they lead to is hidden or never stored.
 #pragma once
 
@@ -205,8 +205,9 @@ struct Direct {
   static constant constexpr int room = 0;
   Lane lane;
 
-  template <typename T>
-  INLINED Direct(threadgroup T*, ushort, Lane lane) : lane(lane) {}
+  INLINED Direct(Lane lane) : lane(lane) {}
+
+  INLINED Direct(threadgroup Operand*, ushort, Lane lane) : lane(lane) {}
 
   INLINED void fetch(Source, int) {}
 
@@ -236,7 +237,7 @@ struct Direct {
     INLINED bool finite(ushort lane) const {
       bool result = true;
       ROLLED
-      for (int i = lane; i < ROWS * size; i += 32) {
+      for (int i = lane; i < min(ROWS, tile.last + 1) * size; i += 32) {
         result = result && is_finite(float(tile.row(i / size)[i % size]));
       }
       return simd_all(result);
