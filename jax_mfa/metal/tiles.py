@@ -24,7 +24,7 @@ def padded(size: int) -> int:
 
 
 def _staged(rows: int, size: int, item: int, straight: bool = True, transposed: bool = True) -> int:
-    """Bytes of a tile in threadgroup memory, as it lies and transposed; each row takes 16 more than needed (core/source.h)."""
+    """Bytes of a tile in threadgroup memory, as it lies and transposed; each row takes 16 more than needed."""
     lying = rows * (padded(size) * item + 16) if straight else 0
     return lying + (padded(size) * (rows * item + 16) if transposed else 0)
 
@@ -176,7 +176,7 @@ class Tiles:
     d_key_value: KeyTiles
 
 
-# Larger heads: no single simdgroup can hold a row of output, so several threadgroups share it, and each computes the scores.
+# Larger heads: no simdgroup can hold a row of output, so several threadgroups share it, and each computes the scores.
 # Their tiles would fill threadgroup memory too: fragments come straight from device memory.
 _WIDE = Tiles(
     ForwardTiles(1, 4, 16, 0, False, 2),
