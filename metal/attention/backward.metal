@@ -76,16 +76,16 @@ struct QueryGradient {
   float slope_sum[BLOCKS];
   Fragment<float> sums[BLOCKS][COUNT];
 
-  // Adds 8 · COLUMNS columns from `column` on, which begin at row 8 · part of the tiles. See `attend`.
+  // Adds 8 · COLUMNS columns from `column` on, where the tiles begin. See `attend`.
   template <bool MASKED, int COLUMNS, typename Queries, typename Cotangents, typename Keys, typename Values>
   INLINED void add(
-      const thread Queries& q, const thread Cotangents& d_o, const thread Keys& keys, const thread Values& values, int part,
+      const thread Queries& q, const thread Cotangents& d_o, const thread Keys& keys, const thread Values& values,
       int column, int from, bool spoilt, Lane lane) {
     constexpr int width = Keys::fragments;
     Fragment<float> s[BLOCKS][COLUMNS];
     Fragment<float> d_p[BLOCKS][COLUMNS];
-    multiply_rows(s, q, keys, part);
-    multiply_rows(d_p, d_o, values, part);
+    multiply_rows(s, q, keys);
+    multiply_rows(d_p, d_o, values);
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
       const int row = first + block * 8;
@@ -110,9 +110,9 @@ struct QueryGradient {
       }
     }
     if ((MASKED || score.may_hide()) && spoilt) {
-      accumulate_present<width>(sums, s, keys, part, from, lane);
+      accumulate_present<width>(sums, s, keys, from, lane);
     } else {
-      accumulate<width>(sums, s, keys, part, from);
+      accumulate<width>(sums, s, keys, from);
     }
   }
 };
@@ -191,7 +191,7 @@ template <
     ROLLED
     for (int part = 0; part < KEYS / 8; part += COLUMNS) {
       gradient.template add<false, COLUMNS>(
-          q, d_o, keys, values, part, column + part * 8, slice * h_fragments, spoilt, lane);
+          q, d_o, keys.part(part), values.part(part), column + part * 8, slice * h_fragments, spoilt, lane);
     }
     pipeline.turn(more);
     column = next;
@@ -211,7 +211,8 @@ template <
       for (int part = 0; part < KEYS / 8; ++part) {
         const int at = column + part * 8;
         if (visibility.band(first, BLOCKS * 8, at, 8) != none_visible) {
-          gradient.template add<true, 1>(q, d_o, keys, values, part, at, slice * h_fragments, spoilt, lane);
+          gradient.template add<true, 1>(
+              q, d_o, keys.part(part), values.part(part), at, slice * h_fragments, spoilt, lane);
         }
       }
     }
@@ -389,7 +390,7 @@ struct KeyValueGradient {
   Fragment<float> key_sums[BLOCKS][KEY_COUNT];
   Fragment<float> value_sums[BLOCKS][VALUE_COUNT];
 
-  // Adds 8 · COLUMNS queries from `row` on, which begin at row 8 · part of the tiles. See `attend`.
+  // Adds 8 · COLUMNS queries from row `part` · 8 of the tile on, where the readers begin. See `attend`.
   template <
       bool WITH_KEY, bool WITH_VALUE, bool MASKED, int COLUMNS, typename Keys, typename Values, typename Queries,
       typename Cotangents, typename States>
@@ -408,9 +409,9 @@ struct KeyValueGradient {
     }
     Fragment<float> s[BLOCKS][COLUMNS];
     Fragment<float> d_p[BLOCKS][COLUMNS];
-    multiply_rows(s, k, queries, part);
+    multiply_rows(s, k, queries);
     if (WITH_KEY) {
-      multiply_rows(d_p, v, cotangents, part);
+      multiply_rows(d_p, v, cotangents);
     } else {
       clear(d_p);
     }
@@ -435,17 +436,17 @@ struct KeyValueGradient {
     }
     if ((MASKED || score.may_hide()) && spoilt) {
       if (WITH_VALUE) {
-        accumulate_present<value_width>(value_sums, s, cotangents, part, from_value, lane);
+        accumulate_present<value_width>(value_sums, s, cotangents, from_value, lane);
       }
       if (WITH_KEY) {
-        accumulate_present<key_width>(key_sums, d_p, queries, part, from_key, lane);
+        accumulate_present<key_width>(key_sums, d_p, queries, from_key, lane);
       }
     } else {
       if (WITH_VALUE) {
-        accumulate<value_width>(value_sums, s, cotangents, part, from_value);
+        accumulate<value_width>(value_sums, s, cotangents, from_value);
       }
       if (WITH_KEY) {
-        accumulate<key_width>(key_sums, d_p, queries, part, from_key);
+        accumulate<key_width>(key_sums, d_p, queries, from_key);
       }
     }
   }
@@ -477,7 +478,7 @@ struct KeyValueGradient {
         ROLLED
         for (int part = 0; part < QUERIES / 8; part += COLUMNS) {
           add<WITH_KEY, WITH_VALUE, false, COLUMNS>(
-              k, v, queries, cotangents, states, row, pipeline.buffer, part, from_key, from_value, spoilt, lane);
+              k, v, queries.part(part), cotangents.part(part), states, row, pipeline.buffer, part, from_key, from_value, spoilt, lane);
         }
         pipeline.turn(following.there());
         turn = following;
@@ -497,7 +498,7 @@ struct KeyValueGradient {
           for (int part = 0; part < QUERIES / 8; ++part) {
             if (visibility.band(row + part * 8, 8, own, BLOCKS * 8) != none_visible) {
               add<WITH_KEY, WITH_VALUE, true, 1>(
-                  k, v, queries, cotangents, states, row, pipeline.buffer, part, from_key, from_value, spoilt, lane);
+                  k, v, queries.part(part), cotangents.part(part), states, row, pipeline.buffer, part, from_key, from_value, spoilt, lane);
             }
           }
         }
@@ -668,8 +669,8 @@ template <typename T, typename KeySource, typename ValueSource, int COLUMNS>
           }
           Fragment<float> s[1][COLUMNS];
           Fragment<float> d_p[1][COLUMNS];
-          multiply_rows(s, q, Direct<KeySource, T, width>(lane).reader(keys, column, 0), 0);
-          multiply_rows(d_p, d_o, Direct<ValueSource, T, width>(lane).reader(values, column, 0), 0);
+          multiply_rows(s, q, Direct<KeySource, T, width>(lane).reader(keys, column, 0));
+          multiply_rows(d_p, d_o, Direct<ValueSource, T, width>(lane).reader(values, column, 0));
           UNROLLED
           for (int c = 0; c < COLUMNS; ++c) {
             UNROLLED

@@ -110,7 +110,7 @@ template <typename T, typename KeySource, typename ValueSource, int BLOCKS, int 
     const auto keys = Keys(lane).reader(key_source, column, 0);
     const auto values = Values(lane).reader(value_source, column, 0);
     const bool spoilt = rules.may_hide() && !values.finite(lane_index);
-    attend<false, KEYS / 8>(running, q, rules, keys, values, 0, column, slice * v_fragments, spoilt, lane);
+    attend<false, KEYS / 8>(running, q, rules, keys, values, column, slice * v_fragments, spoilt, lane);
   }
   ROLLED
   for (; column < end; column += KEYS) {
@@ -119,7 +119,8 @@ template <typename T, typename KeySource, typename ValueSource, int BLOCKS, int 
     const bool spoilt = !values.finite(lane_index);
     ROLLED
     for (int part = 0; part < KEYS / 8 && column + part * 8 < end; ++part) {
-      attend<true, 1>(running, q, rules, keys, values, part, column + part * 8, slice * v_fragments, spoilt, lane);
+      attend<true, 1>(
+          running, q, rules, keys.part(part), values.part(part), column + part * 8, slice * v_fragments, spoilt, lane);
     }
   }
 

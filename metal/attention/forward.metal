@@ -114,7 +114,7 @@ template <
     const auto keys = tiles.keys.reader(tiles.key_source, column, pipeline.buffer);
     const auto values = tiles.values.reader(tiles.value_source, column, pipeline.buffer);
     const bool spoilt = score.may_hide() && !values.finite(lane_index);
-    attend<false, KEYS / 8>(running, q, rows, keys, values, 0, column, slice * v_fragments, spoilt, lane);
+    attend<false, KEYS / 8>(running, q, rows, keys, values, column, slice * v_fragments, spoilt, lane);
     pipeline.turn(more);
     column = next;
   }
@@ -133,7 +133,8 @@ template <
       for (int part = 0; part < KEYS / 8; ++part) {
         const int at = column + part * 8;
         if (visibility.band(first, BLOCKS * 8, at, 8) != none_visible) {
-          attend<true, 1>(running, q, rows, keys, values, part, at, slice * v_fragments, spoilt, lane);
+          attend<true, 1>(
+              running, q, rows, keys.part(part), values.part(part), at, slice * v_fragments, spoilt, lane);
         }
       }
     }

@@ -83,26 +83,28 @@ struct Running {
       }
       high[block] = largest;
       total[block] = sum;
-      UNROLLED
-      for (int i = 0; i < COUNT; ++i) {
-        sums[block][i].thread_elements()[0] *= shrink;
-        sums[block][i].thread_elements()[1] *= shrink;
+      if (simd_any(shrink != 1.0f)) {  // seldom, after the first tiles
+        UNROLLED
+        for (int i = 0; i < COUNT; ++i) {
+          sums[block][i].thread_elements()[0] *= shrink;
+          sums[block][i].thread_elements()[1] *= shrink;
+        }
       }
     }
   }
 };
 
-// Scores of own rows with 8 · COLUMNS columns from `column` on, which begin at row 8 · part of the tiles; their weights, and what
-// these add to the output. `Rows` says what `of` a product becomes and what dropout thins. Where all pairs are visible, nothing
+// Scores of own rows with 8 · COLUMNS columns from `column` on, where the tiles begin; their weights, and what these add to the
+// output. `Rows` says what `of` a product becomes and what dropout thins. Where all pairs are visible, nothing
 // is MASKED. Where a tile of values is `spoilt` by NaN or infinity, those reach visible pairs only.
 template <bool MASKED, int COLUMNS, int BLOCKS, int COUNT, typename Own, typename Rows, typename Keys, typename Values>
 INLINED void attend(
     thread Running<BLOCKS, COUNT>& running, const thread Own& own, const thread Rows& rows, const thread Keys& keys,
-    const thread Values& values, int part, int column, int from, bool spoilt, Lane lane) {
+    const thread Values& values, int column, int from, bool spoilt, Lane lane) {
   constexpr int width = Values::fragments;
   Fragment<float> s[BLOCKS][COLUMNS];
   uint seen[BLOCKS];
-  multiply_rows(s, own, keys, part);
+  multiply_rows(s, own, keys);
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     seen[block] = 0;
@@ -136,8 +138,8 @@ INLINED void attend(
     }
   }
   if (may_hide && spoilt) {
-    accumulate_present<width>(running.sums, s, values, part, from, lane);
+    accumulate_present<width>(running.sums, s, values, from, lane);
   } else {
-    accumulate<width>(running.sums, s, values, part, from);
+    accumulate<width>(running.sums, s, values, from);
   }
 }

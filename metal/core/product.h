@@ -31,29 +31,30 @@ INLINED void clear(thread Fragment<float> (&sums)[BLOCKS][COUNT]) {
   }
 }
 
+// The first of each block becomes the last. By swapping: a loop of copies would become a copy of memory.
 template <int BLOCKS, int COUNT>
 INLINED void rotate(thread Fragment<float> (&x)[BLOCKS][COUNT]) {
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
-    const Fragment<float> first = x[block][0];
     UNROLLED
     for (int i = 0; i + 1 < COUNT; ++i) {
+      const Fragment<float> first = x[block][i];
       x[block][i] = x[block][i + 1];
+      x[block][i + 1] = first;
     }
-    x[block][COUNT - 1] = first;
   }
 }
 
-// result = own rows · (rows 8·part … of the tile)ᵀ
+// result = own rows · (rows of the tile)ᵀ
 template <int BLOCKS, int COLUMNS, typename Own, typename Reader>
 INLINED void multiply_rows(
-    thread Fragment<float> (&result)[BLOCKS][COLUMNS], const thread Own& own, const thread Reader& tile, int part) {
+    thread Fragment<float> (&result)[BLOCKS][COLUMNS], const thread Own& own, const thread Reader& tile) {
   clear(result);
   UNROLLED
   for (int i = 0; i < Own::count; ++i) {
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
-      const auto operand = tile.transposed(part + c, i);
+      const auto operand = tile.transposed(c, i);
       UNROLLED
       for (int block = 0; block < BLOCKS; ++block) {
         simdgroup_multiply_accumulate(result[block][c], own.at(block, i), operand, result[block][c]);
@@ -62,13 +63,12 @@ INLINED void multiply_rows(
   }
 }
 
-// sums += weights · (rows 8·part … of the tile), of its WIDTH fragments of columns those from `from` on
+// sums += weights · (rows of the tile), of its WIDTH fragments of columns those from `from` on
 template <int WIDTH, int BLOCKS, int COLUMNS, int COUNT, typename Reader>
 INLINED void accumulate(
     thread Fragment<float> (&sums)[BLOCKS][COUNT],
     const thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
     const thread Reader& tile,
-    int part,
     int from) {
   UNROLLED
   for (int c = 0; c < COLUMNS; ++c) {
@@ -76,7 +76,7 @@ INLINED void accumulate(
     for (int i = 0; i < COUNT; ++i) {
       // the last slice may be narrower
       if (WIDTH % COUNT == 0 || from + i < WIDTH) {
-        const auto operand = tile.straight(part + c, from + i);
+        const auto operand = tile.straight(c, from + i);
         UNROLLED
         for (int block = 0; block < BLOCKS; ++block) {
           simdgroup_multiply_accumulate(sums[block][i], weights[block][c], operand, sums[block][i]);
@@ -93,7 +93,6 @@ INLINED void accumulate_present(
     thread Fragment<float> (&sums)[BLOCKS][COUNT],
     thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
     const thread Reader& tile,
-    int part,
     int from,
     Lane lane) {
   ROLLED
@@ -101,7 +100,7 @@ INLINED void accumulate_present(
     ROLLED
     for (int i = 0; i < COUNT; ++i) {
       if (WIDTH % COUNT == 0 || from + i < WIDTH) {
-        const auto operand = tile.straight(part + c, from + i);
+        const auto operand = tile.straight(c, from + i);
         const float left = float(operand.thread_elements()[0]);
         const float right = float(operand.thread_elements()[1]);
         ROLLED

@@ -13,7 +13,7 @@ struct DenseTile {
   int last;
 
   INLINED device const T* row(int i) const {
-    return rows + uint(min(i, last)) * stride;
+    return rows + min(uint(i) * stride, uint(last) * stride);
   }
 
   // COUNT elements of a row, 4 or 1; the others are zero.
@@ -178,7 +178,12 @@ struct Staged {
       return load_pair(transposed_lane + (column * 8 * transposed_stride + row * 8));
     }
 
-    // Whether all its elements are finite, as a simdgroup finds out together.
+    // The same from row 8·i on.
+    INLINED Reader part(int i) const {
+      return {straight_lane + i * 8 * straight_stride, transposed_lane + i * 8, rows};
+    }
+
+    // Whether all elements of the tile are finite, as a simdgroup finds out together.
     INLINED bool finite(ushort lane) const {
       bool result = true;
       ROLLED
@@ -217,21 +222,26 @@ struct Direct {
     static constant constexpr int fragments = width / 8;
     using Storage = typename Source::Storage;
     typename Source::Tile tile;
+    int first;  // row of the tile
     Lane lane;
 
     INLINED Fragment<Operand> straight(int row, int column) const {
-      const int at = column * 8 + lane.column;
-      const Fragment<Storage> x = load_within<Storage, size>(tile.row(row * 8 + lane.row) + at, at);
+      const Fragment<Storage> x = load_within<Storage, size>(
+          (tile.row(first + row * 8 + lane.row) + lane.column) + column * 8, column * 8 + lane.column);
       return fragment_of<Operand>(Operand(x.thread_elements()[0]), Operand(x.thread_elements()[1]));
     }
 
     INLINED Fragment<Operand> transposed(int row, int column) const {
-      const int at = column * 8 + lane.row;
-      if (size % 8 != 0 && at >= size) {
+      if (size % 8 != 0 && column * 8 + lane.row >= size) {
         return fragment_of<Operand>(Operand(0), Operand(0));
       }
+      const int at = first + row * 8 + lane.column;
       return fragment_of<Operand>(
-          Operand(tile.row(row * 8 + lane.column)[at]), Operand(tile.row(row * 8 + lane.column + 1)[at]));
+          Operand((tile.row(at) + lane.row)[column * 8]), Operand((tile.row(at + 1) + lane.row)[column * 8]));
+    }
+
+    INLINED Reader part(int i) const {
+      return {tile, i * 8, lane};
     }
 
     INLINED bool finite(ushort lane) const {
@@ -245,7 +255,7 @@ struct Direct {
   };
 
   INLINED Reader reader(Source source, int first, int) const {
-    return {source.tile(first), lane};
+    return {source.tile(first), 0, lane};
   }
 };
 
