@@ -196,7 +196,7 @@ class TileLists:
             return None
         spans = "blocks" not in x.optional and 1 in x.shape_of("mask")[2:]
         heads = max(x.shape_of("mask")[1], x.shape_of("blocks")[1])
-        shape = (x.batch, heads, own, 2 if spans else 1 + others)
+        shape = (x.batch, heads, own, 4 if spans else 2 + others)
         name = "row_lists" if for_rows else "column_lists"
         return cls(rows, columns, for_rows, spans, Buffer(name, "scratch", "int32", shape))
 
@@ -216,6 +216,12 @@ class TileLists:
         return Dispatch(kernel, (own, heads, batch), bound, batch * heads * x.t * x.s)
 
 
+def _types(x: Shapes) -> tuple[str, str, str]:
+    """Template arguments: the type of matrix operands, and the sources of keys and values."""
+    scalar = SCALARS[x.dtype]
+    return scalar, f"Dense<{scalar}, {x.h}>", f"Dense<{scalar}, {x.v}>"
+
+
 def _kernel(
     name: str, spec: Specification, x: Shapes, threads: int, tile, *, more=(), lists: TileLists | None = None
 ) -> Kernel:
@@ -224,7 +230,7 @@ def _kernel(
     short = "_".join(str(int(a)) for a in arguments)
     return Kernel(
         f"{name}_{_SHORT[x.dtype]}_h{x.h}_v{x.v}_{short}",
-        (name, SCALARS[x.dtype], x.h, x.v, *arguments),
+        (name, *_types(x), *arguments),
         (*_constants(spec, x, lists), *more),
         threads,
         tile.threadgroup_memory(x.h, x.v, item),
@@ -293,7 +299,7 @@ class _Matrices:
     ) -> Launch:
         x, lists = self.x, TileLists.wanted(self.x, tile.rows, tile.keys, True)
         kernel = _kernel(name, self.spec, x, tile.simdgroups * 32, tile, more=more, lists=lists)
-        grid = (-(-x.t // tile.rows) * tile.slices, x.n, x.batch)
+        grid = (x.n, -(-x.t // tile.rows) * tile.slices, x.batch)
         return Launch(kernel, grid, x.pairs(self.spec) * per_pair, lists)
 
     def forward(self) -> Launch:
@@ -318,16 +324,15 @@ class _Matrices:
     def d_key_value(self) -> Launch:
         x, tile = self.x, self.chosen.d_key_value
         lists = TileLists.wanted(x, tile.queries, tile.rows, False)
-        kernel = _kernel("attention_d_key_value", self.spec, x, tile.pairs * 64, tile, lists=lists)
-        grid = (-(-x.s // tile.rows) * tile.slices, x.k, x.batch)
-        # one of a pair of simdgroups computes the scores, the other their derivatives
+        kernel = _kernel("attention_d_key_value", self.spec, x, tile.simdgroups * 32, tile, lists=lists)
+        grid = (x.k, -(-x.s // tile.rows) * tile.slices, x.batch)
         return Launch(kernel, grid, x.pairs(self.spec) * (tile.slices + 1) * (x.h + x.v), lists)
 
     def d_bias(self) -> Launch:
         x = self.x
         kernel = Kernel(
             f"attention_d_bias_{_SHORT[x.dtype]}_h{x.h}_v{x.v}_{BIAS_COLUMNS}",
-            ("attention_d_bias", SCALARS[x.dtype], x.h, x.v, BIAS_COLUMNS),
+            ("attention_d_bias", *_types(x), BIAS_COLUMNS),
             _constants(self.spec, x),
             32,
         )
@@ -342,10 +347,11 @@ class _Portable:
     def __init__(self, spec: Specification, x: Shapes, chosen: tiles.Portable):
         self.spec, self.x, self.chosen = spec, x, chosen
 
-    def _kernel(self, name: str, sizes: tuple[int, ...], constants=()) -> Kernel:
-        short = "_".join(map(str, sizes))
-        template = (name, SCALARS[self.x.dtype], *sizes)
-        return Kernel(f"{name}_{_SHORT[self.x.dtype]}_{short}", template, constants, self.chosen.threads)
+    def _kernel(self, name: str, heads: tuple[str, ...], sizes: tuple[int, ...], constants=()) -> Kernel:
+        """`heads`: template arguments that come before `sizes` and follow from type and head sizes."""
+        x = self.x
+        short = f"{_SHORT[x.dtype]}_h{x.h}_v{x.v}_" + "_".join(map(str, sizes))
+        return Kernel(f"{name}_{short}", (name, *heads, *sizes), constants, self.chosen.threads)
 
     def _work(self, per_pair: int) -> int:
         return self.x.pairs(self.spec) * per_pair * PORTABLE_COST
@@ -356,15 +362,15 @@ class _Portable:
         tile = (self.chosen.rows, self.chosen.threads)
         lists = TileLists.wanted(self.x, *(tile if for_rows else tile[::-1]), for_rows)
         constants = (*_constants(self.spec, self.x, lists), *more)
-        sizes = (self.x.h, self.x.v, self.chosen.threads, self.chosen.rows)
-        return Launch(self._kernel(name, sizes, constants), grid, self._work(per_pair), lists)
+        sizes = (self.chosen.threads, self.chosen.rows)
+        return Launch(self._kernel(name, _types(self.x), sizes, constants), grid, self._work(per_pair), lists)
 
     def forward(self) -> Launch:
         x = self.x
         return self._walking("portable_forward", (x.t, x.n, x.batch), True, x.h + x.v)
 
     def row_sums(self) -> Launch:
-        kernel = self._kernel("portable_row_sums", (self.x.v, self.chosen.threads))
+        kernel = self._kernel("portable_row_sums", (SCALARS[self.x.dtype],), (self.x.v, self.chosen.threads))
         x = self.x
         return Launch(kernel, (x.t * x.n, 1, x.batch), x.batch * x.t * x.n * x.v * PORTABLE_COST)
 
@@ -379,7 +385,7 @@ class _Portable:
     def d_bias(self) -> Launch:
         x = self.x
         rows, heads, t, s = x.optional["bias"].shape
-        kernel = self._kernel("portable_d_bias", (x.h, x.v, self.chosen.threads), _constants(self.spec, x))
+        kernel = self._kernel("portable_d_bias", _types(x), (self.chosen.threads,), _constants(self.spec, x))
         return Launch(kernel, (s, t, rows * heads), self._work(x.h + x.v))
 
 

@@ -68,7 +68,8 @@ _MEANINGS = {
     "d_bias": "as bias: summed over what it was broadcast to",
     "d_scale": "[B, T, N]: to be summed over T and N",
     "d_slopes": "[B, T, N]: to be summed over T",
-    "row_lists": "[B, 1|N, tiles of rows, 1 + tiles of columns]: how many, 2 · which + whole; or [… 2]: first, count",
+    "row_lists": "[B, 1|N, tiles of rows, 2 + tiles of columns]: how many, of them wholly visible, which: those first, "
+    "the others from the end; or [… 4]: the two numbers, and where each run begins",
     "column_lists": "as row_lists, for tiles of columns",
 }
 

@@ -7,7 +7,7 @@ import hashlib
 import pathlib
 import re
 
-ENTRY_FILES = ("tile_lists.metal", "forward.metal", "decode.metal", "backward.metal", "portable.metal")
+ENTRY_FILES = tuple(f"attention/{name}.metal" for name in ("tile_lists", "forward", "decode", "backward", "portable"))
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 
 

@@ -23,9 +23,10 @@ def padded(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def _row_bytes(size: int, item: int) -> int:
-    """A row of a tile in threadgroup memory: 16 bytes more than needed, see tiles.h."""
-    return padded(size) * item + 16
+def _staged(rows: int, size: int, item: int, straight: bool = True, transposed: bool = True) -> int:
+    """Bytes of a tile in threadgroup memory, as it lies and transposed; each row takes 16 more than needed."""
+    lying = rows * (padded(size) * item + 16) if straight else 0
+    return lying + (padded(size) * (rows * item + 16) if transposed else 0)
 
 
 def _sliced(size: int, slices: int) -> int:
@@ -50,9 +51,6 @@ class _RowTiles:
     def rows(self) -> int:
         return self.blocks * self.simdgroups * 8
 
-    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
-        return self.buffers * self.keys * (_row_bytes(h, item) + _row_bytes(v, item))
-
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTiles(_RowTiles):
@@ -61,17 +59,19 @@ class ForwardTiles(_RowTiles):
     blocks: int
     simdgroups: int
     keys: int
-    streams: int
     buffers: int
     cache_q: bool
     slices: int = 1
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
         rows = self.blocks * 8
-        output = self.streams * _fragments(rows, _sliced(v, self.slices), 4)
-        scores = _fragments(rows, self.keys // self.streams, 4)
+        output = _fragments(rows, _sliced(v, self.slices), 4)
         own = _fragments(rows, padded(h) if self.cache_q else 8, item)
-        return output + scores + own
+        return output + _fragments(rows, self.keys, 4) + own
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        keys, values = _staged(self.keys, h, item, straight=False), _staged(self.keys, v, item, transposed=False)
+        return self.buffers * (keys + values)
 
 
 # Few query rows against many keys: up to this many rows, and from this many keys on, keys are split among simdgroups.
@@ -136,30 +136,37 @@ class QueryTiles(_RowTiles):
         own += _fragments(rows, padded(v) if self.cache_do else 8, item)
         return _fragments(rows, _sliced(h, self.slices), 4) + 2 * _fragments(rows, self.columns * 8, 4) + own
 
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return self.buffers * (_staged(self.keys, h, item) + _staged(self.keys, v, item, straight=False))
+
 
 @dataclasses.dataclass(frozen=True)
 class KeyTiles:
     """Template arguments of `attention_d_key_value`, in its order."""
 
     blocks: int
-    pairs: int
+    simdgroups: int
     queries: int
+    columns: int
     buffers: int
-    cached: bool
+    cache_k: bool
+    cache_v: bool
     slices: int = 1
 
     @property
     def rows(self) -> int:
-        return self.blocks * self.pairs * 8
+        return self.blocks * self.simdgroups * 8
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
-        rows, most = self.blocks * 8, padded(max(h, v))
-        own = _fragments(rows, most if self.cached else 8, item)
-        return _fragments(rows, _sliced(most, self.slices), 4) + _fragments(rows, self.queries, 4) + own
+        rows = self.blocks * 8
+        own = _fragments(rows, padded(h) if self.cache_k else 8, item)
+        own += _fragments(rows, padded(v) if self.cache_v else 8, item)
+        sums = padded(h) + padded(v) if self.slices == 1 else _sliced(max(h, v), self.slices // 2)
+        return _fragments(rows, sums, 4) + 2 * _fragments(rows, self.columns * 8, 4) + own
 
     def threadgroup_memory(self, h: int, v: int, item: int) -> int:
-        handed = self.rows * self.queries * 4
-        return self.buffers * self.queries * (_row_bytes(h, item) + _row_bytes(v, item)) + handed
+        states = 12 * self.queries
+        return self.buffers * (_staged(self.queries, h, item) + _staged(self.queries, v, item) + states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,31 +176,36 @@ class Tiles:
     d_key_value: KeyTiles
 
 
-# Larger heads: no single simdgroup can hold a row of output, so two threadgroups share it, and both compute the scores.
+# Larger heads: no simdgroup can hold a row of output, so several threadgroups share it, and each computes the scores.
 # Their tiles would fill threadgroup memory too: fragments come straight from device memory.
 _WIDE = Tiles(
-    ForwardTiles(1, 4, 16, 1, 0, False, 2), QueryTiles(1, 4, 16, 1, 0, False, False, 2), KeyTiles(1, 4, 16, 0, False, 2)
+    ForwardTiles(1, 4, 16, 0, False, 2),
+    QueryTiles(1, 4, 16, 1, 0, False, False, 2),
+    KeyTiles(1, 4, 16, 1, 0, False, False, 4),
 )
 
 # (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory
 STAGED = {
     (64, 2): Tiles(
-        ForwardTiles(2, 8, 32, 1, 2, True), QueryTiles(2, 4, 32, 2, 1, True, True), KeyTiles(2, 4, 32, 1, True)
+        ForwardTiles(2, 8, 32, 2, True), QueryTiles(2, 4, 32, 2, 1, True, True), KeyTiles(2, 4, 32, 1, 1, True, True)
     ),
     (128, 2): Tiles(
-        ForwardTiles(2, 4, 16, 1, 2, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(2, 4, 16, 1, True)
+        ForwardTiles(2, 4, 16, 2, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
     ),
     (256, 2): Tiles(
-        ForwardTiles(1, 4, 16, 1, 1, True), QueryTiles(1, 4, 16, 2, 1, True, False), KeyTiles(1, 4, 16, 1, True)
+        ForwardTiles(1, 4, 16, 1, True), QueryTiles(1, 4, 8, 1, 1, True, False), KeyTiles(1, 4, 8, 1, 1, True, False, 2)
     ),
     (64, 4): Tiles(
-        ForwardTiles(2, 4, 32, 1, 1, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(2, 4, 16, 1, True)
+        ForwardTiles(2, 4, 32, 1, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
     ),
     (128, 4): Tiles(
-        ForwardTiles(1, 8, 16, 1, 1, True), QueryTiles(1, 8, 16, 2, 1, True, True), KeyTiles(1, 4, 16, 1, True)
+        ForwardTiles(1, 8, 16, 1, True), QueryTiles(1, 8, 16, 2, 1, True, True), KeyTiles(1, 4, 8, 1, 1, True, False)
     ),
+    # dQ and dK/dV would need more threadgroup memory than there is
     (256, 4): Tiles(
-        ForwardTiles(1, 4, 8, 1, 1, False), QueryTiles(1, 4, 8, 1, 1, False, False), KeyTiles(1, 4, 8, 1, False)
+        ForwardTiles(1, 4, 8, 1, False),
+        QueryTiles(1, 4, 8, 1, 0, False, False),
+        KeyTiles(1, 4, 8, 1, 0, False, False, 2),
     ),
     (MAX_HEAD, 2): _WIDE,
     (MAX_HEAD, 4): _WIDE,
@@ -202,22 +214,26 @@ STAGED = {
 # the same for chips whose caches serve fragments straight from device memory (Apple family 9, M3, and newer)
 DIRECT = {
     (64, 2): Tiles(
-        ForwardTiles(1, 4, 32, 2, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 32, 0, True)
+        ForwardTiles(2, 4, 32, 0, True), QueryTiles(2, 4, 32, 2, 0, True, True), KeyTiles(2, 4, 32, 1, 0, True, True)
     ),
     (128, 2): Tiles(
-        ForwardTiles(1, 4, 32, 1, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 32, 0, True)
+        ForwardTiles(2, 4, 16, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 16, 2, 0, True, True)
     ),
     (256, 2): Tiles(
-        ForwardTiles(1, 4, 16, 1, 0, True), QueryTiles(1, 4, 16, 2, 0, True, False), KeyTiles(1, 4, 16, 0, True)
+        ForwardTiles(1, 4, 16, 0, True),
+        QueryTiles(1, 4, 16, 2, 0, True, False),
+        KeyTiles(1, 4, 16, 1, 0, True, False, 2),
     ),
     (64, 4): Tiles(
-        ForwardTiles(1, 4, 32, 2, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 32, 0, True)
+        ForwardTiles(2, 4, 32, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 16, 2, 0, True, True)
     ),
     (128, 4): Tiles(
-        ForwardTiles(1, 4, 32, 1, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 16, 0, True)
+        ForwardTiles(1, 4, 32, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 16, 1, 0, True, False)
     ),
     (256, 4): Tiles(
-        ForwardTiles(1, 4, 16, 1, 0, False), QueryTiles(1, 4, 16, 1, 0, False, False), KeyTiles(1, 4, 16, 0, False)
+        ForwardTiles(1, 4, 16, 0, False),
+        QueryTiles(1, 4, 16, 1, 0, False, False),
+        KeyTiles(1, 4, 16, 1, 0, False, False, 2),
     ),
     (MAX_HEAD, 2): _WIDE,
     (MAX_HEAD, 4): _WIDE,

@@ -66,19 +66,19 @@ def test_masks(rule, variant):
     plans.check(Problem(dtype="float16" if variant == "direct" else "float32", variant=variant, **rule))
 
 
-# beside the tables: streams, buffers, and nothing kept in registers
+# beside the tables: buffers, columns side by side, slices, and nothing kept in registers
 SETTINGS = [
     tiles.Tiles(
-        tiles.ForwardTiles(blocks, simdgroups, keys, streams, buffers, cached),
-        tiles.QueryTiles(blocks, simdgroups, keys, columns, buffers, cached, not cached),
-        tiles.KeyTiles(blocks, simdgroups, queries, buffers, cached),
+        tiles.ForwardTiles(blocks, simdgroups, keys, buffers, cached, slices),
+        tiles.QueryTiles(blocks, simdgroups, keys, columns, buffers, cached, not cached, slices),
+        tiles.KeyTiles(blocks, simdgroups, queries, columns, buffers, not cached, cached, key_slices),
     )
-    for blocks, simdgroups, keys, streams, buffers, cached, columns, queries in [
-        (1, 1, 8, 1, 1, False, 1, 8),
-        (2, 2, 16, 2, 2, False, 2, 8),
-        (1, 4, 32, 2, 2, True, 4, 16),
-        (1, 2, 32, 4, 0, False, 1, 24),
-        (4, 1, 24, 3, 1, True, 3, 8),
+    for blocks, simdgroups, keys, buffers, cached, columns, queries, slices, key_slices in [
+        (1, 1, 8, 1, False, 1, 8, 1, 2),
+        (2, 2, 16, 2, False, 2, 16, 1, 1),
+        (1, 4, 32, 2, True, 4, 32, 2, 4),
+        (1, 2, 32, 0, False, 1, 24, 1, 2),
+        (4, 1, 24, 1, True, 3, 24, 1, 1),
     ]
 ]
 
@@ -189,11 +189,11 @@ def test_mapped_and_transposed_inputs_through_jit(on_device):
 # ------------------------------------------------------------------------------------------------------- mutations
 
 
-def without_barrier(kernel: str, number: int):
-    """The text without the n-th barrier of a kernel."""
+def without_barrier(number: int):
+    """The text without the n-th barrier of the pipeline."""
 
     def mutate(text: str) -> str:
-        start = text.index(f"void {kernel}(")
+        start = text.index("struct Pipeline {")
         places = [m.span() for m in re.finditer(r"threadgroup_barrier\([^)]*\);", text[start:])]
         first, last = places[number]
         return text[: start + first] + text[start + last :]
@@ -215,16 +215,13 @@ def replacing(old: str, new: str):
 
 LARGE = Problem(150, 150, 16, b=1, n=1, k=1)
 HALF = dataclasses.replace(LARGE, dtype="float16")
-# a kernel's barriers in order: after the first tile of two; after the only tile; in dK/dV at the handover; at the end
+# the pipeline's barriers in order: after the first tile; before a tile's only place is used again; after a further tile
 MUTATIONS = {
-    "forward reads a tile before it is there": (without_barrier("attention_forward", 1), LARGE, "race"),
-    "forward overwrites a tile in use": (without_barrier("attention_forward", 2), LARGE, "race"),
-    "forward overwrites one of two tiles in use": (without_barrier("attention_forward", 2), HALF, "race"),
-    "dQ reads a tile before it is there": (without_barrier("attention_d_query", 1), LARGE, "race"),
-    "dQ overwrites a tile in use": (without_barrier("attention_d_query", 2), LARGE, "race"),
-    "dK/dV takes weights before they are there": (without_barrier("attention_d_key_value", 2), LARGE, "race"),
-    "dK/dV overwrites weights in use": (without_barrier("attention_d_key_value", 3), LARGE, "race"),
-    "the ragged end is read": (replacing("if (rows >= 8 && columns >= 8)", "if (true)"), Problem(h=13), "bounds"),
+    "a tile is read before it is there, two places": (without_barrier(0), HALF, "race"),
+    "a tile is read before it is there, one place": (without_barrier(2), LARGE, "race"),
+    "a tile in use is overwritten, one place": (without_barrier(1), LARGE, "race"),
+    "a tile in use is overwritten, two places": (without_barrier(2), HALF, "race"),
+    "the ragged end is read": (replacing("uint(min(i, last))", "uint(i)"), Problem(h=13), "bounds"),
     "the ragged end is written": (
         replacing("if (lane.row < rows && lane.column < columns)", "if (lane.column < columns)"),
         Problem(),
@@ -255,7 +252,13 @@ MUTATIONS = {
         dataclasses.replace(LARGE, causal=True, offset=1),
         "wrong",
     ),
-    "the row sum's sign": (replacing("- row_shift[block]", "+ row_shift[block]"), Problem(), "wrong"),
+    "delta's sign": (replacing("- state.delta", "+ state.delta"), Problem(), "wrong"),
+    "a tile of another head": (replacing("result.turn_by(head)", "result.turn_by(0)"), Problem(n=4, k=2), "wrong"),
+    "whole tiles taken for the only ones": (
+        replacing("turn < walk.count; ++turn", "turn < walk.wholes; ++turn"),
+        LARGE,
+        "wrong",
+    ),
     "the log-sum-exp's cotangent dropped": (replacing("sum - d_lse[at]", "sum"), Problem(), "wrong"),
 }
 

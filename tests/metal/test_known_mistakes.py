@@ -69,21 +69,21 @@ MISTAKES = {
         "of_head(head)[1] : 0.0f", "of_head(0)[1] : 0.0f", call(alibi_slopes=SLOPES)
     ),
     "a sink left out of the sum": Mistake(
-        "sum += weight_of(score.sink(head), largest);", "sum += 0.0f;", call(sinks=SLOPES)
+        "has_sinks ? weight_of(sink, row_max) : 0.0f", "0.0f", call(sinks=SLOPES)
     ),
     "a sink that rows count which see nothing": Mistake(
-        "const bool empty = is_invisible(sum);\n    if (has_sinks) {",
-        "const bool empty = false;\n    if (has_sinks) {",
+        "empty = is_absent(total);",
+        "empty = false;",
         call(sinks=SLOPES, query_seq_lengths=np.int32([30, 0])),
     ),
     "dropped weights left out of the sum": Mistake(
-        "const float inverse = empty ? 0.0f : 1.0f / sum;\n    const int rows",
-        "const float inverse = empty ? 0.0f : (1.0f - float(p.drop_below) / 4294967296.0f) / sum;\n    const int rows",
+        "factor = empty ? 0.0f : shrink / row_sum;",
+        "factor = empty ? 0.0f : shrink / row_sum * (has_dropout ? 0.7f : 1.0f);",
         call(dropout_rate=0.3, dropout_seed=5),
     ),
     "dropout by the position in a tile": Mistake(
-        "drop.thin(s[block][c], first + block * 8 + lane.row, at)",
-        "drop.thin(s[block][c], first + block * 8 + lane.row, at - column)",
+        "rows.factors(block, column + lane.column, factors);",
+        "rows.factors(block, lane.column, factors);",
         call(dropout_rate=0.3, dropout_seed=5),
     ),
     "dropout alike in all batch rows": Mistake(
@@ -132,25 +132,25 @@ MISTAKES = {
     ),
     # rows that see nothing, and the ends of rows
     "rows that see nothing give NaN": Mistake(
-        "const float shrink = weight_of(high[block], or_zero(largest));",
-        "const float shrink = weight_of(high[block], largest);",
+        "const float from = or_zero(largest);\n      const float shrink",
+        "const float from = largest;\n      const float shrink",
         call(mask=np.arange(37)[:, None] != np.full((1, 53), 11)),
     ),
     "rows that see nothing give the mean": Mistake(
-        "const float inverse = empty ? 0.0f : 1.0f / sum;\n    const int rows",
-        "const float inverse = 1.0f / sum;\n    const int rows",
+        "factor = empty ? 0.0f : shrink / row_sum;",
+        "factor = shrink / row_sum;",
         call(key_value_seq_lengths=np.int32([53, 0])),
     ),
     "a row not finished where its last tiles are hidden": Mistake(
-        "    if (seen != none_visible) {\n      const bool whole = seen == all_visible;\n",
-        "    if (seen == none_visible) {\n      return;\n    }\n    {\n      const bool whole = seen == all_visible;\n",
+        "    if (seen != none_visible) {\n      const auto keys",
+        "    if (seen == none_visible) {\n      return;\n    }\n    {\n      const auto keys",
         call(t=64, s=96, is_causal=True, query_offset=20),
         "direct",
     ),
     # heads and batch rows
     "head modulo key heads": Mistake(
-        "const int key_head = head / (p.heads / p.key_heads);\n  const int slice = int(group.x) % SLICES;",
-        "const int key_head = head % p.key_heads;\n  const int slice = int(group.x) % SLICES;",
+        "const int key_head = head / (p.heads / p.key_heads);\n  const int slice = int(group.y) % SLICES;",
+        "const int key_head = head % p.key_heads;\n  const int slice = int(group.y) % SLICES;",
         call(),
     ),
     "a group's other heads left out of dK and dV": Mistake(
@@ -213,10 +213,11 @@ def test_a_known_mistake_is_noticed(mistake):
 OFFSETS = """
 [[kernel]] void offsets(
     device const half* base [[buffer(0)]], device ulong* out [[buffer(1)]], constant Parameters& p [[buffer(2)]]) {
-  const RowPair<half, 512, 256> rows = {base, base, 40, p.keys};
+  Dense<half, 512> rows(base, 0, p.keys, 40, 0, p.keys);
   out[0] = head_offset(3, p.keys, 40, 7, 512);
-  out[1] = ulong(rows.from(p.keys - 1).first - base);
-  out[2] = ulong(rows.of_head(39).from(p.keys - 1).second - base);
+  out[1] = ulong(rows.tile(p.keys - 1).rows - base);
+  rows.turn_by(39);
+  out[2] = ulong(rows.tile(p.keys - 1).rows - base);
   out[3] = broadcast_offset(p.bias, 2, 1) + broadcast_index(p.bias, p.bias.queries - 1, 5);
 }
 """
@@ -225,19 +226,18 @@ OFFSETS = """
 @pytest.mark.parametrize(
     "old,new,at",
     [
-        ("", "", None),
+        ("", "", ()),
         (
             "(ulong(row) * ulong(length) * ulong(heads) + ulong(head)) * ulong(size)",
             "ulong((row * length * heads + head) * size)",
-            0,
+            (0,),
         ),
-        ("first + ulong(row) * first_stride()", "first + row * int(first_stride())", 1),
-        ("second + ulong(row) * second_stride()", "second + row * int(second_stride())", 2),
-        ("plane * ulong(x.queries) * ulong(x.keys)", "uint(plane) * uint(x.queries) * uint(x.keys)", 3),
+        ("ulong(uint(first)) * ulong(stride)", "first * int(stride)", (1, 2)),
+        ("plane * ulong(x.queries) * ulong(x.keys)", "uint(plane) * uint(x.queries) * uint(x.keys)", (3,)),
         (
             "ulong(x.queries > 1 ? row : 0) * ulong(x.keys)",
             "ulong(uint(x.queries > 1 ? row : 0) * uint(x.keys))",
-            3,
+            (3,),
         ),
     ],
 )
@@ -250,7 +250,7 @@ def test_offsets_of_more_than_2_to_the_31_elements(old, new, at):
     wanted = [
         (3 * keys * 40 + 7) * 512,
         (keys - 1) * 40 * 512,
-        (keys - 1) * 40 * 256 + 39 * 256,
+        (keys - 1) * 40 * 512 + 39 * 512,
         (2 * 3 + 1) * rows * rows + (rows - 1) * rows + 5,
     ]
     assert min(wanted) > 2**32
@@ -260,15 +260,15 @@ def test_offsets_of_more_than_2_to_the_31_elements(old, new, at):
     kernel = emulator.compile(text + OFFSETS, fast_math=False).kernel("offsets")
     assert not kernel([np.zeros(1, np.float16), got, packed], threads=1, outputs=[1]).reports
     for i, (x, y) in enumerate(zip(got.tolist(), wanted)):
-        assert (x == y) == (i != at), (i, x, y)
+        assert (x == y) == (i not in at), (i, x, y)
 
 
 def test_threadgroup_memory_beyond_32768_bytes_is_refused(on_device):
-    """Tiles of 33,792 bytes, which a published kernel asks for, are 1 KiB too much: Metal says so early."""
+    """Tiles of a few hundred bytes too much, as a published kernel asks for: Metal says so early."""
     chosen = tiles.select("staged", 128, 128, 4)
     forward = dataclasses.replace(chosen.forward, keys=32)
-    for h, wanted in ((120, 32768), (128, 33792)):
+    for h, wanted in ((104, 31872), (112, 33024)):
         plan = plans.Problem(64, 64, h, 128, variant=dataclasses.replace(chosen, forward=forward)).plan()
         assert plan.dispatches[0].kernel.threadgroup_memory == wanted
         failure = runtime.failure(plan)
-        assert ("32768" in failure and "33792" in failure) if wanted > tiles.THREADGROUP_BYTES else not failure
+        assert ("32768" in failure and str(wanted) in failure) if wanted > tiles.THREADGROUP_BYTES else not failure

@@ -139,8 +139,8 @@ def test_wheel_for_other_machines_is_pure_and_has_the_kernels(pure: pathlib.Path
     assert pure.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(pure) as archive:
         names = set(archive.namelist())
-        for source in (ROOT / "metal").iterdir():
-            assert archive.read(f"jax_mfa/_msl/{source.name}") == source.read_bytes()
+        for source in filter(pathlib.Path.is_file, (ROOT / "metal").rglob("*")):
+            assert archive.read(f"jax_mfa/_msl/{source.relative_to(ROOT / 'metal')}") == source.read_bytes()
     assert "jax_mfa/__init__.py" in names
     assert not [name for name in names if name.endswith((".so", ".dylib", ".cc")) or name.startswith("tests/")]
 

@@ -5,13 +5,13 @@
 //   dK and dV:   a threadgroup for each key row; a thread for each query row of a tile, then for each element of the results
 //
 // A list of visible tiles serves ROWS rows.
-#include "score.h"
-#include "tiles.h"
-#include "visibility.h"
+#include "attention/gradient.h"
+#include "attention/softmax.h"
+#include "attention/visibility.h"
 
 // Sum (or maximum) of what the threads hold, the same bits in each.
 template <int THREADS, bool MAXIMUM>
-inline float reduce(threadgroup float* scratch, float x, ushort i) {
+INLINED float reduce(threadgroup float* scratch, float x, ushort i) {
   scratch[i] = x;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = THREADS / 2; n > 0; n /= 2) {
@@ -27,7 +27,7 @@ inline float reduce(threadgroup float* scratch, float x, ushort i) {
 
 // Product of a row in threadgroup memory with one in device memory, four elements at a time where rows are aligned.
 template <typename T, int SIZE>
-inline float dot_rows(threadgroup const float* own, device const T* other) {
+INLINED float dot_rows(threadgroup const float* own, device const T* other) {
   constexpr int vector = SIZE % 4 == 0 ? 4 : 1;
   float sum = 0;
   for (int i = 0; i < SIZE; i += vector) {
@@ -44,13 +44,13 @@ inline float dot_rows(threadgroup const float* own, device const T* other) {
 }
 
 template <typename T, int SIZE, int THREADS>
-inline void keep_row(threadgroup float* own, device const T* row, ushort thread_index) {
+INLINED void keep_row(threadgroup float* own, device const T* row, ushort thread_index) {
   for (int i = thread_index; i < SIZE; i += THREADS) {
     own[i] = float(row[i]);
   }
 }
 
-template <typename T, int H, int V, int THREADS, int ROWS>
+template <typename T, typename KeySource, typename ValueSource, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_forward(
     ATTENTION_OPERANDS,
     device T* out [[buffer(12)]],
@@ -58,6 +58,8 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     device float* row_total [[buffer(14)]],
     uint3 launched [[threadgroup_position_in_grid]],  // of (row, head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
+  constexpr int H = KeySource::size;
+  constexpr int V = ValueSource::size;
   const uint3 group = place_in(grid, launched);
   threadgroup float q_row[H];
   threadgroup float weights[THREADS];
@@ -69,7 +71,8 @@ template <typename T, int H, int V, int THREADS, int ROWS>
   const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
   const Dropout drop(p, dropout, batch, head);
-  const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, visibility.columns);
+  const KeySource keys(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns);
+  const ValueSource values(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns);
   const ulong q_stride = ulong(p.heads) * H;
   keep_row<T, H, THREADS>(
       q_row, query + head_offset(batch, p.queries, p.heads, head, H) + row * q_stride, thread_index);
@@ -81,7 +84,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     sums[i] = 0;
   }
   float high = -INFINITY;
-  float total = invisible_weight();
+  float total = absent_weight();
   const int end = visibility.column_end(row, row);
   const int own_rows = has_lists ? ROWS : 1;
   const Walk walk = columns_for<THREADS>(p, visibility, lists, head, row / own_rows * own_rows, own_rows);
@@ -91,26 +94,26 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     float x = -INFINITY;
     bool visible = visibility.visible(row, at);
     if (visible) {
-      visible = score.of(dot_rows<T, H>(q_row, keys.from(at).first), row, at, x);
+      visible = score.of(dot_rows<T, H>(q_row, keys.tile(at).rows), row, at, x);
     }
     // a maximum passes over NaN; the sum does not
     const float largest = max(high, reduce<THREADS, true>(scratch, x, thread_index));
     const float shrink = weight_of(high, or_zero(largest));
-    float weight = visible ? weight_of(x, or_zero(largest)) : invisible_weight();
+    float weight = visible ? weight_of(x, or_zero(largest)) : absent_weight();
     total = total * shrink + reduce<THREADS, false>(scratch, weight, thread_index);
     high = largest;
     if (has_dropout) {
-      weight *= drop.keeps(row, at) ? p.keep_factor : 0.0f;
+      weight *= drop.factor(row, at);
     }
-    weights[thread_index] = visible ? weight : invisible_weight();
+    weights[thread_index] = visible ? weight : absent_weight();
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int i = 0; i < own; ++i) {
       const int element = thread_index + i * THREADS;
       if (element < V) {
         float sum = sums[i] * shrink;
         for (int j = 0; j < min(THREADS, end - column); ++j) {
-          if (!is_invisible(weights[j])) {
-            sum += weights[j] * float(keys.from(column + j).second[element]);
+          if (!is_absent(weights[j])) {
+            sum += weights[j] * float(values.tile(column + j).rows[element]);
           }
         }
         sums[i] = sum;
@@ -119,19 +122,16 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  const bool empty = is_invisible(total);
-  const float largest = or_zero(has_sinks ? max(high, score.sink(head)) : high);
-  const float shrink = weight_of(high, largest);
-  const float sum = total * shrink + (has_sinks ? weight_of(score.sink(head), largest) : 0.0f);
+  const FinishedRow finished(high, total, score.sink(head));
   const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
   for (int i = 0; i < own; ++i) {
     const int element = thread_index + i * THREADS;
     if (element < V) {
-      out[at_row * V + element] = T(empty ? 0.0f : sums[i] * shrink / sum);
+      out[at_row * V + element] = T(sums[i] * finished.factor);
     }
   }
   if (thread_index == 0) {
-    store_row(row_maximum, row_total, at_row, largest, sum, empty);
+    finished.store(row_maximum, row_total, at_row);
   }
 }
 
@@ -159,31 +159,7 @@ template <typename T, int V, int THREADS>
   }
 }
 
-// dS of one pair and what it is made of.
-struct Pair {
-  float weight;   // of dV; -0 where invisible
-  float d_score;  // -0 where invisible
-};
-
-inline Pair pair_of(
-    const thread Score& score, const thread Dropout& drop, int row, int column, float product, float d_weight,
-    float2 row_state, float row_shift) {
-  Pair result = {invisible_weight(), invisible_weight()};
-  float x;
-  if (score.of(product, row, column, x)) {
-    result.weight = probability(x, row_state);
-    float factor = 1;
-    if (has_dropout) {
-      factor = drop.keeps(row, column) ? drop.p.keep_factor : 0.0f;
-    }
-    result.d_score =
-        score.derivative(result.weight * (d_weight * factor - row_shift), x) + 0.0f;
-    result.weight *= factor;
-  }
-  return result;
-}
-
-template <typename T, int H, int V, int THREADS, int ROWS>
+template <typename T, typename KeySource, typename ValueSource, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_query(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],
@@ -194,6 +170,8 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     device float* d_slope [[buffer(17), function_constant(wants_slopes)]],
     uint3 launched [[threadgroup_position_in_grid]],  // of (row, head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
+  constexpr int H = KeySource::size;
+  constexpr int V = ValueSource::size;
   const uint3 group = place_in(grid, launched);
   threadgroup float q_row[H];
   threadgroup float do_row[V];
@@ -206,7 +184,8 @@ template <typename T, int H, int V, int THREADS, int ROWS>
   const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
   const Score score(p, numbers, bias, batch, head, visibility.offset);
   const Dropout drop(p, dropout, batch, head);
-  const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, visibility.columns);
+  const KeySource keys(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns);
+  const ValueSource values(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns);
   const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
   keep_row<T, H, THREADS>(q_row, query + at_row * H, thread_index);
   keep_row<T, V, THREADS>(do_row, d_out + at_row * V, thread_index);
@@ -225,12 +204,12 @@ template <typename T, int H, int V, int THREADS, int ROWS>
   for (int turn = 0; turn < walk.count; ++turn) {
     const int column = walk.tile(turn) * THREADS;
     const int at = column + thread_index;
-    float d = invisible_weight();
+    float d = absent_weight();
     if (visibility.visible(row, at)) {
-      const float product = dot_rows<T, H>(q_row, keys.from(at).first);
-      const float d_weight = dot_rows<T, V>(do_row, keys.from(at).second);
-      d = pair_of(score, drop, row, at, product, d_weight, row_states[at_row], row_sums[at_row]).d_score;
-      if (!is_invisible(d)) {
+      const float product = dot_rows<T, H>(q_row, keys.tile(at).rows);
+      const float d_weight = dot_rows<T, V>(do_row, values.tile(at).rows);
+      d = Pair(score, row, at, product, d_weight, RowState(row_states, row_sums, at_row), drop.factor(row, at)).d_score;
+      if (!is_absent(d)) {
         scale_sum += d * product;
         slope_sum += d * score.distance(row, at);
       }
@@ -241,8 +220,8 @@ template <typename T, int H, int V, int THREADS, int ROWS>
       const int element = thread_index + i * THREADS;
       if (element < H) {
         for (int j = 0; j < min(THREADS, end - column); ++j) {
-          if (!is_invisible(weights[j])) {
-            sums[i] += weights[j] * float(keys.from(column + j).first[element]);
+          if (!is_absent(weights[j])) {
+            sums[i] += weights[j] * float(keys.tile(column + j).rows[element]);
           }
         }
       }
@@ -270,7 +249,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
   }
 }
 
-template <typename T, int H, int V, int THREADS, int ROWS>
+template <typename T, typename KeySource, typename ValueSource, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_key_value(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],
@@ -280,6 +259,8 @@ template <typename T, int H, int V, int THREADS, int ROWS>
     device T* d_value [[buffer(16)]],
     uint3 launched [[threadgroup_position_in_grid]],  // of (key row, key head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
+  constexpr int H = KeySource::size;
+  constexpr int V = ValueSource::size;
   const uint3 group = place_in(grid, launched);
   threadgroup float k_row[H];
   threadgroup float v_row[V];
@@ -289,9 +270,10 @@ template <typename T, int H, int V, int THREADS, int ROWS>
   const int key_head = group.y;
   const int batch = group.z;
   const int heads_of_group = p.heads / p.key_heads;
-  const RowPair<T, H, V> own = keys_of<T, H, V>(p, key, value, batch, key_head, p.keys).from(column);
-  keep_row<T, H, THREADS>(k_row, own.first, thread_index);
-  keep_row<T, V, THREADS>(v_row, own.second, thread_index);
+  const KeySource keys(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, p.keys);
+  const ValueSource values(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, p.keys);
+  keep_row<T, H, THREADS>(k_row, keys.tile(column).rows, thread_index);
+  keep_row<T, V, THREADS>(v_row, values.tile(column).rows, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   constexpr int own_keys = (H + THREADS - 1) / THREADS;
@@ -317,25 +299,25 @@ template <typename T, int H, int V, int THREADS, int ROWS>
       const int row = walk.tile(turn) * THREADS;
       const int own_row = row + thread_index;
       const ulong at_row = (ulong(batch) * p.queries + own_row) * p.heads + head;
-      Pair pair = {invisible_weight(), invisible_weight()};
+      Pair pair;
       if (visibility.visible(own_row, column)) {
         const float product = dot_rows<T, H>(k_row, query + at_row * H);
         const float d_weight = dot_rows<T, V>(v_row, d_out + at_row * V);
-        pair = pair_of(
-            score, drop, own_row, column, product, d_weight, row_states[at_row], row_sums[at_row]);
+        pair = Pair(
+            score, own_row, column, product, d_weight, RowState(row_states, row_sums, at_row), drop.factor(own_row, column));
       }
       weights[thread_index] = pair.weight;
       d_scores[thread_index] = pair.d_score;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int j = 0; j < min(THREADS, end - row); ++j) {
         const ulong at = (ulong(batch) * p.queries + row + j) * p.heads + head;
-        if (!is_invisible(d_scores[j])) {
+        if (!is_absent(d_scores[j])) {
           for (int i = 0; i < own_keys; ++i) {
             const int element = thread_index + i * THREADS;
             key_sums[i] += element < H ? d_scores[j] * float(query[at * H + element]) : 0.0f;
           }
         }
-        if (!is_invisible(weights[j])) {
+        if (!is_absent(weights[j])) {
           for (int i = 0; i < own_values; ++i) {
             const int element = thread_index + i * THREADS;
             value_sums[i] += element < V ? weights[j] * float(d_out[at * V + element]) : 0.0f;
@@ -362,7 +344,7 @@ template <typename T, int H, int V, int THREADS, int ROWS>
 }
 
 // A threadgroup for each element of the bias: its threads share the scores that the element was added to.
-template <typename T, int H, int V, int THREADS>
+template <typename T, typename KeySource, typename ValueSource, int THREADS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_bias(
     ATTENTION_OPERANDS,
     device const T* d_out [[buffer(12)]],
@@ -371,6 +353,8 @@ template <typename T, int H, int V, int THREADS>
     device uchar* d_bias [[buffer(15)]],
     uint3 launched [[threadgroup_position_in_grid]],  // of (column, row, row and head of the bias), 0 along an axis it lacks
     ushort thread_index [[thread_index_in_threadgroup]]) {
+  constexpr int H = KeySource::size;
+  constexpr int V = ValueSource::size;
   const uint3 group = place_in(grid, launched);
   threadgroup float q_row[H];
   threadgroup float do_row[V];
@@ -391,7 +375,8 @@ template <typename T, int H, int V, int THREADS>
       const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
       const Score score(p, numbers, bias, batch, head, visibility.offset);
       const Dropout drop(p, dropout, batch, head);
-      const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, visibility.columns);
+      const KeySource keys(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns);
+      const ValueSource values(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns);
       for (int row = first_row; row <= last_row; ++row) {
         const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
         keep_row<T, H, THREADS>(q_row, query + at_row * H, thread_index);
@@ -399,12 +384,10 @@ template <typename T, int H, int V, int THREADS>
         threadgroup_barrier(mem_flags::mem_threadgroup);
         for (int column = first_column + thread_index; column <= last_column; column += THREADS) {
           if (visibility.visible(row, column)) {
-            const float product = dot_rows<T, H>(q_row, keys.from(column).first);
-            const float d_weight = dot_rows<T, V>(do_row, keys.from(column).second);
-            const float d =
-                pair_of(score, drop, row, column, product, d_weight, row_states[at_row], row_sums[at_row])
-                    .d_score;
-            sum += d;
+            const float product = dot_rows<T, H>(q_row, keys.tile(column).rows);
+            const float d_weight = dot_rows<T, V>(do_row, values.tile(column).rows);
+            const RowState state(row_states, row_sums, at_row);
+            sum += Pair(score, row, column, product, d_weight, state, drop.factor(row, column)).d_score;
           }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -3,9 +3,8 @@
 //
 // The rows of a simdgroup are all T rows of all G heads that share a key head, so each key and value is loaded once for the
 // whole group, straight from device memory: nobody else wants it. Nothing beyond a batch row's length is read.
-#include "score.h"
-#include "softmax.h"
-#include "visibility.h"
+#include "attention/softmax.h"
+#include "attention/visibility.h"
 
 // Row r of a group is query row r % T of head r / T.
 struct GroupRow {
@@ -13,7 +12,7 @@ struct GroupRow {
   int row;
   bool inside;
 
-  GroupRow(constant Parameters& p, int key_head, int r) {
+  INLINED GroupRow(constant Parameters& p, int key_head, int r) {
     const int heads = p.heads / p.key_heads;
     inside = r < heads * p.queries;
     head = key_head * heads + (inside ? r / p.queries : 0);
@@ -21,17 +20,38 @@ struct GroupRow {
   }
 };
 
-// The query rows of a simdgroup in registers; rows and columns outside are zero.
-template <typename T, int COUNT, int BLOCKS>
+// The query rows of a simdgroup in registers; those outside are zero, and are not stored.
+template <typename T, int H, int BLOCKS>
 struct GroupRows {
-  Fragment<T> kept[BLOCKS][COUNT];
+  static constant constexpr int count = padded(H) / 8;
+  Fragment<T> kept[BLOCKS][count];
 
-  Fragment<T> at(int block, int i) const {
+  INLINED Fragment<T> at(int block, int i) const {
     return kept[block][i];
   }
 };
 
-template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
+// The rows of a group, each of its own head, as `attend` asks about them.
+template <int BLOCKS>
+struct GroupRules {
+  Visibility visibility[BLOCKS];
+  Score score[BLOCKS];
+  int row[BLOCKS];
+
+  template <bool MASKED>
+  INLINED bool of(int block, float product, int column, thread float& x) const {
+    return (!MASKED || visibility[block].visible(row[block], column)) && score[block].of(product, row[block], column, x);
+  }
+
+  INLINED bool may_hide() const {
+    return score[0].may_hide();
+  }
+
+  template <int COLUMNS>
+  INLINED void factors(int, int, thread float2 (&)[COLUMNS]) const {}
+};
+
+template <typename T, typename KeySource, typename ValueSource, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode(
     ATTENTION_OPERANDS,
     device float* split_out [[buffer(12)]],    // [B, K, splits, G·T, V], not normalised
@@ -41,10 +61,10 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
     uint3 launched [[threadgroup_position_in_grid]],  // of (splits / SIMDGROUPS, tile of rows and slice, key head and batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
+  constexpr int H = KeySource::size;
+  constexpr int V = ValueSource::size;
+  constexpr int v_fragments = slice_fragments(V, SLICES);
   const uint3 group = place_in(grid, launched);
-  constexpr int h_fragments = Padded<T, H>::width / 8;
-  constexpr int v_fragments = Slice<T, V, SLICES>::count;
-  constexpr int columns = KEYS / 8;
   const Lane lane(lane_index);
   const int split = int(group.x) * SIMDGROUPS + simdgroup;
   const int slice = int(group.y) % SLICES;
@@ -57,63 +77,63 @@ template <typename T, int H, int V, int BLOCKS, int SIMDGROUPS, int KEYS, int SL
   }
 
   const Visibility all(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, key_head, lane_index);
-  const RowPair<T, H, V> keys = keys_of<T, H, V>(p, key, value, batch, key_head, all.columns);
-  GroupRows<T, h_fragments, BLOCKS> q;
-  Visibility visibility[BLOCKS];
-  Score score[BLOCKS];
-  int own_row[BLOCKS];  // -1 outside
+  GroupRows<T, H, BLOCKS> q;
+  GroupRules<BLOCKS> rules;
+  UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     const GroupRow own(p, key_head, first + block * 8 + lane.row);
-    own_row[block] = own.inside ? own.row : -1;
-    visibility[block] =
+    rules.row[block] = own.row;
+    rules.visibility[block] =
         Visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, own.head, lane_index);
-    score[block] = Score(p, numbers, bias, batch, own.head, all.offset);
-    device const T* at = query + head_offset(batch, p.queries, p.heads, own.head, H) + ulong(own.row) * p.heads * H;
-    for (int i = 0; i < h_fragments; ++i) {
-      const int column = i * 8 + lane.column;
-      q.kept[block][i].thread_elements()[0] = own.inside && column < H ? at[column] : T(0);
-      q.kept[block][i].thread_elements()[1] = own.inside && column + 1 < H ? at[column + 1] : T(0);
+    rules.score[block] = Score(p, numbers, bias, batch, own.head, all.offset);
+    device const T* at =
+        Dense<T, H>(query, batch, p.queries, p.heads, own.head, p.queries).tile(own.row).rows + lane.column;
+    UNROLLED
+    for (int i = 0; i < padded(H) / 8; ++i) {
+      q.kept[block][i] = fragment_of<T>(T(0), T(0));
+      if (own.inside) {
+        q.kept[block][i] = load_within<T, H>(at + i * 8, lane.column + i * 8);
+      }
     }
   }
 
+  using Keys = Direct<KeySource, T, KEYS>;
+  using Values = Direct<ValueSource, T, KEYS>;
+  const KeySource key_source(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, all.columns);
+  const ValueSource value_source(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, all.columns);
   Running<BLOCKS, v_fragments> running;
-  const bool careless = !has_mask && !has_blocks && !has_segments && !has_ranges;
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
-  for (int column = begin; column < end; column += KEYS) {
-    const bool whole = careless && all.band(0, p.queries, column, KEYS) == all_visible;
-    const RowPair<T, H, V> here = keys.from(column);
-    const Tile<T, H, false> k_tile = {nullptr, here.first, here.first_stride(), here.count, lane};
-    const Tile<T, V, false> v_tile = {nullptr, here.second, here.second_stride(), here.count, lane};
-    Fragment<float> s[BLOCKS][columns];
-    uint visible[BLOCKS];
-    multiply_rows(s, q, k_tile, 0);
-    for (int block = 0; block < BLOCKS; ++block) {
-      visible[block] = 0;
-      for (int c = 0; c < columns; ++c) {
-        for (int e = 0; e < 2; ++e) {
-          const int at = column + c * 8 + lane.column + e;
-          float x = -INFINITY;
-          if (own_row[block] >= 0 && (whole || visibility[block].visible(own_row[block], at))) {
-            visible[block] |= uint(score[block].of(s[block][c].thread_elements()[e], own_row[block], at, x)) << (2 * c + e);
-          }
-          s[block][c].thread_elements()[e] = x;
-        }
-      }
+  int column = begin;
+  // masks may differ among the rows of a simdgroup
+  for (; only_bands() && column < end && all.band(0, p.queries, column, KEYS) == all_visible; column += KEYS) {
+    const auto keys = Keys(lane).reader(key_source, column, 0);
+    const auto values = Values(lane).reader(value_source, column, 0);
+    const bool spoilt = rules.may_hide() && !values.finite(lane_index);
+    attend<false, KEYS / 8>(running, q, rules, keys, values, column, slice * v_fragments, spoilt, lane);
+  }
+  ROLLED
+  for (; column < end; column += KEYS) {
+    const auto keys = Keys(lane).reader(key_source, column, 0);
+    const auto values = Values(lane).reader(value_source, column, 0);
+    const bool spoilt = !values.finite(lane_index);
+    ROLLED
+    for (int part = 0; part < KEYS / 8 && column + part * 8 < end; ++part) {
+      attend<true, 1>(
+          running, q, rules, keys.part(part), values.part(part), column + part * 8, slice * v_fragments, spoilt, lane);
     }
-    const bool careful = !whole || score[0].may_hide();
-    running.weigh(s, visible, careful);
-    accumulate(running.sums, s, v_tile, 0, slice * v_fragments, careful);
   }
 
   const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
+  UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = first + block * 8;
-    const float sum = row_sum(running.total[block]);
+    const float sum = sum_along_row(running.total[block]);
     device float* at = split_out + (plane * rows + row) * V;
+    UNROLLED
     for (int i = 0; i < v_fragments; ++i) {
       const int column = (slice * v_fragments + i) * 8;
-      store_rows(running.sums[block][i], 1.0f, at + column, ulong(V), rows - row, V - column, lane);
+      store_within(running.sums[block][i], 1.0f, at + column, uint(V), rows - row, V - column, lane);
     }
     if (slice == 0 && lane.column == 0 && row + lane.row < rows) {
       device float* state = split_state + (plane * rows + row + lane.row) * 2;
@@ -151,28 +171,24 @@ template <typename T, int V, int SIMDGROUPS>
     largest = max(largest, split_state[((first + split) * rows + r) * 2]);
   }
   largest = simd_max(largest);
-  const float sink = has_sinks ? numbers[(ulong(batch) * p.heads + own.head) * p.numbers_stride + 2] : -INFINITY;
-  largest = or_zero(has_sinks ? max(largest, sink) : largest);
-  float sum = invisible_weight();
+  const float from = or_zero(largest);
+  float sum = absent_weight();
   for (int split = 0; split < splits; ++split) {
     device const float* state = split_state + ((first + split) * rows + r) * 2;
-    sum += state[1] * weight_of(state[0], largest);
+    sum += state[1] * weight_of(state[0], from);
   }
-  const bool empty = is_invisible(sum);
-  if (has_sinks) {
-    sum += weight_of(sink, largest);
-  }
-  const float inverse = empty ? 0.0f : 1.0f / sum;
+  const float sink = has_sinks ? numbers[(ulong(batch) * p.heads + own.head) * p.numbers_stride + 2] : -INFINITY;
+  const FinishedRow row(largest, sum, sink);
   const ulong at = (ulong(batch) * p.queries + own.row) * p.heads + own.head;
   for (int i = lane; i < V; i += 32) {
     float x = 0;
     for (int split = 0; split < splits; ++split) {
-      const float shrink = weight_of(split_state[((first + split) * rows + r) * 2], largest);
+      const float shrink = weight_of(split_state[((first + split) * rows + r) * 2], from);
       x += split_out[((first + split) * rows + r) * V + i] * shrink;
     }
-    out[at * V + i] = T(x * inverse);
+    out[at * V + i] = T(x * row.factor);
   }
   if (lane == 0) {
-    store_row(row_maximum, row_total, at, largest, sum, empty);
+    row.store(row_maximum, row_total, at);
   }
 }

@@ -1,8 +1,9 @@
-// From a dot product to a score, and back for the derivative; what a row of scores comes to; and which probabilities dropout
-// keeps. Kernels ask nothing else about scores.
+// From a dot product to a score, and back for the derivative; and which probabilities dropout keeps. Kernels ask nothing else
+// about scores.
 #pragma once
 
-#include "fragments.h"
+#include "attention/operands.h"
+#include "core/product.h"
 
 struct Score {
   constant Parameters* p;
@@ -16,28 +17,29 @@ struct Score {
 
   Score() = default;
 
-  Score(
+  INLINED Score(
       constant Parameters& p, device const float* numbers, device const uchar* bias, int batch, int head, int offset)
       : p(&p), numbers(numbers), bias(bias), batch(batch), offset(offset) {
     turn_to(head);
   }
 
-  device const float* of_head(int head) const {
+  INLINED device const float* of_head(int head) const {
     return numbers + (ulong(batch) * ulong(p->heads) + ulong(head)) * ulong(p->numbers_stride);
   }
 
-  void turn_to(int head) {
+  INLINED void turn_to(int head) {
     scale = of_head(head)[0];
     slope = has_slopes ? of_head(head)[1] : 0.0f;
     bias_offset = bias_type != 0 ? broadcast_offset(p->bias, batch, head) : 0;
   }
 
-  float sink(int head) const {
+  INLINED float sink(int head) const {
     return of_head(head)[2];
   }
 
-  float bias_at(int row, int column) const {
-    const ulong i = bias_offset + broadcast_index(p->bias, row, column);
+  // A row or column that does not exist, which may be asked for where nothing is masked, has what the last has.
+  INLINED float bias_at(int row, int column) const {
+    const ulong i = bias_offset + broadcast_index(p->bias, min(row, p->queries - 1), min(column, p->keys - 1));
     if (bias_type == 1) {
       return reinterpret_cast<device const float*>(bias)[i];
     }
@@ -47,13 +49,13 @@ struct Score {
     return float(reinterpret_cast<device const bfloat*>(bias)[i]);
   }
 
-  float distance(int row, int column) const {
+  INLINED float distance(int row, int column) const {
     return float(column - (row + offset));
   }
 
   // The score `x` of a pair that the masks allow. Returns whether its bias leaves it visible: minus infinity hides a pair,
   // whatever the product; its score is then minus infinity too. Under a soft cap it hides nothing.
-  bool of(float product, int row, int column, thread float& x) const {
+  INLINED bool of(float product, int row, int column, thread float& x) const {
     x = product * scale;
     if (bias_type != 0) {
       const float bias = bias_at(row, column);
@@ -73,12 +75,12 @@ struct Score {
   }
 
   // Whether a pair that masks allow may still be hidden by its bias.
-  bool may_hide() const {
+  INLINED bool may_hide() const {
     return bias_type != 0 && !has_cap;
   }
 
   // The derivative by the score before the cap, given that by the score `x`; dQ and dK still need `scale`.
-  float derivative(float d_x, float x) const {
+  INLINED float derivative(float d_x, float x) const {
     if (has_cap) {
       const float y = x / p->cap;
       return d_x * (1.0f - y * y);
@@ -88,17 +90,23 @@ struct Score {
 };
 
 // A sum of nothing is 0, whatever the scale.
-inline float scaled(float sum, float scale) {
+INLINED float scaled(float sum, float scale) {
   return sum == 0 ? 0.0f : sum * scale;
 }
 
-inline void scale_sums(thread Fragment<float>& sums, float scale) {
-  for (int e = 0; e < 2; ++e) {
-    sums.thread_elements()[e] = scaled(sums.thread_elements()[e], scale);
+template <int BLOCKS, int COUNT>
+INLINED void scale_sums(thread Fragment<float> (&sums)[BLOCKS][COUNT], float scale) {
+  UNROLLED
+  for (int block = 0; block < BLOCKS; ++block) {
+    UNROLLED
+    for (int i = 0; i < COUNT; ++i) {
+      sums[block][i].thread_elements()[0] = scaled(sums[block][i].thread_elements()[0], scale);
+      sums[block][i].thread_elements()[1] = scaled(sums[block][i].thread_elements()[1], scale);
+    }
   }
 }
 
-inline void store_bias(device uchar* d_bias, ulong at, float x) {
+INLINED void store_bias(device uchar* d_bias, ulong at, float x) {
   if (bias_type == 1) {
     reinterpret_cast<device float*>(d_bias)[at] = x;
   } else if (bias_type == 2) {
@@ -106,37 +114,6 @@ inline void store_bias(device uchar* d_bias, ulong at, float x) {
   } else {
     reinterpret_cast<device bfloat*>(d_bias)[at] = bfloat(x);
   }
-}
-
-// exp(x - largest). The largest of no scores, and of scores that are minus infinity all, counts as 0.
-inline float weight_of(float x, float largest) {
-  return fast::exp2((x - largest) * log2_e);
-}
-
-inline float or_zero(float largest) {
-  return largest == -INFINITY ? 0.0f : largest;
-}
-
-// A row as the backward pass is told: its largest score, finite, and the sum of its weights: 0 where it sees nothing, NaN where
-// its softmax is not defined. The sum alone has not the digits of scores that are huge all, nor has their log-sum-exp.
-inline void store_row(
-    device float* row_max, device float* row_sum, ulong at, float largest, float sum, bool empty) {
-  row_max[at] = !empty && is_finite(largest) ? largest : 0.0f;
-  row_sum[at] = empty ? 0.0f : (sum == 0 ? NAN : sum);
-}
-
-// The same row as kernels of gradients are told: D, of which `d` is the sum, and what makes probabilities of its scores.
-inline void store_gradient_row(
-    device float* row_sums, device float2* row_states, ulong at, float row_max, float row_sum, float d) {
-  const bool empty = row_sum == 0;
-  row_sums[at] = empty ? 0.0f : d;
-  row_states[at] = float2(row_max, empty ? 0.0f : precise::log2(row_sum));
-}
-
-// A probability from its score and its row: largest score, logarithm of the sum to base 2. Rounding must not lift the score
-// above the largest: where scores are huge, a unit in the last place is a large power of e.
-inline float probability(float x, float2 row) {
-  return fast::exp2((x > row.x ? 0.0f : (x - row.x) * log2_e) - row.y);
 }
 
 // Philox-4×32-10 (Salmon et al., SC 2011); jax_mfa/philox.py says which counter belongs to which score.
@@ -147,7 +124,7 @@ struct Dropout {
   uint first_head;
   uint head;
 
-  Dropout(constant Parameters& p, device const uint* dropout, int batch_row, int head)
+  INLINED Dropout(constant Parameters& p, device const uint* dropout, int batch_row, int head)
       : p(p), seed(0), batch(0), first_head(0), head(head) {
     if (has_dropout) {
       device const uint* of_row = dropout + ulong(batch_row) * 4;
@@ -157,7 +134,7 @@ struct Dropout {
     }
   }
 
-  uint4 words(int row, int column) const {
+  INLINED uint4 words(int row, int column) const {
     uint4 c = uint4(uint(column) / 4, uint(row), first_head + head, batch);
     uint2 k = seed;
     for (int round = 0; round < 10; ++round) {
@@ -169,22 +146,40 @@ struct Dropout {
     return c;
   }
 
-  bool keeps(uint4 words, int column) const {
-    return words[column & 3] >= p.drop_below;
+  INLINED float factor(uint word) const {
+    return word >= p.drop_below ? p.keep_factor : 0.0f;
   }
 
-  bool keeps(int row, int column) const {
-    return keeps(words(row, column), column);
+  // What the probability of one pair is multiplied by.
+  INLINED float factor(int row, int column) const {
+    return has_dropout ? factor(words(row, column)[column & 3]) : 1.0f;
   }
 
-  // Drops weights of a lane's two columns; those of invisible pairs stay as they are.
-  void thin(thread Fragment<float>& weights, int row, int column) const {
-    const uint4 words = this->words(row, column);
-    for (int e = 0; e < 2; ++e) {
-      const float weight = weights.thread_elements()[e];
-      if (!is_invisible(weight)) {
-        weights.thread_elements()[e] = weight * (keeps(words, column + e) ? p.keep_factor : 0.0f);
+  // The same of a lane's two columns in each of COLUMNS fragments, its first at `column`. Four columns share their words, and two
+  // lanes these columns: of two fragments each lane makes the words of one.
+  template <int COLUMNS>
+  INLINED void factors(int row, int column, thread float2 (&result)[COLUMNS]) const {
+    const bool second = (column & 2) != 0;
+    UNROLLED
+    for (int c = 0; c < COLUMNS; c += 2) {
+      if (!has_dropout) {
+        result[c] = float2(1.0f, 1.0f);
+        result[c + 1 < COLUMNS ? c + 1 : c] = float2(1.0f, 1.0f);
+        continue;
       }
+      const bool alone = c + 1 == COLUMNS;
+      const uint4 own = words(row, column + c * 8 + (second && !alone ? 8 : 0));
+      const uint2 here = second ? uint2(own.z, own.w) : uint2(own.x, own.y);
+      if (alone) {
+        result[c] = float2(factor(here.x), factor(here.y));
+        continue;
+      }
+      const uint there_x = simd_shuffle_xor(second ? own.x : own.z, ushort(1));
+      const uint there_y = simd_shuffle_xor(second ? own.y : own.w, ushort(1));
+      const float2 kept = float2(factor(here.x), factor(here.y));
+      const float2 given = float2(factor(there_x), factor(there_y));
+      result[c] = second ? given : kept;
+      result[c + 1] = second ? kept : given;
     }
   }
 };

@@ -3,10 +3,7 @@
 // Letters as everywhere: T queries, S keys, N query heads, K key heads, G = N / K, H and V head sizes.
 #pragma once
 
-#include <metal_stdlib>
-#include <metal_simdgroup_matrix>
-
-using namespace metal;
+#include "core/source.h"
 
 // Which features a launch uses; what it does not use is compiled away.
 constant bool has_left [[function_constant(0)]];
@@ -21,7 +18,7 @@ constant bool has_cap [[function_constant(8)]];
 constant bool has_dropout [[function_constant(9)]];
 constant bool has_ranges [[function_constant(12)]];
 constant bool has_lists [[function_constant(13)]];     // of visible tiles, made by a kernel before this one
-constant bool has_spans [[function_constant(14)]];     // of which only the first and the number up to the last are kept
+constant bool has_spans [[function_constant(14)]];     // of which only two runs are kept: all, and those wholly visible
 constant bool wants_scale [[function_constant(10)]];   // gradients that the kernel of dQ sums up too
 constant bool wants_slopes [[function_constant(11)]];
 
@@ -85,8 +82,8 @@ struct Grid {
 #define ATTENTION_OPERANDS                                                                        \
   VISIBILITY_OPERANDS,                                                                            \
   device const T* query [[buffer(0)]],            /* [B, T, N, H] */                              \
-  device const T* key [[buffer(1)]],              /* [rows, S, K, H] */                           \
-  device const T* value [[buffer(2)]],            /* [rows, S, K, V] */                           \
+  device const typename KeySource::Storage* key [[buffer(1)]],      /* [rows, S, K, H] */         \
+  device const typename ValueSource::Storage* value [[buffer(2)]],  /* [rows, S, K, V] */         \
   device const float* numbers [[buffer(5)]],      /* [1|B·N, 3]: scale, slope, sink */            \
   device const uchar* bias [[buffer(6)]],         /* Broadcast, of bias_type */                   \
   device const uint* dropout [[buffer(11)]],      /* [B, 4]: words of seed, batch, first head */  \
@@ -96,24 +93,19 @@ struct Grid {
 constant constexpr float log2_e = 1.44269504088896341f;
 
 // The place in the whole grid of a threadgroup of this launch.
-inline uint3 place_in(constant Grid& grid, uint3 group) {
+INLINED uint3 place_in(constant Grid& grid, uint3 group) {
   return uint3(grid.x, grid.y, grid.z) + group;
 }
 
-inline int mapped_row(constant RowMap& map, int batch) {
+INLINED int mapped_row(constant RowMap& map, int batch) {
   return (batch / map.repeat) % map.rows;
 }
 
-// Element offset of row 0 of a head in an array [rows, length, heads, size]; positions may exceed 2^31 elements.
-inline ulong head_offset(int row, int length, int heads, int head, int size) {
-  return (ulong(row) * ulong(length) * ulong(heads) + ulong(head)) * ulong(size);
-}
-
-inline ulong broadcast_offset(constant Broadcast& x, int batch, int head) {
+INLINED ulong broadcast_offset(constant Broadcast& x, int batch, int head) {
   const ulong plane = ulong(mapped_row(x.map, batch)) * ulong(x.heads) + ulong(x.heads > 1 ? head : 0);
   return plane * ulong(x.queries) * ulong(x.keys);
 }
 
-inline ulong broadcast_index(constant Broadcast& x, int row, int column) {
+INLINED ulong broadcast_index(constant Broadcast& x, int row, int column) {
   return ulong(x.queries > 1 ? row : 0) * ulong(x.keys) + ulong(x.keys > 1 ? column : 0);
 }

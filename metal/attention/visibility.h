@@ -2,7 +2,7 @@
 // Kernels ask nothing else about masks.
 #pragma once
 
-#include "parameters.h"
+#include "attention/operands.h"
 
 // What is known of a tile.
 constant constexpr int none_visible = 0;
@@ -14,14 +14,14 @@ struct Found {
   bool any = false;
   bool all = true;
 
-  void add(bool some, bool whole) {
+  INLINED void add(bool some, bool whole) {
     any = any || some;
     all = all && whole;
   }
 
   // Of one thread ALONE, or of its simdgroup.
   template <bool ALONE>
-  int result() const {
+  INLINED int result() const {
     const bool some = ALONE ? any : simd_any(any);
     const bool whole = ALONE ? all : simd_all(all);
     return whole ? all_visible : (some ? some_visible : none_visible);
@@ -45,7 +45,7 @@ struct Visibility {
 
   Visibility() = default;
 
-  Visibility(
+  INLINED Visibility(
       constant Parameters& p, device const int* limits, device const uchar* mask, device const uchar* blocks,
       device const int* query_segments, device const int* key_segments, device const int* key_ranges, int batch, int head,
       ushort lane)
@@ -60,42 +60,42 @@ struct Visibility {
     turn_to(head);
   }
 
-  void turn_to(int head) {
+  INLINED void turn_to(int head) {
     mask_of_head = has_mask ? mask + broadcast_offset(p->mask, batch, head) : mask;
     blocks_of_head = has_blocks ? blocks + broadcast_offset(p->blocks, batch, head) : blocks;
   }
 
   // Distances between positions fit an int; a position and a side of the window added up may not. These do it safely.
-  int before(int position, int side) const {
+  INLINED int before(int position, int side) const {
     return max(position, side) - side;  // position - side, or 0
   }
 
-  int after(int position, int side, int end) const {
+  INLINED int after(int position, int side, int end) const {
     return side < end - position ? position + side + 1 : end;  // at most
   }
 
   // The columns that any of the rows first … last may see lie in column_begin … column_end - 1.
-  int column_begin(int first) const {
+  INLINED int column_begin(int first) const {
     return has_left ? before(first + offset, p->left) : 0;
   }
 
-  int column_end(int first, int last) const {
+  INLINED int column_end(int first, int last) const {
     const int end = has_right ? after(last + offset, p->right, columns) : columns;
     return first < rows ? end : 0;
   }
 
   // The rows that may see any of the columns first … last lie in row_begin … row_end - 1.
-  int row_begin(int first) const {
+  INLINED int row_begin(int first) const {
     return has_right ? before(first - offset, p->right) : 0;
   }
 
-  int row_end(int first, int last) const {
+  INLINED int row_end(int first, int last) const {
     const int end = has_left ? after(last - offset, p->left, rows) : rows;
     return first < columns ? end : 0;
   }
 
   // n rows from `row` and m columns from `column`, judged by positions and lengths alone.
-  int band(int row, int n, int column, int m) const {
+  INLINED int band(int row, int n, int column, int m) const {
     if (row >= rows || column >= column_end(row, row + n - 1) || column + m <= column_begin(row)) {
       return none_visible;
     }
@@ -112,7 +112,7 @@ struct Visibility {
   // The same by everything else, for rows and columns that exist. A whole simdgroup finds out together, or a thread ALONE, which
   // also reads the mask itself.
   template <bool ALONE>
-  int contents(int row, int n, int column, int m) const {
+  INLINED int contents(int row, int n, int column, int m) const {
     const int from = ALONE ? 0 : lane;
     const int step = ALONE ? 1 : 32;
     const int row_end = min(row + n, p->queries);
@@ -180,7 +180,7 @@ struct Visibility {
 
   // Both together: what there is to compute, and how carefully.
   template <bool ALONE = false>
-  int of_tile(int row, int n, int column, int m) const {
+  INLINED int of_tile(int row, int n, int column, int m) const {
     const int result = band(row, n, column, m);
     if (result == none_visible || !(has_mask || has_segments || has_ranges || has_blocks)) {
       return result;
@@ -188,11 +188,11 @@ struct Visibility {
     return min(result, contents<ALONE>(row, n, column, m));
   }
 
-  bool block(int row, int column) const {
+  INLINED bool block(int row, int column) const {
     return blocks_of_head[broadcast_index(p->blocks, row, column)] != 0;
   }
 
-  bool visible(int row, int column) const {
+  INLINED bool visible(int row, int column) const {
     bool result = row < rows && column < columns;
     if (has_right) {
       result = result && column - (row + offset) <= p->right;
@@ -216,64 +216,90 @@ struct Visibility {
   }
 };
 
-// The tiles of one axis that a tile of the other meets, in order: consecutive ones, or a list made by attention_tile_lists.
+// Whether positions and lengths alone tell what is visible.
+INLINED bool only_bands() {
+  return !(has_mask || has_blocks || has_segments || has_ranges);
+}
+
+// The tiles of one axis that a tile of the other meets: first those wholly visible, then the others. Both are runs of
+// consecutive ones, or a list made by attention_tile_lists.
 struct Walk {
-  int begin;
   int count;
-  device const int* list;  // twice the tile, and one more where it is wholly visible
+  int wholes;       // of them are wholly visible
+  int begin;        // of all
+  int whole_begin;  // of those
+  device const int* list;  // wholes from the front, others from the back
+  int last;
 
-  int tile(int i) const {
-    return has_lists && !has_spans ? list[i] / 2 : begin + i;
-  }
-
-  bool whole(int i) const {
-    return has_lists && !has_spans && list[i] % 2 != 0;
+  INLINED int tile(int i) const {
+    if (has_lists && !has_spans) {
+      return list[i < wholes ? i : last - (i - wholes)];
+    }
+    if (i < wholes) {
+      return whole_begin + i;
+    }
+    const int other = begin + i - wholes;
+    return other < whole_begin ? other : other + wholes;
   }
 };
 
-// Lists of tiles lie as [B, 1|N, tiles of the one axis, 1 + tiles of the other]: how many are visible, and then which; spans as
-// [B, 1|N, tiles of the one axis, 2]: the first, and how many there are up to the last. One list serves all heads where neither
-// mask nor blocks differ among them.
-inline int heads_of_lists(constant Parameters& p) {
+// The tiles of SIZE elements that hold begin … end - 1, and of them those that lie within whole_begin … whole_end - 1.
+template <int SIZE>
+INLINED Walk runs(int begin, int end, int whole_begin, int whole_end) {
+  const int first = begin / SIZE;
+  const int count = max((end + SIZE - 1) / SIZE - first, 0);
+  const int whole_first = max((whole_begin + SIZE - 1) / SIZE, first);
+  const int wholes = only_bands() ? clamp(whole_end / SIZE - whole_first, 0, count) : 0;
+  return {count, wholes, first, wholes > 0 ? whole_first : first, nullptr, 0};
+}
+
+// Lists of tiles lie as [B, 1|N, tiles of the one axis, 2 + tiles of the other]: how many are visible and how many of them
+// wholly, and then which; where only runs are kept as [B, 1|N, tiles of the one axis, 4]: their beginnings after the numbers. One
+// list serves all heads where neither mask nor blocks differ among them.
+INLINED int heads_of_lists(constant Parameters& p) {
   return max(p.mask.heads, p.blocks.heads);
 }
 
-inline ulong room_of_list(int others) {
-  return has_spans ? 2 : 1 + ulong(others);
+INLINED ulong room_of_list(int others) {
+  return has_spans ? 4 : 2 + ulong(others);
 }
 
-inline Walk listed(constant Parameters& p, device const int* lists, int batch, int head, int tile, int tiles, int others) {
+INLINED Walk listed(constant Parameters& p, device const int* lists, int batch, int head, int tile, int tiles, int others) {
   const int heads = heads_of_lists(p);
   const ulong plane = ulong(batch) * ulong(heads) + ulong(heads > 1 ? head : 0);
   device const int* list = lists + (plane * ulong(tiles) + ulong(tile)) * room_of_list(others);
   if (has_spans) {
-    return {list[0], list[1], nullptr};
+    return {list[0], list[1], list[2], list[3], nullptr, 0};
   }
-  return {0, list[0], list + 1};
+  return {list[0], list[1], 0, 0, list + 2, others - 1};
 }
 
-inline int tiles_of(int length, int size) {
+INLINED int tiles_of(int length, int size) {
   return (length + size - 1) / size;
 }
 
-// The tiles of SIZE columns that the rows first … first + n - 1 meet, n rows being a tile.
+// The tiles of SIZE columns that the rows first … first + n - 1 meet, n rows being a tile. Rows that do not exist hide nothing.
 template <int SIZE>
-inline Walk columns_for(
+INLINED Walk columns_for(
     constant Parameters& p, const thread Visibility& visibility, device const int* lists, int head, int first, int n) {
   if (has_lists) {
     return listed(p, lists, visibility.batch, head, first / n, tiles_of(p.queries, n), tiles_of(p.keys, SIZE));
   }
-  const int begin = visibility.column_begin(first) / SIZE;
-  return {begin, max(tiles_of(visibility.column_end(first, first + n - 1), SIZE) - begin, 0), nullptr};
+  const int last = min(first + n, p.queries) - 1;
+  return runs<SIZE>(
+      visibility.column_begin(first), visibility.column_end(first, last), visibility.column_begin(last),
+      last < visibility.rows ? visibility.column_end(first, first) : 0);
 }
 
 // The tiles of SIZE rows that the columns first … first + n - 1 meet, n columns being a tile.
 template <int SIZE>
-inline Walk rows_for(
+INLINED Walk rows_for(
     constant Parameters& p, const thread Visibility& visibility, device const int* lists, int head, int first, int n) {
   if (has_lists) {
     return listed(p, lists, visibility.batch, head, first / n, tiles_of(p.keys, n), tiles_of(p.queries, SIZE));
   }
-  const int begin = visibility.row_begin(first) / SIZE;
-  return {begin, max(tiles_of(visibility.row_end(first, first + n - 1), SIZE) - begin, 0), nullptr};
+  const int last = min(first + n, p.keys) - 1;
+  return runs<SIZE>(
+      visibility.row_begin(first), visibility.row_end(first, last), visibility.row_begin(last),
+      last < visibility.columns ? visibility.row_end(first, first) : 0);
 }

@@ -1,7 +1,7 @@
 // Which tiles are visible, where the indices of a tile do not tell (masks, blocks, segments, ranges): a list for each tile of
 // rows, or of columns, made once for all heads that share it, so that an attention kernel meets visible tiles only. Where no
 // operand has an entry for each row and column, a list would be the only thing to grow with their product: a span stands for it.
-#include "visibility.h"
+#include "attention/visibility.h"
 
 template <int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_tile_lists(
@@ -17,9 +17,13 @@ template <int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
   const int others = FOR_ROWS ? tiles_of(p.keys, COLUMNS) : tiles_of(p.queries, ROWS);
   const ulong plane = ulong(group.z) * groups.y + group.y;
   device int* list = lists + (plane * groups.x + group.x) * room_of_list(others);
+  const bool keeper = thread_index == 0;
   int count = 0;
+  int wholes = 0;
   int first = 0;
   int last = -1;
+  int whole_first = 0;
+  int whole_end = -1;  // of the first run of wholly visible ones
   for (int from = 0; from < others; from += THREADS) {
     const int other = from + thread_index;
     int seen = none_visible;
@@ -30,24 +34,34 @@ template <int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
     }
     found[thread_index] = seen;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    int before = count;
+    int wholes_before = wholes;
+    int others_before = count - wholes;
     for (int i = 0; i < THREADS; ++i) {
       if (found[i] != none_visible) {
-        before += i < thread_index ? 1 : 0;
+        const bool whole = found[i] == all_visible;
+        wholes_before += whole && i < thread_index ? 1 : 0;
+        others_before += !whole && i < thread_index ? 1 : 0;
         first = count == 0 ? from + i : first;
         last = from + i;
         ++count;
+        if (whole) {
+          whole_first = wholes == 0 ? from + i : whole_first;
+          whole_end = wholes == 0 || whole_end == from + i ? from + i + 1 : whole_end;
+          ++wholes;
+        }
       }
     }
     if (!has_spans && seen != none_visible) {
-      list[1 + before] = 2 * other + (seen == all_visible ? 1 : 0);
+      list[2 + (seen == all_visible ? wholes_before : others - 1 - others_before)] = other;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  if (thread_index == 0) {
-    list[0] = has_spans ? first : count;
+  if (keeper) {
+    list[0] = has_spans ? last - first + 1 : count;
+    list[1] = has_spans ? (wholes > 0 ? whole_end - whole_first : 0) : wholes;
     if (has_spans) {
-      list[1] = last - first + 1;
+      list[2] = first;
+      list[3] = wholes > 0 ? whole_first : first;
     }
   }
 }

@@ -1,0 +1,721 @@
+// Attention, backward (Dao, arXiv:2307.08691, section 3.1): several kernels and no atomics, so that the same bits come out of
+// every run.
+//
+//   attention_row_sums:    delta = Σ dO·O - d(log-sum-exp) and what probabilities need, three numbers for each row
+//   attention_d_query:     dQ = scale · dS K, parallel over query rows
+//   attention_d_key_value: dK = scale · dSᵀ Q and dV = Pᵀ dO, parallel over key rows, looping over the heads of a group
+//   attention_d_bias:      dS summed over what the bias broadcasts, parallel over its elements
+//
+// with P = exp(score - maximum) / sum computed again and dS = P ∘ (dO Vᵀ - delta). Inputs are matrix operands in their own dtype;
+// P and dS are float32 operands, for the reason given in forward.metal.
+#include "attention/gradient.h"
+#include "attention/visibility.h"
+#include "core/pipeline.h"
+
+// One simdgroup for each row.
+template <typename T, int V, int SIMDGROUPS>
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_row_sums(
+    device const T* out [[buffer(0)]],                // [B, T, N, V]
+    device const T* d_out [[buffer(1)]],              // [B, T, N, V]
+    device const float* row_maximum [[buffer(2)]],    // [B, T, N]
+    device const float* row_total [[buffer(3)]],      // [B, T, N]
+    device const float* d_lse [[buffer(4)]],          // [B, T, N]
+    device float* row_sums [[buffer(5)]],             // [B, T, N]
+    device float2* row_states [[buffer(6)]],          // [B, T, N]: see `RowState`
+    constant Parameters& p [[buffer(7)]],
+    uint3 group [[threadgroup_position_in_grid]],     // (SIMDGROUPS rows and heads, 1, batch row)
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane [[thread_index_in_simdgroup]]) {
+  const ulong rows = ulong(p.queries) * p.heads;
+  const ulong row = ulong(group.x) * SIMDGROUPS + simdgroup;
+  if (row >= rows) {
+    return;
+  }
+  const ulong at = group.z * rows + row;
+  float sum = 0;
+  for (int i = lane; i < V; i += 32) {
+    sum += float(d_out[at * V + i]) * float(out[at * V + i]);
+  }
+  sum = simd_sum(sum);
+  if (lane == 0) {
+    store_gradient_row(row_sums, row_states, at, row_maximum[at], row_total[at], sum - d_lse[at]);
+  }
+}
+
+// Keys and values on their way to dQ: both are read transposed, keys as they lie too.
+template <typename KeySource, typename ValueSource, typename T, int KEYS, int THREADS, bool STAGED>
+struct KeyValueTilesOfQueries {
+  using Keys = typename TileOf<STAGED, KeySource, T, KEYS, THREADS, straight_form | transposed_form>::Type;
+  using Values = typename TileOf<STAGED, ValueSource, T, KEYS, THREADS, transposed_form>::Type;
+  KeySource key_source;
+  ValueSource value_source;
+  Keys keys;
+  Values values;
+
+  INLINED void fetch(int column) {
+    keys.fetch(key_source, column);
+    values.fetch(value_source, column);
+  }
+
+  INLINED void put(int buffer) {
+    keys.put(buffer);
+    values.put(buffer);
+  }
+};
+
+// dQ of a simdgroup's rows of one head, in its registers.
+template <int BLOCKS, int COUNT>
+struct QueryGradient {
+  Visibility visibility;
+  Score score;
+  Dropout drop;
+  int first;   // the lane's row of the first block
+  bool whole;  // all pairs at hand are visible
+  RowState row_state[BLOCKS];
+  float scale_sum[BLOCKS];  // of the lane's own columns
+  float slope_sum[BLOCKS];
+  Fragment<float> sums[BLOCKS][COUNT];
+
+  // Adds 8 · COLUMNS columns from `column` on, where the tiles begin. See `attend`.
+  template <bool MASKED, int COLUMNS, typename Queries, typename Cotangents, typename Keys, typename Values>
+  INLINED void add(
+      const thread Queries& q, const thread Cotangents& d_o, const thread Keys& keys, const thread Values& values,
+      int column, int from, bool spoilt, Lane lane) {
+    constexpr int width = Keys::fragments;
+    Fragment<float> s[BLOCKS][COLUMNS];
+    Fragment<float> d_p[BLOCKS][COLUMNS];
+    multiply_rows(s, q, keys);
+    multiply_rows(d_p, d_o, values);
+    UNROLLED
+    for (int block = 0; block < BLOCKS; ++block) {
+      const int row = first + block * 8;
+      float2 keep[COLUMNS];
+      drop.factors(row, column + lane.column, keep);
+      UNROLLED
+      for (int c = 0; c < COLUMNS; ++c) {
+        UNROLLED
+        for (int e = 0; e < 2; ++e) {
+          const int at = column + c * 8 + lane.column + e;
+          const float product = s[block][c].thread_elements()[e];
+          Pair pair;
+          if (!MASKED || whole || visibility.visible(row, at)) {
+            pair = Pair(score, row, at, product, d_p[block][c].thread_elements()[e], row_state[block], keep[c][e]);
+            if ((wants_scale || wants_slopes) && !is_absent(pair.d_score)) {
+              scale_sum[block] += pair.d_score * product;
+              slope_sum[block] += pair.d_score * score.distance(row, at);
+            }
+          }
+          s[block][c].thread_elements()[e] = pair.d_score;
+        }
+      }
+    }
+    if ((MASKED || score.may_hide()) && spoilt) {
+      accumulate_present<width>(sums, s, keys, from, lane);
+    } else {
+      accumulate<width>(sums, s, keys, from);
+    }
+  }
+};
+
+template <
+    typename T,
+    typename KeySource,
+    typename ValueSource,
+    int BLOCKS,
+    int SIMDGROUPS,
+    int KEYS,
+    int COLUMNS,  // fragments of columns computed side by side
+    int BUFFERS,
+    bool CACHE_Q,
+    bool CACHE_DO,
+    int SLICES>   // threadgroups that share the columns of dQ, each with all scores
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_d_query(
+    ATTENTION_OPERANDS,
+    device const T* d_out [[buffer(12)]],          // [B, T, N, V]
+    device const float2* row_states [[buffer(13)]],  // [B, T, N]
+    device const float* row_sums [[buffer(14)]],   // [B, T, N]
+    device T* d_query [[buffer(15)]],              // [B, T, N, H]
+    device float* d_scale [[buffer(16), function_constant(wants_scale)]],   // [B, T, N]: Σ dS · score / scale
+    device float* d_slope [[buffer(17), function_constant(wants_slopes)]],  // [B, T, N]: Σ dS · distance
+    uint3 launched [[threadgroup_position_in_grid]],  // of (head, tile of rows from the last and slice, batch row)
+    ushort thread_index [[thread_index_in_threadgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane_index [[thread_index_in_simdgroup]]) {
+  constexpr int H = KeySource::size;
+  constexpr int V = ValueSource::size;
+  constexpr int rows_of_group = SIMDGROUPS * BLOCKS * 8;
+  constexpr int h_fragments = slice_fragments(H, SLICES);
+  using Tiles = KeyValueTilesOfQueries<KeySource, ValueSource, T, KEYS, SIMDGROUPS * 32, (BUFFERS > 0)>;
+  threadgroup T k_room[BUFFERS > 0 ? BUFFERS * Tiles::Keys::room : 1];
+  threadgroup T v_room[BUFFERS > 0 ? BUFFERS * Tiles::Values::room : 1];
+
+  const uint3 group = place_in(grid, launched);
+  const Lane lane(lane_index);
+  const int head = group.x;
+  const int batch = group.z;
+  const int key_head = head / (p.heads / p.key_heads);
+  const int slice = int(group.y) % SLICES;
+  const int group_row = int((grid.height - 1 - group.y) / SLICES) * rows_of_group;
+  const int first = group_row + simdgroup * BLOCKS * 8;
+  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
+  const Score score(p, numbers, bias, batch, head, visibility.offset);
+  const OwnRows<T, H, BLOCKS, CACHE_Q> q(Dense<T, H>(query, batch, p.queries, p.heads, head, p.queries), first, lane);
+  const OwnRows<T, V, BLOCKS, CACHE_DO> d_o(Dense<T, V>(d_out, batch, p.queries, p.heads, head, p.queries), first, lane);
+  Tiles tiles = {
+      KeySource(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns),
+      ValueSource(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns),
+      typename Tiles::Keys(k_room, thread_index, lane), typename Tiles::Values(v_room, thread_index, lane)};
+  QueryGradient<BLOCKS, h_fragments> gradient = {
+      visibility, score, Dropout(p, dropout, batch, head), first + lane.row, false, {}, {}, {}, {}};
+  UNROLLED
+  for (int block = 0; block < BLOCKS; ++block) {
+    const int row = min(gradient.first + block * 8, p.queries - 1);
+    gradient.row_state[block] = RowState(row_states, row_sums, (ulong(batch) * p.queries + row) * p.heads + head);
+    gradient.scale_sum[block] = 0;
+    gradient.slope_sum[block] = 0;
+  }
+  clear(gradient.sums);
+
+  const Walk walk = columns_for<KEYS>(p, visibility, lists, head, group_row, rows_of_group);
+  Pipeline<Tiles, BUFFERS> pipeline(tiles);
+  int column = walk.count > 0 ? walk.tile(0) * KEYS : 0;
+  pipeline.start(walk.count > 0, column);
+  int turn = 0;
+  for (; turn < walk.wholes; ++turn) {
+    const bool more = turn + 1 < walk.count;
+    const int next = more ? walk.tile(turn + 1) * KEYS : 0;
+    pipeline.ahead(more, next);
+    const auto keys = tiles.keys.reader(tiles.key_source, column, pipeline.buffer);
+    const auto values = tiles.values.reader(tiles.value_source, column, pipeline.buffer);
+    const bool spoilt = score.may_hide() && !keys.finite(lane_index);
+    ROLLED
+    for (int part = 0; part < KEYS / 8; part += COLUMNS) {
+      gradient.template add<false, COLUMNS>(
+          q, d_o, keys.part(part), values.part(part), column + part * 8, slice * h_fragments, spoilt, lane);
+    }
+    pipeline.turn(more);
+    column = next;
+  }
+  ROLLED
+  for (; turn < walk.count; ++turn) {
+    const bool more = turn + 1 < walk.count;
+    const int next = more ? walk.tile(turn + 1) * KEYS : 0;
+    pipeline.ahead(more, next);
+    const int seen = visibility.of_tile(first, BLOCKS * 8, column, KEYS);
+    if (seen != none_visible) {
+      const auto keys = tiles.keys.reader(tiles.key_source, column, pipeline.buffer);
+      const auto values = tiles.values.reader(tiles.value_source, column, pipeline.buffer);
+      const bool spoilt = !keys.finite(lane_index);
+      gradient.whole = seen == all_visible;
+      ROLLED
+      for (int part = 0; part < KEYS / 8; ++part) {
+        const int at = column + part * 8;
+        if (visibility.band(first, BLOCKS * 8, at, 8) != none_visible) {
+          gradient.template add<true, 1>(
+              q, d_o, keys.part(part), values.part(part), at, slice * h_fragments, spoilt, lane);
+        }
+      }
+    }
+    pipeline.turn(more);
+    column = next;
+  }
+
+  scale_sums(gradient.sums, score.scale);
+  const uint stride = uint(p.heads) * uint(H);
+  device T* rows = d_query + head_offset(batch, p.queries, p.heads, head, H) + ulong(uint(first)) * stride;
+  UNROLLED
+  for (int block = 0; block < BLOCKS; ++block) {
+    const int left = p.queries - first - block * 8;
+    const ulong at_row = (ulong(batch) * p.queries + first + block * 8 + lane.row) * p.heads + head;
+    const bool writes = slice == 0 && lane.column == 0 && lane.row < left;
+    if (wants_scale) {
+      const float sum = sum_along_row(gradient.scale_sum[block]);
+      if (writes) {
+        d_scale[at_row] = sum;
+      }
+    }
+    if (wants_slopes) {
+      const float sum = sum_along_row(gradient.slope_sum[block]);
+      if (writes) {
+        d_slope[at_row] = sum;
+      }
+    }
+    UNROLLED
+    for (int i = 0; i < h_fragments; ++i) {
+      const int at = (slice * h_fragments + i) * 8;
+      store_within(
+          gradient.sums[block][i], 1.0f, rows + (uint(block * 8) * stride + uint(at)), stride, left, H - at, lane);
+    }
+  }
+}
+
+// States of query rows on their way to dK and dV: staged beside the tile, or read by each lane.
+template <int QUERIES, int THREADS, bool STAGED>
+struct RowStates {
+  static constant constexpr int room = STAGED ? 3 * QUERIES : 0;
+  device const float2* row_states;  // of row 0 of the head
+  device const float* deltas;
+  uint stride;
+  int last;
+  threadgroup float* tiles;
+  ushort thread_index;
+  RowState fetched;
+
+  INLINED RowState load(int row) const {
+    return RowState(row_states, deltas, ulong(uint(min(row, last))) * ulong(stride));
+  }
+
+  INLINED void fetch(int row) {
+    if (thread_index < QUERIES) {
+      fetched = load(row + thread_index);
+    }
+  }
+
+  INLINED void put(int buffer) {
+    threadgroup float* at = tiles + (buffer * room + thread_index);
+    if (thread_index < QUERIES) {
+      at[0] = fetched.row_max;
+      at[QUERIES] = fetched.log2_sum;
+      at[2 * QUERIES] = fetched.delta;
+    }
+  }
+
+  // Of row i of the tile that begins at `row`.
+  INLINED RowState at(int row, int i, int buffer) const {
+    if (!STAGED) {
+      return load(row + i);
+    }
+    threadgroup const float* at = tiles + (buffer * room + i);
+    RowState result;
+    result.row_max = at[0];
+    result.log2_sum = at[QUERIES];
+    result.delta = at[2 * QUERIES];
+    return result;
+  }
+};
+
+// A tile of queries that a tile of keys meets.
+struct QueryPlace {
+  int head;
+  int row;
+};
+
+// Queries and dO on their way to dK and dV: each is read as it lies and transposed.
+template <typename T, int H, int V, int QUERIES, int THREADS, bool STAGED>
+struct QueryTiles {
+  using Queries = typename TileOf<STAGED, Dense<T, H>, T, QUERIES, THREADS, straight_form | transposed_form>::Type;
+  using Cotangents = typename TileOf<STAGED, Dense<T, V>, T, QUERIES, THREADS, straight_form | transposed_form>::Type;
+  Dense<T, H> query_source;  // of head 0
+  Dense<T, V> cotangent_source;
+  Queries queries;
+  Cotangents cotangents;
+  RowStates<QUERIES, THREADS, STAGED> states;
+
+  INLINED Dense<T, H> queries_of(int head) const {
+    Dense<T, H> result = query_source;
+    result.turn_by(head);
+    return result;
+  }
+
+  INLINED Dense<T, V> cotangents_of(int head) const {
+    Dense<T, V> result = cotangent_source;
+    result.turn_by(head);
+    return result;
+  }
+
+  INLINED RowStates<QUERIES, THREADS, STAGED> states_of(int head) const {
+    RowStates<QUERIES, THREADS, STAGED> result = states;
+    result.row_states += head;
+    result.deltas += head;
+    return result;
+  }
+
+  INLINED void fetch(QueryPlace place) {
+    queries.fetch(queries_of(place.head), place.row);
+    cotangents.fetch(cotangents_of(place.head), place.row);
+    RowStates<QUERIES, THREADS, STAGED> of_head = states_of(place.head);
+    of_head.fetch(place.row);
+    states.fetched = of_head.fetched;
+  }
+
+  INLINED void put(int buffer) {
+    queries.put(buffer);
+    cotangents.put(buffer);
+    states.put(buffer);
+  }
+};
+
+// Where a tile of keys stands among the tiles of queries that it meets, one head of the group after another.
+struct Turn {
+  int head;
+  int end_head;
+  int i;
+  Walk walk;
+
+  INLINED bool there() const {
+    return head < end_head;
+  }
+
+  INLINED bool whole() const {
+    return there() && i < walk.wholes;
+  }
+
+  INLINED QueryPlace place(int rows) const {
+    return {head, there() ? walk.tile(i) * rows : 0};
+  }
+
+  // The turn after this one.
+  template <int QUERIES>
+  INLINED Turn next(
+      constant Parameters& p, const thread Visibility& visibility, device const int* lists, int column, int columns) const {
+    Turn result = *this;
+    ++result.i;
+    ROLLED
+    while (result.i >= result.walk.count && ++result.head < result.end_head) {
+      result.i = 0;
+      result.walk = rows_for<QUERIES>(p, visibility, lists, result.head, column, columns);
+    }
+    return result;
+  }
+};
+
+// dK and dV of a simdgroup's keys, in its registers, with scores transposed: rows are keys, columns are queries.
+template <int BLOCKS, int KEY_COUNT, int VALUE_COUNT>
+struct KeyValueGradient {
+  Visibility visibility;
+  Score score;
+  Dropout drop;
+  int first;   // the lane's key of the first block
+  bool whole;  // all pairs at hand are visible
+  Fragment<float> key_sums[BLOCKS][KEY_COUNT];
+  Fragment<float> value_sums[BLOCKS][VALUE_COUNT];
+
+  // Adds 8 · COLUMNS queries from row `part` · 8 of the tile on, where the readers begin. See `attend`.
+  template <
+      bool WITH_KEY, bool WITH_VALUE, bool MASKED, int COLUMNS, typename Keys, typename Values, typename Queries,
+      typename Cotangents, typename States>
+  INLINED void add(
+      const thread Keys& k, const thread Values& v, const thread Queries& queries, const thread Cotangents& cotangents,
+      const thread States& states, int tile_row, int buffer, int part, int from_key, int from_value, bool spoilt, Lane lane) {
+    constexpr int key_width = Queries::fragments;
+    constexpr int value_width = Cotangents::fragments;
+    RowState state[COLUMNS][2];
+    UNROLLED
+    for (int c = 0; c < COLUMNS; ++c) {
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        state[c][e] = states.at(tile_row, (part + c) * 8 + lane.column + e, buffer);
+      }
+    }
+    Fragment<float> s[BLOCKS][COLUMNS];
+    Fragment<float> d_p[BLOCKS][COLUMNS];
+    multiply_rows(s, k, queries);
+    if (WITH_KEY) {
+      multiply_rows(d_p, v, cotangents);
+    } else {
+      clear(d_p);
+    }
+    UNROLLED
+    for (int block = 0; block < BLOCKS; ++block) {
+      const int column = first + block * 8;
+      UNROLLED
+      for (int c = 0; c < COLUMNS; ++c) {
+        UNROLLED
+        for (int e = 0; e < 2; ++e) {
+          const int row = tile_row + (part + c) * 8 + lane.column + e;
+          Pair pair;
+          if (!MASKED || whole || visibility.visible(row, column)) {
+            pair = Pair(
+                score, row, column, s[block][c].thread_elements()[e], d_p[block][c].thread_elements()[e], state[c][e],
+                drop.factor(row, column));
+          }
+          s[block][c].thread_elements()[e] = pair.weight;
+          d_p[block][c].thread_elements()[e] = pair.d_score;
+        }
+      }
+    }
+    if ((MASKED || score.may_hide()) && spoilt) {
+      if (WITH_VALUE) {
+        accumulate_present<value_width>(value_sums, s, cotangents, from_value, lane);
+      }
+      if (WITH_KEY) {
+        accumulate_present<key_width>(key_sums, d_p, queries, from_key, lane);
+      }
+    } else {
+      if (WITH_VALUE) {
+        accumulate<value_width>(value_sums, s, cotangents, from_value);
+      }
+      if (WITH_KEY) {
+        accumulate<key_width>(key_sums, d_p, queries, from_key);
+      }
+    }
+  }
+
+  // Adds all queries that the keys of the threadgroup meet.
+  template <
+      bool WITH_KEY, bool WITH_VALUE, int QUERIES, int COLUMNS, int BUFFERS, typename Keys, typename Values, typename Tiles>
+  INLINED void add_all(
+      constant Parameters& p, const thread Keys& k, const thread Values& v, thread Tiles& tiles, Turn turn,
+      device const int* lists, int group_column, int columns, int own, int from_key, int from_value, Lane lane,
+      ushort lane_index) {
+    Pipeline<Tiles, BUFFERS> pipeline(tiles);
+    pipeline.start(turn.there(), turn.place(QUERIES));
+    while (turn.there()) {
+      const int head = turn.head;
+      visibility.turn_to(head);
+      score.turn_to(head);
+      drop.head = head;
+      const auto query_source = tiles.queries_of(head);
+      const auto cotangent_source = tiles.cotangents_of(head);
+      const auto states = tiles.states_of(head);
+      while (turn.whole() && turn.head == head) {
+        const int row = turn.place(QUERIES).row;
+        const Turn following = turn.next<QUERIES>(p, visibility, lists, group_column, columns);
+        pipeline.ahead(following.there(), following.place(QUERIES));
+        const auto queries = tiles.queries.reader(query_source, row, pipeline.buffer);
+        const auto cotangents = tiles.cotangents.reader(cotangent_source, row, pipeline.buffer);
+        const bool spoilt = score.may_hide() && !(queries.finite(lane_index) && cotangents.finite(lane_index));
+        ROLLED
+        for (int part = 0; part < QUERIES / 8; part += COLUMNS) {
+          add<WITH_KEY, WITH_VALUE, false, COLUMNS>(
+              k, v, queries.part(part), cotangents.part(part), states, row, pipeline.buffer, part, from_key, from_value, spoilt, lane);
+        }
+        pipeline.turn(following.there());
+        turn = following;
+      }
+      ROLLED
+      while (turn.there() && !turn.whole() && turn.head == head) {
+        const int row = turn.place(QUERIES).row;
+        const Turn following = turn.next<QUERIES>(p, visibility, lists, group_column, columns);
+        pipeline.ahead(following.there(), following.place(QUERIES));
+        const int seen = visibility.of_tile(row, QUERIES, own, BLOCKS * 8);
+        if (seen != none_visible) {
+          const auto queries = tiles.queries.reader(query_source, row, pipeline.buffer);
+          const auto cotangents = tiles.cotangents.reader(cotangent_source, row, pipeline.buffer);
+          const bool spoilt = !(queries.finite(lane_index) && cotangents.finite(lane_index));
+          whole = seen == all_visible;
+          ROLLED
+          for (int part = 0; part < QUERIES / 8; ++part) {
+            if (visibility.band(row + part * 8, 8, own, BLOCKS * 8) != none_visible) {
+              add<WITH_KEY, WITH_VALUE, true, 1>(
+                  k, v, queries.part(part), cotangents.part(part), states, row, pipeline.buffer, part, from_key, from_value, spoilt, lane);
+            }
+          }
+        }
+        pipeline.turn(following.there());
+        turn = following;
+      }
+    }
+  }
+};
+
+// Sums of a simdgroup's keys to their place.
+template <typename T, int SIZE, int BLOCKS, int COUNT>
+INLINED void store_keys(
+    const thread Fragment<float> (&sums)[BLOCKS][COUNT], constant Parameters& p, device T* to, int batch, int key_head, int first,
+    int from, Lane lane) {
+  const uint stride = uint(p.key_heads) * uint(SIZE);
+  device T* rows = to + head_offset(batch, p.keys, p.key_heads, key_head, SIZE) + ulong(uint(first)) * stride;
+  UNROLLED
+  for (int block = 0; block < BLOCKS; ++block) {
+    UNROLLED
+    for (int i = 0; i < COUNT; ++i) {
+      const int at = (from + i) * 8;
+      store_within(
+          sums[block][i], 1.0f, rows + (uint(block * 8) * stride + uint(at)), stride, p.keys - first - block * 8, SIZE - at,
+          lane);
+    }
+  }
+}
+
+// A simdgroup has BLOCKS × 8 keys and their values, and sums up dK and dV of them. Where registers do not hold both, SLICES
+// threadgroups share them, each with all scores that it needs: the first half of them sums columns of dV, the others those of dK.
+template <
+    typename T,
+    typename KeySource,
+    typename ValueSource,
+    int BLOCKS,
+    int SIMDGROUPS,
+    int QUERIES,
+    int COLUMNS,  // fragments of queries computed side by side
+    int BUFFERS,
+    bool CACHE_K,
+    bool CACHE_V,
+    int SLICES>
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_d_key_value(
+    ATTENTION_OPERANDS,
+    device const T* d_out [[buffer(12)]],          // [B, T, N, V]
+    device const float2* row_states [[buffer(13)]],  // [B, T, N]
+    device const float* row_sums [[buffer(14)]],   // [B, T, N]
+    device T* d_key [[buffer(15)]],                // [B, S, K, H]
+    device T* d_value [[buffer(16)]],              // [B, S, K, V]
+    uint3 launched [[threadgroup_position_in_grid]],  // of (key head, tile of keys and slice, batch row)
+    ushort thread_index [[thread_index_in_threadgroup]],
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane_index [[thread_index_in_simdgroup]]) {
+  constexpr int H = KeySource::size;
+  constexpr int V = ValueSource::size;
+  constexpr int keys_of_group = SIMDGROUPS * BLOCKS * 8;
+  constexpr int parts = SLICES > 1 ? SLICES / 2 : 1;
+  constexpr int h_fragments = slice_fragments(H, parts);
+  constexpr int v_fragments = slice_fragments(V, parts);
+  using Tiles = QueryTiles<T, H, V, QUERIES, SIMDGROUPS * 32, (BUFFERS > 0)>;
+  threadgroup T q_room[BUFFERS > 0 ? BUFFERS * Tiles::Queries::room : 1];
+  threadgroup T do_room[BUFFERS > 0 ? BUFFERS * Tiles::Cotangents::room : 1];
+  threadgroup float state_room[BUFFERS > 0 ? BUFFERS * 3 * QUERIES : 1];
+
+  const uint3 group = place_in(grid, launched);
+  const Lane lane(lane_index);
+  const int key_head = group.x;
+  const int batch = group.z;
+  const int heads_of_group = p.heads / p.key_heads;
+  const int slice = int(group.y) % SLICES;
+  const int part = slice % parts;
+  const int group_column = int(group.y) / SLICES * keys_of_group;
+  const int first = group_column + simdgroup * BLOCKS * 8;
+  const int first_head = key_head * heads_of_group;
+  const int end_head = first_head + heads_of_group;
+  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, first_head, lane_index);
+  const Score score(p, numbers, bias, batch, first_head, visibility.offset);
+  const Dropout drop(p, dropout, batch, first_head);
+  const OwnRows<T, H, BLOCKS, CACHE_K> k(
+      KeySource(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, p.keys), first, lane);
+  const OwnRows<T, V, BLOCKS, CACHE_V> v(
+      ValueSource(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, p.keys), first, lane);
+  const ulong at_batch = ulong(batch) * p.queries * p.heads;
+  Tiles tiles = {
+      Dense<T, H>(query, batch, p.queries, p.heads, 0, visibility.rows),
+      Dense<T, V>(d_out, batch, p.queries, p.heads, 0, visibility.rows),
+      typename Tiles::Queries(q_room, thread_index, lane), typename Tiles::Cotangents(do_room, thread_index, lane),
+      {row_states + at_batch, row_sums + at_batch, uint(p.heads), p.queries - 1, state_room, thread_index, {}}};
+  const Turn before = {first_head - 1, end_head, 0, {0, 0, 0, 0, nullptr, 0}};
+  const Turn turn = before.next<QUERIES>(p, visibility, lists, group_column, keys_of_group);
+
+  if (SLICES == 1) {
+    KeyValueGradient<BLOCKS, h_fragments, v_fragments> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
+    clear(gradient.key_sums);
+    clear(gradient.value_sums);
+    gradient.template add_all<true, true, QUERIES, COLUMNS, BUFFERS>(
+        p, k, v, tiles, turn, lists, group_column, keys_of_group, first, 0, 0, lane, lane_index);
+    scale_sums(gradient.key_sums, score.scale);
+    store_keys<T, H>(gradient.key_sums, p, d_key, batch, key_head, first, 0, lane);
+    store_keys<T, V>(gradient.value_sums, p, d_value, batch, key_head, first, 0, lane);
+  } else if (slice < parts) {
+    KeyValueGradient<BLOCKS, 1, v_fragments> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
+    clear(gradient.value_sums);
+    gradient.template add_all<false, true, QUERIES, COLUMNS, BUFFERS>(
+        p, k, v, tiles, turn, lists, group_column, keys_of_group, first, 0, part * v_fragments, lane, lane_index);
+    store_keys<T, V>(gradient.value_sums, p, d_value, batch, key_head, first, part * v_fragments, lane);
+  } else {
+    KeyValueGradient<BLOCKS, h_fragments, 1> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
+    clear(gradient.key_sums);
+    gradient.template add_all<true, false, QUERIES, COLUMNS, BUFFERS>(
+        p, k, v, tiles, turn, lists, group_column, keys_of_group, first, part * h_fragments, 0, lane, lane_index);
+    scale_sums(gradient.key_sums, score.scale);
+    store_keys<T, H>(gradient.key_sums, p, d_key, batch, key_head, first, part * h_fragments, lane);
+  }
+}
+
+// One simdgroup for each 8 × (8 · COLUMNS) elements of the bias; along an axis that the bias lacks it walks over all tiles.
+template <typename T, typename KeySource, typename ValueSource, int COLUMNS>
+[[kernel, max_total_threads_per_threadgroup(32)]] void attention_d_bias(
+    ATTENTION_OPERANDS,
+    device const T* d_out [[buffer(12)]],          // [B, T, N, V]
+    device const float2* row_states [[buffer(13)]],  // [B, T, N]
+    device const float* row_sums [[buffer(14)]],   // [B, T, N]
+    device uchar* d_bias [[buffer(15)]],           // as bias
+    uint3 launched [[threadgroup_position_in_grid]],  // of (tile of columns, tile of rows, row and head of the bias)
+    ushort lane_index [[thread_index_in_simdgroup]]) {
+  constexpr int H = KeySource::size;
+  constexpr int V = ValueSource::size;
+  constexpr int width = COLUMNS * 8;
+  const uint3 group = place_in(grid, launched);
+  const Lane lane(lane_index);
+  const int bias_row = int(group.z) / p.bias.heads;
+  const int bias_head = int(group.z) % p.bias.heads;
+  const int first_row = int(group.y) * 8;
+  const int first_column = int(group.x) * width;
+  const int last_row = p.bias.queries > 1 ? first_row : p.queries - 1;
+  const int last_column = p.bias.keys > 1 ? first_column : p.keys - 1;
+  const int low_head = p.bias.heads > 1 ? bias_head : 0;
+  const int high_head = p.bias.heads > 1 ? bias_head : p.heads - 1;
+  float sums[COLUMNS][2];
+  UNROLLED
+  for (int c = 0; c < COLUMNS; ++c) {
+    sums[c][0] = 0;
+    sums[c][1] = 0;
+  }
+
+  for (int batch = 0; batch < p.batch; ++batch) {
+    if (mapped_row(p.bias.map, batch) != bias_row) {
+      continue;
+    }
+    for (int head = low_head; head <= high_head; ++head) {
+      const int key_head = head / (p.heads / p.key_heads);
+      const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
+      const Score score(p, numbers, bias, batch, head, visibility.offset);
+      const Dropout drop(p, dropout, batch, head);
+      const KeySource keys(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns);
+      const ValueSource values(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns);
+      for (int row = first_row; row <= last_row; row += 8) {
+        const OwnRows<T, H, 1, false> q(Dense<T, H>(query, batch, p.queries, p.heads, head, p.queries), row, lane);
+        const OwnRows<T, V, 1, false> d_o(Dense<T, V>(d_out, batch, p.queries, p.heads, head, p.queries), row, lane);
+        const int own_row = row + lane.row;
+        const RowState state(
+            row_states, row_sums, (ulong(batch) * p.queries + min(own_row, p.queries - 1)) * p.heads + head);
+        for (int column = first_column; column <= last_column; column += width) {
+          if (visibility.of_tile(row, 8, column, width) == none_visible) {
+            continue;
+          }
+          Fragment<float> s[1][COLUMNS];
+          Fragment<float> d_p[1][COLUMNS];
+          multiply_rows(s, q, Direct<KeySource, T, width>(lane).reader(keys, column, 0));
+          multiply_rows(d_p, d_o, Direct<ValueSource, T, width>(lane).reader(values, column, 0));
+          UNROLLED
+          for (int c = 0; c < COLUMNS; ++c) {
+            UNROLLED
+            for (int e = 0; e < 2; ++e) {
+              const int at = column + c * 8 + lane.column + e;
+              if (visibility.visible(own_row, at)) {
+                const Pair pair(
+                    score, own_row, at, s[0][c].thread_elements()[e], d_p[0][c].thread_elements()[e], state,
+                    drop.factor(own_row, at));
+                sums[c][e] += pair.d_score;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+
+  const ulong plane = ulong(group.z) * ulong(p.bias.queries) * ulong(p.bias.keys);
+  float whole_row = 0;
+  UNROLLED
+  for (int c = 0; c < COLUMNS; ++c) {
+    UNROLLED
+    for (int e = 0; e < 2; ++e) {
+      float x = sums[c][e];
+      if (p.bias.queries == 1) {
+        x += simd_shuffle_xor(x, ushort(2));
+        x += simd_shuffle_xor(x, ushort(4));
+        x += simd_shuffle_xor(x, ushort(16));
+      }
+      whole_row += x;
+      const int row = p.bias.queries > 1 ? first_row + lane.row : 0;
+      const int column = first_column + c * 8 + lane.column + e;
+      const bool own = row < p.bias.queries && (p.bias.queries > 1 || lane.row == 0);
+      if (p.bias.keys > 1 && own && column < p.bias.keys) {
+        store_bias(d_bias, plane + broadcast_index(p.bias, row, column), x);
+      }
+    }
+  }
+  if (p.bias.keys == 1) {
+    const float x = sum_along_row(whole_row);
+    const int row = p.bias.queries > 1 ? first_row + lane.row : 0;
+    const bool own = lane.column == 0 && (p.bias.queries > 1 || lane.row == 0);
+    if (own && row < p.bias.queries) {
+      store_bias(d_bias, plane + ulong(row), x);
+    }
+  }
+}

@@ -1,0 +1,52 @@
+// The backward pass of one pair and one row; kernels differ in what they sum up of it.
+#pragma once
+
+#include "attention/score.h"
+
+// A row as kernels of gradients are told: delta = Σ dO·O - d(log-sum-exp), and what makes probabilities of its scores.
+INLINED void store_gradient_row(
+    device float* deltas, device float2* row_states, ulong at, float row_max, float row_sum, float delta) {
+  const bool empty = row_sum == 0;
+  deltas[at] = empty ? 0.0f : delta;
+  row_states[at] = float2(row_max, empty ? 0.0f : precise::log2(row_sum));
+}
+
+// What is known of a query row: its largest score, the logarithm of its sum of weights to base 2, and delta.
+struct RowState {
+  float row_max;
+  float log2_sum;
+  float delta;
+
+  RowState() = default;
+
+  INLINED RowState(device const float2* row_states, device const float* deltas, ulong at) {
+    const float2 state = row_states[at];
+    row_max = state.x;
+    log2_sum = state.y;
+    delta = deltas[at];
+  }
+};
+
+// A probability from its score and its row. Rounding must not lift the score above the largest: where scores are huge, a unit in
+// the last place is a large power of e.
+INLINED float probability(float x, RowState row) {
+  return fast::exp2((x > row.row_max ? 0.0f : (x - row.row_max) * log2_e) - row.log2_sum);
+}
+
+// What a pair adds to gradients. Both are marked as absent where the pair is hidden, and never otherwise.
+struct Pair {
+  float weight;   // of dV
+  float d_score;  // by the scaled product
+
+  INLINED Pair() : weight(absent_weight()), d_score(absent_weight()) {}
+
+  // Of a pair that masks allow; `d_weight` is dO · v, `keep` the factor of dropout.
+  INLINED Pair(const thread Score& score, int row, int column, float product, float d_weight, RowState state, float keep) : Pair() {
+    float x;
+    if (score.of(product, row, column, x)) {
+      const float p = probability(x, state);
+      weight = p * keep;
+      d_score = score.derivative(p * (d_weight * keep - state.delta), x) + 0.0f;
+    }
+  }
+};

@@ -1,0 +1,126 @@
+// The two products of every kernel: own rows times a transposed tile gives scores, weights times a tile adds to sums.
+#pragma once
+
+#include "core/source.h"
+
+// A weight of -0 marks an absent pair: in a product it adds nothing, and the slow product can tell it from 0. A sum of weights
+// that starts from -0 is -0 only if all were absent.
+constant constexpr uint absent_bits = 0x80000000u;
+
+INLINED float absent_weight() {
+  return as_type<float>(absent_bits);
+}
+
+INLINED bool is_absent(float weight) {
+  return as_type<uint>(weight) == absent_bits;
+}
+
+// Fragments of a slice, where SLICES threadgroups share the columns of a sum that one cannot hold in registers.
+constexpr int slice_fragments(int size, int slices) {
+  return (padded(size) / 8 + slices - 1) / slices;
+}
+
+template <int BLOCKS, int COUNT>
+INLINED void clear(thread Fragment<float> (&sums)[BLOCKS][COUNT]) {
+  UNROLLED
+  for (int block = 0; block < BLOCKS; ++block) {
+    UNROLLED
+    for (int i = 0; i < COUNT; ++i) {
+      sums[block][i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+  }
+}
+
+// The first of each block becomes the last. By swapping: a loop of copies would become a copy of memory.
+template <int BLOCKS, int COUNT>
+INLINED void rotate(thread Fragment<float> (&x)[BLOCKS][COUNT]) {
+  UNROLLED
+  for (int block = 0; block < BLOCKS; ++block) {
+    UNROLLED
+    for (int i = 0; i + 1 < COUNT; ++i) {
+      const Fragment<float> first = x[block][i];
+      x[block][i] = x[block][i + 1];
+      x[block][i + 1] = first;
+    }
+  }
+}
+
+// result = own rows · (rows of the tile)ᵀ
+template <int BLOCKS, int COLUMNS, typename Own, typename Reader>
+INLINED void multiply_rows(
+    thread Fragment<float> (&result)[BLOCKS][COLUMNS], const thread Own& own, const thread Reader& tile) {
+  clear(result);
+  UNROLLED
+  for (int i = 0; i < Own::count; ++i) {
+    UNROLLED
+    for (int c = 0; c < COLUMNS; ++c) {
+      const auto operand = tile.transposed(c, i);
+      UNROLLED
+      for (int block = 0; block < BLOCKS; ++block) {
+        simdgroup_multiply_accumulate(result[block][c], own.at(block, i), operand, result[block][c]);
+      }
+    }
+  }
+}
+
+// sums += weights · (rows of the tile), of its WIDTH fragments of columns those from `from` on
+template <int WIDTH, int BLOCKS, int COLUMNS, int COUNT, typename Reader>
+INLINED void accumulate(
+    thread Fragment<float> (&sums)[BLOCKS][COUNT],
+    const thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
+    const thread Reader& tile,
+    int from) {
+  UNROLLED
+  for (int c = 0; c < COLUMNS; ++c) {
+    UNROLLED
+    for (int i = 0; i < COUNT; ++i) {
+      // the last slice may be narrower
+      if (WIDTH % COUNT == 0 || from + i < WIDTH) {
+        const auto operand = tile.straight(c, from + i);
+        UNROLLED
+        for (int block = 0; block < BLOCKS; ++block) {
+          simdgroup_multiply_accumulate(sums[block][i], weights[block][c], operand, sums[block][i]);
+        }
+      }
+    }
+  }
+}
+
+// The same element by element, so that NaN and infinity in the tile reach those only whose pair is present. Rare, hence small:
+// rolled loops, through which the fragments rotate, because registers have no address.
+template <int WIDTH, int BLOCKS, int COLUMNS, int COUNT, typename Reader>
+INLINED void accumulate_present(
+    thread Fragment<float> (&sums)[BLOCKS][COUNT],
+    thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
+    const thread Reader& tile,
+    int from,
+    Lane lane) {
+  ROLLED
+  for (int c = 0; c < COLUMNS; ++c) {
+    ROLLED
+    for (int i = 0; i < COUNT; ++i) {
+      if (WIDTH % COUNT == 0 || from + i < WIDTH) {
+        const auto operand = tile.straight(c, from + i);
+        const float left = float(operand.thread_elements()[0]);
+        const float right = float(operand.thread_elements()[1]);
+        ROLLED
+        for (int k = 0; k < 8; ++k) {
+          const float x = simd_shuffle(left, lane_of(k, lane.column));
+          const float y = simd_shuffle(right, lane_of(k, lane.column));
+          UNROLLED
+          for (int block = 0; block < BLOCKS; ++block) {
+            const float even = simd_shuffle(float(weights[block][0].thread_elements()[0]), lane_of(lane.row, k));
+            const float odd = simd_shuffle(float(weights[block][0].thread_elements()[1]), lane_of(lane.row, k));
+            const float weight = (k & 1) ? odd : even;
+            if (!is_absent(weight)) {
+              sums[block][0].thread_elements()[0] += weight * x;
+              sums[block][0].thread_elements()[1] += weight * y;
+            }
+          }
+        }
+      }
+      rotate(sums);
+    }
+    rotate(weights);
+  }
+}

@@ -1,0 +1,302 @@
+// How a tile of rows of an array arrives at the matrix unit. A source knows where the rows of one array lie and what they are
+// stored as; here is the dense one. Another kind offers the same: Storage, size, `tile`, and of a tile `last`, `row` and `load`.
+// Rows beyond the last are read as the last: what they lead to is hidden or never stored.
+#pragma once
+
+#include "core/fragment.h"
+
+// Where a tile lies of a dense array.
+template <typename T, int SIZE>
+struct DenseTile {
+  device const T* rows;  // the first
+  uint stride;
+  int last;
+
+  INLINED device const T* row(int i) const {
+    return rows + min(uint(i) * stride, uint(last) * stride);
+  }
+
+  // COUNT elements of a row, 4 or 1; the others are zero.
+  template <int COUNT>
+  INLINED vec<T, 4> load(int i, int column) const {
+    if (COUNT == 4) {
+      return *reinterpret_cast<device const vec<T, 4>*>(row(i) + column);
+    }
+    vec<T, 4> result = vec<T, 4>(T(0));
+    result[0] = row(i)[column];
+    return result;
+  }
+};
+
+// Element offset of row 0 of a head in an array [rows, length, heads, size]; positions may exceed 2^31 elements.
+INLINED ulong head_offset(int row, int length, int heads, int head, int size) {
+  return (ulong(row) * ulong(length) * ulong(heads) + ulong(head)) * ulong(size);
+}
+
+// Rows of one head of an array [rows, length, heads, SIZE], of which `count` may be read, at least one.
+template <typename T, int SIZE>
+struct Dense {
+  using Storage = T;
+  using Tile = DenseTile<T, SIZE>;
+  static constant constexpr int size = SIZE;
+  device const T* rows;
+  uint stride;  // elements from a row to the next
+  int count;
+
+  INLINED Dense(device const T* x, int row, int length, int heads, int head, int count)
+      : rows(x + head_offset(row, length, heads, head, SIZE)), stride(uint(heads) * uint(SIZE)), count(count) {}
+
+  INLINED Tile tile(int first) const {
+    return {rows + ulong(uint(first)) * ulong(stride), stride, count - 1 - first};
+  }
+
+  INLINED void turn_by(int heads) {
+    rows += heads * SIZE;
+  }
+};
+
+constexpr int padded(int size) {
+  return (size + 7) / 8 * 8;
+}
+
+// Which fragments of a tile its readers ask for, as they lie or transposed. Staging does the transposition once for all.
+constant constexpr int straight_form = 1;
+constant constexpr int transposed_form = 2;
+
+// Tiles of ROWS rows in threadgroup memory: fetched to registers, put down later, read as fragments of Operand. All threads of
+// the threadgroup fetch and put. Rows there are 16 bytes longer than needed, so that those of a fragment lie in different banks.
+template <typename Source, typename Operand, int ROWS, int THREADS, int FORMS>
+struct Staged {
+  using Storage = typename Source::Storage;
+  static constant constexpr int size = Source::size;
+  static constant constexpr int width = padded(size);
+  static constant constexpr int pad = 16 / sizeof(Operand);
+  static constant constexpr int straight_stride = width + pad;
+  static constant constexpr int transposed_stride = ROWS + pad;
+  static constant constexpr int straight_room = FORMS & straight_form ? ROWS * straight_stride : 0;
+  static constant constexpr int room = straight_room + (FORMS & transposed_form ? width * transposed_stride : 0);
+
+  // A thread moves units of `together` rows × 4 elements, or × 1 where rows are not multiples of 4.
+  static constant constexpr int wide = size % 4 == 0 ? 4 : 1;
+  static constant constexpr int together = FORMS & transposed_form ? 2 : 1;
+  static constant constexpr int in_row = width / wide;
+  static constant constexpr int across = in_row % 4 == 0 ? 4 : 1;        // units side by side that a simdgroup reads at once
+  static constant constexpr int down = ROWS / together % 8 == 0 ? 8 : 4;
+  static constant constexpr int units = ROWS / together * in_row;
+  static constant constexpr int count = (units + THREADS - 1) / THREADS;
+
+  threadgroup Operand* tiles;
+  ushort thread_index;
+  Lane lane;
+  vec<Storage, 4> fetched[count][together];
+
+  INLINED Staged(threadgroup Operand* tiles, ushort thread_index, Lane lane) : tiles(tiles), thread_index(thread_index), lane(lane) {}
+
+  INLINED static int row_of(int unit) {
+    if (together == 1) {
+      return unit / in_row;
+    }
+    return (unit % down + down * (unit / (down * across) % (ROWS / together / down))) * together;
+  }
+
+  INLINED static int column_of(int unit) {
+    if (together == 1) {
+      return unit % in_row * wide;
+    }
+    return (unit / down % across + across * (unit / (across * (ROWS / together)))) * wide;
+  }
+
+  INLINED void fetch(Source source, int first) {
+    const auto tile = source.tile(first);
+    UNROLLED
+    for (int i = 0; i < count; ++i) {
+      const int unit = thread_index + i * THREADS;
+      const int column = column_of(unit);
+      UNROLLED
+      for (int r = 0; r < together; ++r) {
+        fetched[i][r] = vec<Storage, 4>(Storage(0));
+        if ((units % THREADS == 0 || unit < units) && (size == width || column < size)) {
+          fetched[i][r] = tile.template load<wide>(row_of(unit) + r, column);
+        }
+      }
+    }
+  }
+
+  INLINED void put(int buffer) {
+    threadgroup Operand* to = tiles + buffer * room;
+    UNROLLED
+    for (int i = 0; i < count; ++i) {
+      const int unit = thread_index + i * THREADS;
+      const int row = row_of(unit);
+      const int column = column_of(unit);
+      if (units % THREADS != 0 && unit >= units) {
+        continue;
+      }
+      if (FORMS & straight_form) {
+        UNROLLED
+        for (int r = 0; r < together; ++r) {
+          threadgroup Operand* at = to + (row + r) * straight_stride + column;
+          if (wide == 4) {
+            vec<Operand, 4> x;
+            UNROLLED
+            for (int e = 0; e < 4; ++e) {
+              x[e] = Operand(fetched[i][r][e]);
+            }
+            *reinterpret_cast<threadgroup vec<Operand, 4>*>(at) = x;
+          } else {
+            at[0] = Operand(fetched[i][r][0]);
+          }
+        }
+      }
+      if (FORMS & transposed_form) {
+        UNROLLED
+        for (int e = 0; e < wide; ++e) {
+          vec<Operand, 2> x;
+          x[0] = Operand(fetched[i][0][e]);
+          x[1] = Operand(fetched[i][together - 1][e]);
+          *reinterpret_cast<threadgroup vec<Operand, 2>*>(
+              to + straight_room + (column + e) * transposed_stride + row) = x;
+        }
+      }
+    }
+  }
+
+  // One tile as its readers see it.
+  struct Reader {
+    static constant constexpr int fragments = width / 8;  // side by side
+    threadgroup const Operand* straight_lane;
+    threadgroup const Operand* transposed_lane;
+    threadgroup const Operand* rows;
+
+    // Fragment (8 rows from 8·row, 8 columns from 8·column).
+    INLINED Fragment<Operand> straight(int row, int column) const {
+      return load_pair(straight_lane + (row * 8 * straight_stride + column * 8));
+    }
+
+    // Its transpose.
+    INLINED Fragment<Operand> transposed(int row, int column) const {
+      return load_pair(transposed_lane + (column * 8 * transposed_stride + row * 8));
+    }
+
+    // The same from row 8·i on.
+    INLINED Reader part(int i) const {
+      return {straight_lane + i * 8 * straight_stride, transposed_lane + i * 8, rows};
+    }
+
+    // Whether all elements of the tile are finite, as a simdgroup finds out together.
+    INLINED bool finite(ushort lane) const {
+      bool result = true;
+      ROLLED
+      for (int i = lane; i < ROWS * width; i += 32) {
+        result = result && is_finite(float(rows[FORMS & straight_form ? i / width * straight_stride + i % width : 0]));
+      }
+      return simd_all(result);
+    }
+  };
+
+  INLINED Reader reader(Source, int, int buffer) const {
+    threadgroup const Operand* at = tiles + buffer * room;
+    return {
+        at + (lane.row * straight_stride + lane.column),
+        at + (straight_room + lane.row * transposed_stride + lane.column), at};
+  }
+};
+
+// The same without threadgroup memory: fragments come straight from device memory, through its caches.
+template <typename Source, typename Operand, int ROWS>
+struct Direct {
+  static constant constexpr int size = Source::size;
+  static constant constexpr int width = padded(size);
+  static constant constexpr int room = 0;
+  Lane lane;
+
+  INLINED Direct(Lane lane) : lane(lane) {}
+
+  INLINED Direct(threadgroup Operand*, ushort, Lane lane) : lane(lane) {}
+
+  INLINED void fetch(Source, int) {}
+
+  INLINED void put(int) {}
+
+  struct Reader {
+    static constant constexpr int fragments = width / 8;
+    using Storage = typename Source::Storage;
+    typename Source::Tile tile;
+    int first;  // row of the tile
+    Lane lane;
+
+    INLINED Fragment<Operand> straight(int row, int column) const {
+      const Fragment<Storage> x = load_within<Storage, size>(
+          (tile.row(first + row * 8 + lane.row) + lane.column) + column * 8, column * 8 + lane.column);
+      return fragment_of<Operand>(Operand(x.thread_elements()[0]), Operand(x.thread_elements()[1]));
+    }
+
+    INLINED Fragment<Operand> transposed(int row, int column) const {
+      if (size % 8 != 0 && column * 8 + lane.row >= size) {
+        return fragment_of<Operand>(Operand(0), Operand(0));
+      }
+      const int at = first + row * 8 + lane.column;
+      return fragment_of<Operand>(
+          Operand((tile.row(at) + lane.row)[column * 8]), Operand((tile.row(at + 1) + lane.row)[column * 8]));
+    }
+
+    INLINED Reader part(int i) const {
+      return {tile, i * 8, lane};
+    }
+
+    INLINED bool finite(ushort lane) const {
+      bool result = true;
+      ROLLED
+      for (int i = lane; i < min(ROWS, tile.last + 1) * size; i += 32) {
+        result = result && is_finite(float(tile.row(i / size)[i % size]));
+      }
+      return simd_all(result);
+    }
+  };
+
+  INLINED Reader reader(Source source, int first, int) const {
+    return {source.tile(first), 0, lane};
+  }
+};
+
+template <bool STAGED, typename Source, typename Operand, int ROWS, int THREADS, int FORMS>
+struct TileOf {
+  using Type = Staged<Source, Operand, ROWS, THREADS, FORMS>;
+};
+
+template <typename Source, typename Operand, int ROWS, int THREADS, int FORMS>
+struct TileOf<false, Source, Operand, ROWS, THREADS, FORMS> {
+  using Type = Direct<Source, Operand, ROWS>;
+};
+
+// A simdgroup's own rows as fragments: kept in registers where CACHED, loaded again at each use where not.
+template <typename T, int SIZE, int BLOCKS, bool CACHED>
+struct OwnRows {
+  static constant constexpr int count = padded(SIZE) / 8;
+  Fragment<T> kept[CACHED ? BLOCKS : 1][CACHED ? count : 1];
+  device const T* at_lane[BLOCKS];  // the lane's elements of the first fragment
+  int column;
+
+  INLINED OwnRows(Dense<T, SIZE> source, int first, Lane lane) : column(lane.column) {
+    const DenseTile<T, SIZE> tile = source.tile(min(first, source.count - 1));
+    UNROLLED
+    for (int block = 0; block < BLOCKS; ++block) {
+      at_lane[block] = tile.row(block * 8 + lane.row) + lane.column;
+      UNROLLED
+      for (int i = 0; i < (CACHED ? count : 0); ++i) {
+        kept[CACHED ? block : 0][CACHED ? i : 0] = load(block, i);
+      }
+    }
+  }
+
+  INLINED Fragment<T> load(int block, int i) const {
+    return load_within<T, SIZE>(at_lane[block] + i * 8, column + i * 8);
+  }
+
+  INLINED Fragment<T> at(int block, int i) const {
+    if (CACHED) {
+      return kept[CACHED ? block : 0][CACHED ? i : 0];
+    }
+    return load(block, i);
+  }
+};

@@ -1,0 +1,339 @@
+"""What a compiler for GPUs makes of the kernels: `python tests/metal/compiled.py` compiles every instantiation of the tile
+tables to LLVM's intermediate representation and prints, for each kernel, what decides whether it can be fast.
+
+The text is the one that Metal compiles, with `gpu/metal_stdlib` in place of Metal's headers: a simdgroup matrix is an opaque
+value of 64 elements there, and what threads do together is a call. Clang optimises it as it would for a GPU (`-O2`); no
+machine code is made. Counted is one round of the interior loop, whose tiles are wholly visible: every instruction of its
+blocks once, those of an inner loop as often as the products of a tile say; loops without products are left out, since they
+run only where tiles or heads change. Branches not taken are counted too, so shares are estimates from below.
+
+`CYCLES` are public figures for Apple's M1, in cycles of a scheduler for 32 lanes. The predicted share of the matrix unit
+counts issue only: no waiting for memory, no barriers. Not seen on Apple hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from emulator import build  # noqa: E402
+from plans import Problem  # noqa: E402
+
+from jax_mfa.metal import show, tiles  # noqa: E402
+from jax_mfa.metal.plan import Dispatch, Plan  # noqa: E402
+
+HEADERS = pathlib.Path(__file__).resolve().parent / "gpu"
+TARGETS = ("spir64", "nvptx64-nvidia-cuda", "amdgcn-amd-amdhsa")
+KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value", "attention_decode")
+SCORES = KERNELS[:3]  # kernels whose interior loop is counted
+
+# cycles for 32 lanes; from github.com/philipturner/metal-benchmarks where nothing else is said
+CYCLES = {
+    "matrix": 17,  # an 8×8×8 product, in half and in float alike
+    "float": 1,  # multiply-add, add, maximum, comparison
+    "exp2": 4,
+    "special": 6,  # division, logarithm, tanh: about
+    "integer": 1,  # 32-bit add, logic, comparison
+    "multiply": 4,  # 32-bit integer multiply
+    "wide": 4,  # 64-bit add; a 64-bit multiply takes 16
+    "select": 1,
+    "convert": 1,
+    "shuffle": 2,  # and votes
+    "load": 1,  # issue alone, assumed; a lane's pair of elements
+    "store": 1,  # likewise
+    "branch": 1,  # assumed
+    "barrier": 2,  # assumed
+}
+BYTES = 8  # of an instruction, on average: they have 2 to 14
+CALLS = {
+    "multiply": "matrix",
+    "exp2": "exp2",
+    "log2": "special",
+    "tanh": "special",
+    "shuffle": "shuffle",
+    "simd": "shuffle",
+    "barrier": "barrier",
+    "load": "load",
+    "store": "store",
+}
+FLOATS = ("fadd", "fsub", "fmul", "fneg", "fcmp")
+INTEGERS = ("add", "sub", "and", "or", "xor", "shl", "lshr", "ashr", "icmp")
+CONVERSIONS = ("fpext", "fptrunc", "sitofp", "uitofp", "fptosi", "fptoui")
+_BLOCK = re.compile(r"^(?:([\w.]+|\"[^\"]+\"):|define )")
+_TARGET = re.compile(r"label %([\w.]+)")
+_LANES = re.compile(r"<(\d+) x ")
+
+
+def text_of(plan: Plan, dispatch: Dispatch) -> str:
+    """The program with a dispatch's constants written into it and Metal's attributes taken out."""
+    text = show.program(plan).removesuffix(plan.instantiations)
+    for index, name, kind, value in dispatch.kernel.constants:
+        spelt = str(value).lower() if isinstance(value, bool) else str(value)
+        text = text.replace(
+            f"constant {kind} {name} [[function_constant({index})]];", f"constant constexpr {kind} {name} = {spelt};"
+        )
+    text = re.sub(
+        r"^constant (\w+) (\w+) \[\[function_constant\(\d+\)\]\];", r"constant constexpr \1 \2 = 0;", text, flags=re.M
+    )
+    text = re.sub(r"^( +)threadgroup ([^*&()]+? \w+\[.*\];)$", r"\1static threadgroup \2", text, flags=re.M)
+    text = re.sub(r"\b((?:float|uint|ulong)[234])\(", r"gpu_\1(", text)  # clang has no such constructors
+    return re.sub(r"\[\[[^\]]*\]\]", "", text + dispatch.kernel.instantiation)
+
+
+@functools.lru_cache(maxsize=256)
+def representation(text: str, target: str = TARGETS[0]) -> str:
+    """LLVM's intermediate representation of a program, optimised."""
+    with tempfile.TemporaryDirectory() as work:
+        source, out = pathlib.Path(work, "program.cc"), pathlib.Path(work, "program.ll")
+        source.write_text(text, encoding="utf-8")
+        flags = ["-x", "c++", "-std=c++17", "-O2", "-ffp-contract=on", "-nostdinc", "-Wno-everything", f"-I{HEADERS}"]
+        command = [build.zig(), "clang", f"--target={target}", *flags, "-S", "-emit-llvm", str(source), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        return out.read_text(encoding="utf-8")
+
+
+def kind_of(line: str) -> tuple[str, int] | None:
+    """The class of an instruction and how many it stands for; None for what costs nothing."""
+    body = line.split(" = ", 1)[-1].strip()
+    words = body.split()
+    name = words[0] if words[0] not in ("tail", "notail", "musttail") else "call"
+    lanes = int(found[1]) if (found := _LANES.search(body.split(",")[0])) else 1
+    if name == "call":
+        called = re.search(r"@(\w[\w.]*)", body)
+        if called is None or called[1].startswith(("llvm.lifetime", "llvm.assume", "llvm.experimental")):
+            return None
+        if called[1].startswith("gpu_"):
+            return CALLS[called[1].split("_")[1]], 1
+        if re.match(r"llvm\.(fma|fmuladd|maxnum|minnum|maximum|minimum|fabs)", called[1]):
+            return "float", lanes
+        return "integer", lanes
+    if name in FLOATS:
+        return "float", lanes
+    if name == "fdiv":
+        return "special", lanes
+    if name in INTEGERS or name == "mul":
+        wide = " i64 " in f" {body} "
+        return ("multiply" if name == "mul" and not wide else "wide" if wide else "integer"), lanes * (
+            4 if name == "mul" and wide else 1
+        )
+    if name in CONVERSIONS:
+        return "convert", lanes
+    if name == "getelementptr":  # a constant offset is part of the access
+        variable = re.search(r", i(?:32|64) %", body)
+        return (("wide" if "addrspace(1)" in body else "integer"), 1) if variable else None
+    if name in ("load", "store", "select"):
+        return name, lanes if name == "select" else 1
+    if name == "br" and body.startswith("br i1"):
+        return "branch", 1
+    return None
+
+
+@dataclasses.dataclass
+class Graph:
+    """The blocks of a function: their instructions, their successors, and its loops."""
+
+    lines: dict[str, list[str]]
+    successors: dict[str, list[str]]
+
+    @classmethod
+    def of(cls, ir: str) -> Graph:
+        """Of the one function that a program defines, which is a kernel."""
+        lines: dict[str, list[str]] = {}
+        at = ""
+        for line in ir[ir.index("\ndefine ") + 1 :].splitlines():
+            if line.startswith("}"):
+                break
+            label = _BLOCK.match(line)
+            if label:
+                at = label[1] or "entry"
+                lines[at] = []
+            elif line.strip() and not line.lstrip().startswith((";", "#dbg")):
+                lines[at].append(line.strip())
+        successors = {name: _TARGET.findall(body[-1]) for name, body in lines.items()}
+        return cls(lines, successors)
+
+    def loops(self) -> list[frozenset[str]]:
+        """Natural loops, the blocks of each; those with one head are one."""
+        order, seen, stack = [], set(), [(next(iter(self.lines)), False)]
+        while stack:
+            name, done = stack.pop()
+            if done:
+                order.append(name)
+            elif name not in seen:
+                seen.add(name)
+                stack.append((name, True))
+                stack.extend((x, False) for x in self.successors[name])
+        order.reverse()
+        place = {name: i for i, name in enumerate(order)}
+        before = collections.defaultdict(list)
+        for name in order:
+            for x in self.successors[name]:
+                before[x].append(name)
+        dominator = {order[0]: order[0]}
+        changed = True
+        while changed:
+            changed = False
+            for name in order[1:]:
+                known = [x for x in before[name] if x in dominator]
+                found = known[0]
+                for x in known[1:]:
+                    y = found
+                    while x != y:
+                        x, y = (dominator[x], y) if place[x] > place[y] else (x, dominator[y])
+                    found = x
+                if dominator.get(name) != found:
+                    dominator[name], changed = found, True
+
+        def dominates(x, y):
+            while place[y] > place[x]:
+                y = dominator[y]
+            return x == y
+
+        bodies: dict[str, set[str]] = {}
+        for name in order:
+            for head in self.successors[name]:
+                if dominates(head, name):
+                    body, work = bodies.setdefault(head, {head}), [name]
+                    while work:
+                        x = work.pop()
+                        if x not in body:
+                            body.add(x)
+                            work.extend(before[x])
+        return sorted(map(frozenset, bodies.values()), key=len)
+
+    def counted(self, blocks) -> collections.Counter:
+        found: collections.Counter = collections.Counter()
+        for line in (line for name in blocks for line in self.lines[name]):
+            kind = kind_of(line)
+            if kind:
+                found[kind[0]] += kind[1]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What became of a kernel.
+
+    Attributes:
+      allocas: variables with an address: none may hold a fragment.
+      instructions: in all, of intermediate code.
+      interior: by class, of a tile; empty where the kernel has no such loop.
+      code: instructions of the interior loop as they stand in the code.
+      scores: 8 × 8 of a tile and simdgroup.
+    """
+
+    name: str
+    allocas: int
+    instructions: int
+    interior: collections.Counter
+    code: int
+    scores: int
+
+    @property
+    def cycles(self) -> dict[str, float]:
+        return {kind: CYCLES[kind] * n for kind, n in self.interior.items()}
+
+    @property
+    def share(self) -> float:
+        """Predicted, of the cycles that are spent in the matrix unit."""
+        cycles = self.cycles
+        return cycles["matrix"] / sum(cycles.values())
+
+
+def tile_of(plan: Plan, dispatch: Dispatch) -> tuple[int, int]:
+    """Scores of a tile for a simdgroup, in fragments, and the products that it takes."""
+    function, _, keys, values, blocks, _, others, *rest = dispatch.kernel.template
+    sizes = [tiles.padded(int(re.findall(r"\d+", x)[-1])) // 8 for x in (keys, values)]
+    slices = rest[-1]
+    parts = {
+        "attention_forward": (1, 1 / slices),
+        "attention_d_query": (1 + 1 / slices, 1),
+        "attention_d_key_value": (2, 2),
+    }[function]
+    scores = blocks * others // 8
+    return scores, round(scores * sum(x * part for x, part in zip(sizes, parts)))
+
+
+def compiled(plan: Plan, dispatch: Dispatch, target: str = TARGETS[0]) -> Compiled:
+    graph = Graph.of(representation(text_of(plan, dispatch), target))
+    everything = graph.counted(graph.lines)
+    allocas = sum(" = alloca " in line for body in graph.lines.values() for line in body)
+    instructions = sum(map(len, graph.lines.values()))
+    function = dispatch.kernel.template[0]
+    if function not in SCORES or (function == SCORES[2] and dispatch.kernel.template[-1] > 1):
+        return Compiled(dispatch.kernel.name, allocas, instructions, collections.Counter(), 0, 0)
+    scores, products = tile_of(plan, dispatch)
+    loops = graph.loops()
+    own = {loop: loop.difference(*(x for x in loops if x < loop)) for loop in loops}
+    inner = max(loops, key=lambda loop: graph.counted(own[loop])["matrix"])
+    counted = graph.counted(own[inner])
+    rounds, left = divmod(products, counted["matrix"])
+    assert left == 0 and everything["matrix"], (dispatch.kernel.name, products, counted["matrix"])
+    interior = collections.Counter({kind: n * rounds for kind, n in counted.items()})
+    blocks = set(own[inner])
+    if rounds > 1:
+        outer = min((x for x in loops if inner < x), key=len)
+        interior += graph.counted(own[outer])
+        blocks |= own[outer]
+    code = sum(len(graph.lines[name]) for name in blocks)
+    return Compiled(dispatch.kernel.name, allocas, instructions, interior, code, scores)
+
+
+def kernels_of(variant: str, h: int, dtype: str = "float16", **more) -> list[tuple[Plan, Dispatch]]:
+    """Those of both passes of a dense problem."""
+    problem = Problem(512, 512, h, b=1, n=1, k=1, dtype=dtype, variant=variant, **more)
+    found = [(plan, d) for plan in map(problem.plan, ("forward", "backward")) for d in plan.dispatches]
+    return [(plan, d) for plan, d in found if d.kernel.template[0] in KERNELS]
+
+
+def decoding(h: int, dtype: str = "float16") -> tuple[Plan, Dispatch]:
+    plan = Problem(4, 1024, h, b=1, n=2, k=1, dtype=dtype).plan()
+    return plan, plan.dispatches[0]
+
+
+def table(target: str) -> str:
+    """Markdown: a line for each entry of each table, at its largest head size, and what its interior costs a score."""
+    shown = [x for x in CYCLES if x not in ("special", "convert", "store")]
+    lines = [
+        f"{target}; instructions of the interior loop for each score and lane, and cycles by public figures",
+        "",
+        "| kernel | allocas | instructions | interior bytes | " + " | ".join(shown) + " | matrix share |",
+        "|---" * (len(shown) + 5) + "|",
+    ]
+
+    def add(x: Compiled) -> None:
+        figures = [f"{x.interior[kind] * 32 / (64 * x.scores):.2f}" if x.scores else "" for kind in shown]
+        share = f"{x.share:.3f}" if x.scores else ""
+        row = (x.name, x.allocas, x.instructions, x.code * BYTES or "", *figures, share)
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+
+    for variant, entries in tiles.VARIANTS.items():
+        for limit, item in entries:
+            for plan, dispatch in kernels_of(variant, limit, "float16" if item == 2 else "float32"):
+                add(compiled(plan, dispatch, target))
+    for h in (64, 128):
+        add(compiled(*decoding(h), target))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", choices=TARGETS, default=TARGETS[0])
+    print(table(parser.parse_args().target))
+
+
+if __name__ == "__main__":
+    main()
