@@ -230,7 +230,7 @@ class Problem:
         if self.whole:
             return body(Step(self, 0, 0), 0, 0, carry)
         low, end = self.bounds()
-        if isinstance(end, np.ndarray):
+        if isinstance(end, np.ndarray) and isinstance(self.batch, int):  # not of a program for any batch
             turns = self.batch_steps * self.head_steps * int((end - low).sum())
             if turns <= LISTED_TURNS:
                 return self._over_listed_tiles(low, end, turns, body, carry)
