@@ -52,16 +52,20 @@ def rows(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("|") and line.endswith("pass |")]
 
 
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.sweep)])
+EVERYTHING = [False, pytest.param(True, marks=pytest.mark.sweep)]
+all_problems = check.problems
+
+
+def few(variants):
+    """The largest problem of each tile table, the first one, and one that decodes."""
+    found = [p for p in all_problems(variants) if check_problems.quick(p)]
+    return [p for p in found if p.feature == "everything" or p == found[0]]
+
+
+@pytest.mark.parametrize("everything", EVERYTHING)
 def test_it_passes_on_the_emulated_device(on_device, monkeypatch, capsys, everything):
-    real = check.problems
-
-    def few(variants):
-        """The largest problem of each tile table, and one that decodes."""
-        found = [p for p in real(variants) if check_problems.quick(p)]
-        return found if everything else [p for p in found if p.feature == "everything" or p == found[0]]
-
-    monkeypatch.setattr(check, "problems", few)
+    if not everything:
+        monkeypatch.setattr(check, "problems", few)
     assert check.run(options()) == 0
     printed = capsys.readouterr().out
     assert "shared lines: pass" in printed
@@ -80,13 +84,21 @@ def test_it_passes_on_the_emulated_device(on_device, monkeypatch, capsys, everyt
     assert all(0 < int(cells[4]) <= int(cells[5]) and int(cells[7]) <= tiles.THREADGROUP_BYTES for cells in kernels)
 
 
-def test_a_virtual_device_gets_the_portable_kernels_only(native):
+@pytest.mark.parametrize("everything", EVERYTHING)
+def test_a_virtual_device_gets_the_portable_kernels_only(on_device, native, monkeypatch, capsys, everything):
     """As on a hosted runner, which shows none of the kernels that Apple silicon takes."""
-    done = command("emulator:paravirtual", "--quick")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Apple Paravirtual device" in done.stdout and "variants        portable:" in done.stdout
-    assert {line.split("|")[1].strip() for line in rows(done.stdout)} == {"portable"}
-    assert "attention_forward" not in done.stdout and "portable_forward" in done.stdout
+    if not everything:
+        monkeypatch.setattr(check, "problems", few)
+    with on_device.profile("paravirtual"):
+        native.reset()
+        started = runtime.start()
+        monkeypatch.setattr(runtime, "get", lambda: started)
+        assert check.run(options()) == 0
+        printed = capsys.readouterr().out
+    native.reset()
+    assert "Apple Paravirtual device" in printed and "variants        portable:" in printed
+    assert {line.split("|")[1].strip() for line in rows(printed)} == {"portable"}
+    assert "attention_forward" not in printed and "portable_forward" in printed
 
 
 def test_without_metal_it_says_so_and_checks_blockwise():
