@@ -57,7 +57,7 @@ INLINED Fragment<T> load_pair(device const T* at) {
 }
 
 template <typename T>
-INLINED Fragment<T> load_pair(threadgroup const T* at) {
+INLINED Fragment<T> load_staged_pair(threadgroup const T* at) {
   const vec<T, 2> x = *reinterpret_cast<threadgroup const vec<T, 2>*>(at);
   return fragment_of<T>(x[0], x[1]);
 }

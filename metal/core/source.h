@@ -170,12 +170,12 @@ struct Staged {
 
     // Fragment (8 rows from 8·row, 8 columns from 8·column).
     INLINED Fragment<Operand> straight(int row, int column) const {
-      return load_pair(straight_lane + (row * 8 * straight_stride + column * 8));
+      return load_staged_pair(straight_lane + (row * 8 * straight_stride + column * 8));
     }
 
     // Its transpose.
     INLINED Fragment<Operand> transposed(int row, int column) const {
-      return load_pair(transposed_lane + (column * 8 * transposed_stride + row * 8));
+      return load_staged_pair(transposed_lane + (column * 8 * transposed_stride + row * 8));
     }
 
     // The same from row 8·i on.

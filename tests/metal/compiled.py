@@ -141,7 +141,7 @@ def kind_of(line: str) -> tuple[str, int] | None:
     return None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Graph:
     """The blocks of a function: their instructions, their successors, and its loops."""
 
@@ -214,11 +214,28 @@ class Graph:
                             work.extend(before[x])
         return sorted(map(frozenset, bodies.values()), key=len)
 
+    @functools.cached_property
+    def folded(self) -> frozenset[str]:
+        """Addresses that are part of the loads and stores that use them: a base and a 32-bit offset in a register, as the
+        machine's own take them (dougallj.github.io/applegpu/docs.html, device_load)."""
+        everything = [line for body in self.lines.values() for line in body]
+        narrow = {line.split(" = ")[0] for line in everything if re.search(r" = (?:zext|sext)(?: nneg)? i32 ", line)}
+        uses = collections.defaultdict(list)
+        for line in everything:
+            for name in re.findall(r"%[\w.]+", line.split(" = ", 1)[-1]):
+                uses[name].append(line)
+        found = set()
+        for line in everything:
+            index = re.search(r"^(%[\w.]+) = getelementptr .*, i64 (%[\w.]+)$", line)
+            if index and index[2] in narrow and all(re.search(r"(?:= load|^store) ", x) for x in uses[index[1]]):
+                found.add(index[1])
+        return frozenset(found)
+
     def counted(self, blocks) -> collections.Counter:
         found: collections.Counter = collections.Counter()
         for line in (line for name in blocks for line in self.lines[name]):
             kind = kind_of(line)
-            if kind:
+            if kind and line.split(" = ")[0] not in self.folded:
                 found[kind[0]] += kind[1]
         return found
 

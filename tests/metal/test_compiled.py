@@ -1,0 +1,46 @@
+"""What a compiler for GPUs makes of the kernels: no fragment in memory, and an interior that mostly multiplies."""
+
+from __future__ import annotations
+
+import compiled
+import pytest
+
+from jax_mfa.metal import tiles
+
+ENTRIES = [
+    pytest.param(variant, limit, item, id=f"{variant}-{limit}-{8 * item}bit")
+    for variant, entries in tiles.VARIANTS.items()
+    for limit, item in entries
+]
+LEAST = {"attention_forward": 0.85, "attention_d_query": 0.80, "attention_d_key_value": 0.80}  # of cycles in products
+
+
+@pytest.mark.parametrize("variant, limit, item", ENTRIES)
+def test_no_variable_of_a_kernel_has_an_address(variant, limit, item):
+    for plan, dispatch in compiled.kernels_of(variant, limit, "float16" if item == 2 else "float32"):
+        assert compiled.compiled(plan, dispatch).allocas == 0, dispatch.kernel.name
+
+
+@pytest.mark.parametrize("target", compiled.TARGETS[1:])
+@pytest.mark.parametrize("variant", tiles.VARIANTS)
+def test_nor_has_it_for_other_targets_masks_or_head_sizes(variant, target):
+    found = compiled.kernels_of(variant, 64) + compiled.kernels_of(variant, 104, causal=True, window=(70, None))
+    for plan, dispatch in [*found, compiled.decoding(64)]:
+        assert compiled.compiled(plan, dispatch, target).allocas == 0, dispatch.kernel.name
+
+
+@pytest.mark.parametrize("h", [64, 128])
+def test_most_cycles_of_the_interior_are_spent_in_products(h):
+    for plan, dispatch in compiled.kernels_of("staged", h):
+        found = compiled.compiled(plan, dispatch)
+        assert found.share >= LEAST[dispatch.kernel.template[0]], found
+        assert found.code * compiled.BYTES <= 12 * 1024  # what the instruction cache of an M1 holds
+
+
+def test_a_rolled_loop_over_fragments_is_noticed():
+    plan, dispatch = compiled.kernels_of("staged", 64)[0]
+    text = compiled.text_of(plan, dispatch)
+    loop = "  for (int i = 0; i < Own::count; ++i) {"
+    assert text.count(f"  UNROLLED\n{loop}") == 1
+    graph = compiled.Graph.of(compiled.representation(text.replace(f"  UNROLLED\n{loop}", f"  ROLLED\n{loop}")))
+    assert any(" = alloca " in line for body in graph.lines.values() for line in body)
