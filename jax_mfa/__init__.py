@@ -8,6 +8,7 @@ from jax.export import DisabledSafetyCheck
 from jax_mfa import cache
 from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention
 from jax_mfa.block_mask import BlockMask
+from jax_mfa.context_parallel import ring_attention, ulysses_attention, unzigzag, zigzag
 from jax_mfa.merging import merge
 from jax_mfa.metal.runtime import TARGETS, register_targets
 from jax_mfa.overriding import override_jax_nn
@@ -27,6 +28,10 @@ __all__ = [
     "flash_attention_varlen",
     "merge",
     "override_jax_nn",
+    "ring_attention",
+    "ulysses_attention",
+    "unzigzag",
+    "zigzag",
 ]
 
 # what `jax.export.export(..., disabled_checks=...)` needs for programs that hold Metal calls

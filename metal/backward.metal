@@ -145,8 +145,11 @@ template <
         const int row = first + block * 8 + lane.row;
         for (int c = 0; c < COLUMNS; ++c) {
           const int at = part_column + c * 8 + lane.column;
-          const uint4 words = has_dropout ? drop.words(row, at) : uint4(0);
+          uint4 words = has_dropout ? drop.words(row, at) : uint4(0);
           for (int e = 0; e < 2; ++e) {
+            if (has_dropout && e == 1) {
+              drop.next(words, row, at);
+            }
             const float product = s[block][c].thread_elements()[e];
             float d_weight = d_p[block][c].thread_elements()[e];
             if (has_dropout) {

@@ -145,20 +145,24 @@ struct Dropout {
   uint2 seed;
   uint batch;
   uint first_head;
+  uint first_row;
+  uint first_column;
   uint head;
 
   Dropout(constant Parameters& p, device const uint* dropout, int batch_row, int head)
-      : p(p), seed(0), batch(0), first_head(0), head(head) {
+      : p(p), seed(0), batch(0), first_head(0), first_row(0), first_column(0), head(head) {
     if (has_dropout) {
-      device const uint* of_row = dropout + ulong(batch_row) * 4;
+      device const uint* of_row = dropout + ulong(batch_row) * 6;
       seed = uint2(of_row[0], of_row[1]);
       batch = of_row[2];
       first_head = of_row[3];
+      first_row = of_row[4];
+      first_column = of_row[5];
     }
   }
 
   uint4 words(int row, int column) const {
-    uint4 c = uint4(uint(column) / 4, uint(row), first_head + head, batch);
+    uint4 c = uint4((first_column + uint(column)) / 4, first_row + uint(row), first_head + head, batch);
     uint2 k = seed;
     for (int round = 0; round < 10; ++round) {
       const uint high0 = mulhi(0xD2511F53u, c.x);
@@ -170,17 +174,27 @@ struct Dropout {
   }
 
   bool keeps(uint4 words, int column) const {
-    return words[column & 3] >= p.drop_below;
+    return words[(first_column + uint(column)) & 3] >= p.drop_below;
   }
 
   bool keeps(int row, int column) const {
     return keeps(words(row, column), column);
   }
 
+  // Makes the words of `column` those of its neighbour, an odd column as the kernel counts them, unless they are the same.
+  void next(thread uint4& words, int row, int column) const {
+    if (first_column & 1) {
+      words = this->words(row, column + 1);
+    }
+  }
+
   // Drops weights of a lane's two columns; those of invisible pairs stay as they are.
   void thin(thread Fragment<float>& weights, int row, int column) const {
-    const uint4 words = this->words(row, column);
+    uint4 words = this->words(row, column);
     for (int e = 0; e < 2; ++e) {
+      if (e == 1) {
+        next(words, row, column);
+      }
       const float weight = weights.thread_elements()[e];
       if (!is_invisible(weight)) {
         weights.thread_elements()[e] = weight * (keeps(words, column + e) ? p.keep_factor : 0.0f);

@@ -1,0 +1,360 @@
+"""The public functions: attention whose sequences are split over the devices of a mesh.
+
+Each runs within `shard_map`, on what a device holds, or with `mesh=` on whole arrays, which it splits itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from jax_mfa import api, meshes
+from jax_mfa.api import Implementation, Numbers
+from jax_mfa.block_mask import BlockMask
+from jax_mfa.context_parallel import attend
+from jax_mfa.context_parallel import order as orders
+from jax_mfa.context_parallel.order import Order
+from jax_mfa.context_parallel.ring import Ring
+from jax_mfa.specification import Operands, concrete, known_integers, specify
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How sequences, batch rows and heads are split.
+
+    Attributes:
+      function: the public function that was called, for errors.
+      ring: mesh axis of the ring, None for no ring; heads: mesh axis of the exchange, likewise.
+      order: of the tokens along the ring.
+      batch_axis, head_axis: mesh axes that split batch rows and heads, for the bits of dropout and whole arrays.
+    """
+
+    function: str
+    ring: Any
+    heads: Any
+    order: str
+    batch_axis: Any
+    head_axis: Any
+
+    def __post_init__(self):
+        if self.order not in orders.ORDERS:
+            raise ValueError(f"order must be one of {orders.ORDERS}, got {self.order!r}")
+        if self.order != "contiguous" and self.ring is None:
+            raise ValueError(f"order must be 'contiguous' without a ring, got {self.order!r}: work is balanced anyway")
+        named = [x for x in (self.ring, self.heads, self.batch_axis, self.head_axis) if x is not None]
+        flat = [name for x in named for name in (x if isinstance(x, tuple) else (x,))]
+        if len(flat) != len(set(flat)):
+            raise ValueError(f"axis_name, batch_axis and head_axis must be different mesh axes, got {flat}")
+
+    @property
+    def sequence(self) -> tuple:
+        """The mesh axes of the sequence, the outer first."""
+        axes = [x for x in (self.ring, self.heads) if x is not None]
+        return tuple(name for x in axes for name in (x if isinstance(x, tuple) else (x,)))
+
+    def multiple(self, ring_devices: int, heads_devices: int) -> int:
+        """What a length must be a multiple of."""
+        return ring_devices * heads_devices * orders.chunks_of(self.order)
+
+
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: Any,
+    order: Order = "contiguous",
+    mesh: Any = None,
+    batch_axis: Any = None,
+    head_axis: Any = None,
+    positions: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    **keywords: Unpack[api._Keywords[ArrayLike]],
+) -> Any:
+    """Attention over a sequence that is split over devices, whose keys and values travel around them.
+
+    Each device keeps its queries and, in turn, computes with the keys and values of every other one, while the next
+    ones are under way (Ring Attention, arXiv:2310.01889). Memory is O(T / devices) in both passes: the backward pass
+    sends keys and values around again, and with them the float32 sums of their gradients. Under a local window keys go
+    no further than they are seen. Equal to `flash_attention` of the whole arrays, up to rounding: partial outputs are
+    rounded to the query's dtype before they are merged in float32.
+
+    Within `shard_map` arrays are what a device holds, and lengths, offsets and ranges count the whole sequence. With
+    `mesh` they are whole arrays.
+
+    Args:
+      query: `[B, T, N, H]`, with T = all queries / devices within `shard_map`.
+      key: `[B, S, K, H]` and
+      value: `[B, S, K, V]`, likewise; S may differ from T.
+      bias: floating, broadcastable to `[B, N, T, all S]`: a device's rows, with the columns of all devices as they are
+        stored.
+      mask: bool, of such a shape.
+      axis_name: the mesh axis, or a tuple of axes, along which sequences are split.
+      order: "contiguous", or "zigzag" for tokens brought into order by `zigzag`, which balances causal work.
+      mesh: a `jax.sharding.Mesh`, for a call with whole arrays.
+      batch_axis, head_axis: mesh axes that split batch rows and heads. Within `shard_map` they matter to dropout only,
+        which then has the same bits as on one device.
+      positions: integers `[T]`: which tokens the caller thinks these are, to be compared with the order. A difference
+        is an error where the values are known; where they are traced, the output is NaN.
+      implementation: None, "metal" or "blockwise", as in `dot_product_attention`.
+      return_residual: also return the log-sum-exp.
+      **keywords: other keyword arguments of `dot_product_attention`; `block_mask` must have blocks that no device's
+        part cuts through.
+
+    Returns:
+      `[B, T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp, `[B, T, N]` float32 (float64
+      for float64). Both are differentiable, in reverse mode: forward mode raises JAX's error for a `custom_vjp`.
+
+    Raises:
+      ValueError, TypeError: as `dot_product_attention`; also for an axis that is not there, a length that does not
+        divide, keys that are not split as queries are, and positions that are not those of the order.
+      NotImplementedError: where a named implementation cannot run the call.
+    """
+    layout = _Layout("ring_attention", axis_name, None, order, batch_axis, head_axis)
+    arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
+    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+
+
+def ulysses_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: Any,
+    mesh: Any = None,
+    batch_axis: Any = None,
+    head_axis: Any = None,
+    positions: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    **keywords: Unpack[api._Keywords[ArrayLike]],
+) -> Any:
+    """Attention over a sequence that is split over devices, which exchange rows for heads before and after.
+
+    Each device then has the whole sequence of N / devices heads (DeepSpeed Ulysses, arXiv:2309.14509). The devices must
+    divide N, and divide K or be a multiple of it, in which case keys and values are sent more than once. Forward mode
+    works as it does on one device.
+
+    Args:
+      query, key, value, bias, mask, axis_name, mesh, batch_axis, head_axis, positions, implementation,
+        return_residual, **keywords: as in `ring_attention`. Tokens are in their own order.
+
+    Returns, Raises:
+      as there; also ValueError where the heads do not divide.
+    """
+    layout = _Layout("ulysses_attention", None, axis_name, "contiguous", batch_axis, head_axis)
+    arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
+    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _call(layout: _Layout, arguments: dict, mesh, positions, implementation, return_residual: bool):
+    api._refuse_unknown(layout.function, {k: x for k, x in arguments.items() if k not in _ARRAYS}, {})
+    api.names_of(implementation)  # what is no name is said first
+    if mesh is None:
+        out, lse = _of_own_share(layout, arguments, positions, implementation)
+    else:
+        out, lse = _of_whole_arrays(layout, mesh, arguments, positions, implementation)
+    return (out, lse) if return_residual else out
+
+
+_ARRAYS = ("query", "key", "value", "bias", "mask")
+
+
+def _of_own_share(layout: _Layout, arguments: dict, positions, implementation):
+    """Output and log-sum-exp of what one device holds."""
+    sizes = [1 if axis is None else meshes.axis_size(axis, "axis_name") for axis in (layout.ring, layout.heads)]
+    for name in ("batch_axis", "head_axis"):
+        if getattr(layout, name) is not None:
+            meshes.axis_size(getattr(layout, name), name)
+    _check_that_keys_are_split(layout, arguments)
+    parts = sizes[0] * sizes[1]
+    spec, operands = specify(**arguments, parts=parts)
+    _check_lengths(layout, *sizes, *(parts * x.shape[1] for x in (operands.query, operands.key)))
+    _check_heads(layout, sizes[1], operands)
+    _check_blocks(layout, parts, spec, operands)
+    chosen = api._decided(implementation, spec, operands)
+    if chosen == "reference":
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot run {layout.function}: the reference has no statistics to merge; "
+            "take None, 'metal' or 'blockwise'"
+        )
+    operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
+    ring = Ring(spec, layout.ring, sizes[0], layout.order, chosen)
+    out, lse = attend.attention(ring, layout.heads, operands)
+    shape = np.shape(arguments["query"])[:-1]
+    out = out[..., : np.shape(arguments["value"])[-1]]
+    if positions is not None:
+        right = _in_order(layout, sizes, positions, operands.query.shape[1])
+        out, lse = (jnp.where(right, x, jnp.asarray(jnp.nan, x.dtype)) for x in (out, lse))
+    return out.reshape(*shape, out.shape[-1]), lse.reshape(shape)
+
+
+def _check_that_keys_are_split(layout: _Layout, arguments: dict) -> None:
+    """Refuses arrays that `shard_map` knows to be the same on all devices."""
+    account = meshes.varying_of(lax.axis_index(layout.sequence[0]))
+    for name in ("query", "key", "value"):
+        missing = [axis for axis in layout.sequence if account and axis not in meshes.varying_of(arguments[name])]
+        if missing:
+            raise ValueError(
+                f"{name} must be split along the mesh axis {missing[0]!r}, of which each device holds its part; it is "
+                "the same on all of them"
+            )
+
+
+def _check_lengths(layout: _Layout, ring_devices: int, heads_devices: int, t: int, s: int) -> None:
+    multiple = layout.multiple(ring_devices, heads_devices)
+    for name, lengths, letter, size in (
+        ("query", "query_seq_lengths", "T", t),
+        ("key", "key_value_seq_lengths", "S", s),
+    ):
+        if size % multiple:
+            runs = " · 2 runs of tokens" if layout.order == "zigzag" else ""
+            raise ValueError(
+                f"the length of {name} must be a multiple of {multiple} (devices{runs}), got {letter} = {size}: "
+                f"pad it, and give {lengths}"
+            )
+
+
+def _check_heads(layout: _Layout, devices: int, o: Operands) -> None:
+    n, k = o.query.shape[2], o.key.shape[2]
+    if n % devices or (k % devices and devices % k):
+        raise ValueError(
+            f"{layout.function} exchanges heads over {devices} devices, which must divide the N heads of query, and "
+            f"divide the K of key or be a multiple of it: got N = {n}, K = {k}; ring_attention takes any"
+        )
+
+
+def _check_blocks(layout: _Layout, parts: int, spec, o: Operands) -> None:
+    if o.block_mask is None or parts == 1:
+        return
+    chunks = orders.chunks_of(layout.order)
+    for name, size, block in zip(("query", "key"), (o.query.shape[1], o.key.shape[1]), spec.mask_block):
+        if size % (block * chunks):
+            raise ValueError(
+                f"block_mask must have blocks that no part of {name} cuts through: {chunks} of {size // chunks} tokens on "
+                f"each device, got blocks of {list(spec.mask_block)}"
+            )
+
+
+def _in_order(layout: _Layout, sizes, positions, length: int):
+    """Whether a device's positions are those of the order; [1, 1, 1] or so, to broadcast."""
+    positions = known_integers("positions", positions, -(2**31), 2**31 - 1, "integers [T]")
+    if positions.shape != (length,):
+        raise ValueError(f"positions must have shape [T] = [{length}], got {list(positions.shape)}")
+    ring_devices, heads_devices = sizes
+    index = jnp.zeros((), jnp.int32) if layout.ring is None else lax.axis_index(layout.ring)
+    wanted = orders.positions_of(layout.order, ring_devices, index, length * heads_devices)
+    if layout.heads is not None:
+        wanted = lax.dynamic_slice_in_dim(wanted, lax.axis_index(layout.heads) * length, length)
+    return (wanted == positions).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole arrays
+
+
+def _of_whole_arrays(layout: _Layout, mesh, arguments: dict, positions, implementation):
+    for name in ("batch_axis", "head_axis"):
+        if getattr(layout, name) is not None:
+            meshes.mesh_axis_size(mesh, getattr(layout, name), name)
+    sizes = [
+        1 if axis is None else meshes.mesh_axis_size(mesh, axis, "axis_name") for axis in (layout.ring, layout.heads)
+    ]
+    query, key = arguments["query"], arguments["key"]
+    if min(np.ndim(query), np.ndim(key)) < 3:
+        specify(**arguments)  # says what is wrong with them
+    _check_lengths(layout, *sizes, np.shape(query)[-3], np.shape(key)[-3])
+    if positions is not None:
+        _check_positions(layout, sizes, positions, np.shape(query)[-3])
+    arguments = {name: x for name, x in {**arguments, "positions": positions}.items() if x is not None}
+    placed, specs = {}, {}
+    lead = np.shape(query)[:-3]
+    for name, x in arguments.items():
+        if isinstance(x, (list, tuple)) and name in _AXES_OF:
+            x = jnp.asarray(x)
+        if hasattr(x, "dtype") or isinstance(x, BlockMask):
+            placed[name] = x
+            specs[name] = jax.tree.map(functools.partial(_split, layout, name, lead), x)
+    static = {name: x for name, x in arguments.items() if name not in placed}
+
+    def run(placed):
+        own = {**static, **placed}
+        return _of_own_share(layout, own, own.pop("positions", None), implementation)
+
+    rows = _split(layout, "query", lead, query)
+    return meshes.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1])))(placed)
+
+
+# what the last axes of an argument are: r rows and c columns of the sequence, n heads, x anything that is not split;
+# an argument of size 1 along them serves all
+_AXES_OF = {
+    "query": "rnx",
+    "key": "cnx",
+    "value": "cnx",
+    "bias": "nrx",
+    "mask": "nrx",
+    "block_mask": "nrx",
+    "query_seq_lengths": "",
+    "key_value_seq_lengths": "",
+    "query_offset": "",
+    "alibi_slopes": "n",
+    "sinks": "n",
+    "query_segment_ids": "r",
+    "key_value_segment_ids": "c",
+    "key_value_ranges": "rx",
+    "positions": "r",
+}
+
+
+def _split(layout: _Layout, name: str, lead: tuple[int, ...], x) -> PartitionSpec:
+    """How an argument is split over the mesh."""
+    shape = np.shape(x)
+    if name not in _AXES_OF:
+        return PartitionSpec()
+    letters = _AXES_OF[name][-len(shape) :] if shape and _AXES_OF[name] else ""
+    entries: list[Any] = [None] * (len(shape) - len(letters))
+    if entries and len(entries) == len(lead) and shape[0] == lead[0] > 1:
+        entries[0] = layout.batch_axis
+    whole = name in ("query", "key", "value")  # what is too short there is an error, and never shared
+    for letter, size in zip(letters, shape[len(entries) :]):
+        axis = {"r": layout.sequence, "c": layout.sequence, "n": layout.head_axis, "x": None}[letter]
+        entries.append(axis if size > 1 or whole else None)
+    return PartitionSpec(*entries)
+
+
+def _check_positions(layout: _Layout, sizes, positions, length: int) -> None:
+    """Refuses positions that are known not to be those of the order."""
+    positions = known_integers("positions", positions, -(2**31), 2**31 - 1, "integers [T]")
+    if positions.shape != (length,):
+        raise ValueError(f"positions must have shape [T] = [{length}], got {list(positions.shape)}")
+    values = concrete(positions)
+    if values is None:
+        return
+    devices = sizes[0]
+    wanted = np.arange(length) if layout.order == "contiguous" else orders.zigzag_permutation(length, devices)
+    wrong = np.flatnonzero(values != wanted)
+    if wrong.size:
+        place = wrong[0]
+        raise ValueError(
+            f"positions must be those of order={layout.order!r} over {devices} devices: at place {place} token "
+            f"{wanted[place]} was expected, got {values[place]} (see jax_mfa.zigzag)"
+        )
+
+
+__all__ = ["Array", "Numbers", "ring_attention", "ulysses_attention"]
