@@ -8,7 +8,14 @@ from jax.export import DisabledSafetyCheck
 from jax_mfa import cache
 from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.context_parallel import ring_attention, ulysses_attention, unzigzag, zigzag
+from jax_mfa.context_parallel import (
+    context_parallel_attention,
+    explain_context_parallel,
+    ring_attention,
+    ulysses_attention,
+    unzigzag,
+    zigzag,
+)
 from jax_mfa.merging import merge
 from jax_mfa.metal.runtime import TARGETS, register_targets
 from jax_mfa.overriding import override_jax_nn
@@ -21,9 +28,11 @@ __all__ = [
     "BlockMask",
     "Explanation",
     "cache",
+    "context_parallel_attention",
     "decode_attention",
     "dot_product_attention",
     "explain",
+    "explain_context_parallel",
     "flash_attention",
     "flash_attention_varlen",
     "merge",

@@ -1,4 +1,4 @@
-"""What JAX calls by different names in its versions: `shard_map`, the size of a mesh axis, types that vary by device."""
+"""What versions of JAX call by different names: `shard_map`, the size of a mesh axis, types that vary by device."""
 
 from __future__ import annotations
 

@@ -531,13 +531,13 @@ def attention(spec: Specification, operands: Operands, implementation: str | Non
 
 
 def attention_transpose(
-    spec: Specification, operands: Operands, *results, wanted: tuple[str, ...], implementation: str | None = None
+    spec: Specification, operands: Operands, rows, wanted: tuple[str, ...], implementation: str | None = None
 ):
     """Cotangents of the wanted operands (see `blockwise.backward`).
 
-    `results` are out, row_max, row_sum, d_out and d_lse; those of rows that see more columns than the operands hold,
-    for the part of the cotangents that these columns have.
+    `rows` are out, row_max, row_sum, d_out and d_lse. Where rows see more columns than the operands hold, they are
+    those of all columns, and the cotangents the part that these columns have.
     """
     arrays, names = pack(operands)
     static = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
-    return transpose_p.bind(*_vary_alike((*arrays, *results)), **static)
+    return transpose_p.bind(*_vary_alike((*arrays, *rows)), **static)

@@ -332,8 +332,8 @@ def specify(
 ) -> tuple[Specification, Operands]:
     """Checks the arguments of `jax_mfa.dot_product_attention` and brings them into the layout of `Operands`.
 
-    Of sequences in equal `parts`, query, key, value and segment ids hold one, bias, mask, block mask and ranges the rows
-    of one; their columns, and lengths and offsets, count all parts.
+    Of sequences in equal `parts`, query, key, value and segment ids hold one; bias, mask, block mask and ranges the
+    rows of one. Their columns, and lengths and offsets, count all parts.
 
     Raises `ValueError` or `TypeError` naming the argument, what was seen and what was expected. Values can be checked
     only where they are known: traced lengths, offsets and ranges are clipped to what is allowed, of traced 64-bit

@@ -5,7 +5,23 @@ runtime.
 derivative, `api` takes the caller's arguments. Nothing here knows how attention of one device is computed.
 """
 
-from jax_mfa.context_parallel.api import ring_attention, ulysses_attention
+from jax_mfa.context_parallel.api import (
+    context_parallel_attention,
+    explain_context_parallel,
+    ring_attention,
+    ulysses_attention,
+)
+from jax_mfa.context_parallel.choice import Choice
+from jax_mfa.context_parallel.costs import Machine
 from jax_mfa.context_parallel.order import unzigzag, zigzag
 
-__all__ = ["ring_attention", "ulysses_attention", "unzigzag", "zigzag"]
+__all__ = [
+    "Choice",
+    "Machine",
+    "context_parallel_attention",
+    "explain_context_parallel",
+    "ring_attention",
+    "ulysses_attention",
+    "unzigzag",
+    "zigzag",
+]

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import api, meshes
-from jax_mfa.api import Implementation, Numbers
+from jax_mfa import api, checks, meshes
+from jax_mfa.api import Implementation
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.context_parallel import attend
 from jax_mfa.context_parallel import order as orders
+from jax_mfa.context_parallel.choice import Choice, Form, choose
+from jax_mfa.context_parallel.costs import Machine, Problem
 from jax_mfa.context_parallel.order import Order
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import Operands, concrete, known_integers, specify
+from jax_mfa.specification import Operands, concrete, known_integers, specify, specify_abstract
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +62,6 @@ class _Layout:
         """The mesh axes of the sequence, the outer first."""
         axes = [x for x in (self.ring, self.heads) if x is not None]
         return tuple(name for x in axes for name in (x if isinstance(x, tuple) else (x,)))
-
-    def multiple(self, ring_devices: int, heads_devices: int) -> int:
-        """What a length must be a multiple of."""
-        return ring_devices * heads_devices * orders.chunks_of(self.order)
 
 
 def ring_attention(
@@ -160,6 +159,111 @@ def ulysses_attention(
     return _call(layout, arguments, mesh, positions, implementation, return_residual)
 
 
+def context_parallel_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: Any,
+    form: Form | None = None,
+    order: Order = "contiguous",
+    mesh: Any = None,
+    batch_axis: Any = None,
+    head_axis: Any = None,
+    positions: ArrayLike | None = None,
+    machine: Machine | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    **keywords: Unpack[api._Keywords[ArrayLike]],
+) -> Any:
+    """Attention over a sequence that is split over devices, by the form that is done first on paper.
+
+    Args:
+      axis_name: a mesh axis; or a pair of axes, for a ring over the first of devices that exchange heads over the second
+        (as in USP, arXiv:2405.07719). The sequence is then split along both, the first outermost.
+      form: "ring", "ulysses" or "hybrid"; None for the one that `explain_context_parallel` names.
+      order: as in `ring_attention`; of the ring's devices, in a hybrid.
+      machine: speeds to choose by; default those of `Machine()`.
+      query, key, value, bias, mask, mesh, batch_axis, head_axis, positions, implementation, return_residual,
+        **keywords: as in `ring_attention`.
+
+    Returns, Raises:
+      as there; also ValueError for a form that does not fit the axes.
+    """
+    pair = isinstance(axis_name, (tuple, list))
+    forms: tuple[Form, ...] = ("hybrid",) if pair else ("ring", "ulysses")
+    if pair and len(axis_name) != 2:
+        raise ValueError(f"axis_name must be a mesh axis or a pair (ring, heads) of them, got {axis_name!r}")
+    if form is not None and form not in forms:
+        raise ValueError(f"form must be None or one of {forms} for axis_name = {axis_name!r}, got {form!r}")
+    arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
+    if form is None:
+        form = forms[0] if pair else _chosen(axis_name, mesh, order, machine, head_axis, batch_axis, arguments).form
+    ring, heads = axis_name if pair else (axis_name, None) if form == "ring" else (None, axis_name)
+    layout = _Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis)
+    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+
+
+def explain_context_parallel(
+    query: api.AbstractArray,
+    key: api.AbstractArray,
+    value: api.AbstractArray,
+    bias: api.AbstractArray | None = None,
+    mask: api.AbstractArray | None = None,
+    *,
+    devices: int,
+    heads_devices: int | None = None,
+    order: Order = "contiguous",
+    machine: Machine | None = None,
+    **keywords: Unpack[api._Keywords[api.AbstractArray]],
+) -> Choice:
+    """Which form `context_parallel_attention` takes for whole arrays, and why, with the bytes that are sent.
+
+    Args:
+      query, key, value, bias, mask, **keywords: as in `dot_product_attention`, of whole sequences; arrays may be
+        `jax.ShapeDtypeStruct`s.
+      devices: over which the sequence is split; heads_devices: so many of them along a second axis, for heads.
+      order, machine: as in `context_parallel_attention`.
+
+    Returns:
+      A `Choice`; print it.
+
+    Raises:
+      ValueError, TypeError: as `dot_product_attention`; also where no form fits.
+    """
+    checks.integer("devices", devices, least=1)
+    if heads_devices is not None and devices % checks.integer("heads_devices", heads_devices, least=1):
+        raise ValueError(f"heads_devices must divide devices = {devices}, got {heads_devices}")
+    spec, o = specify_abstract(query=query, key=key, value=value, bias=bias, mask=mask, **keywords)
+    return choose(_problem(spec, o), devices, order, machine or Machine(), heads_devices)
+
+
+def _problem(spec, o: Operands, parts: int = 1) -> Problem:
+    """The sizes of a problem, of whose sequences the operands hold one of so many parts."""
+    batch, t, n, h = o.query.shape
+    s, k, v = o.value.shape[1:]
+    return Problem(batch, parts * t, parts * s, n, k, h, v, o.query.dtype.itemsize, spec)
+
+
+def _chosen(axis, mesh, order: str, machine, head_axis, batch_axis, arguments: dict) -> Choice:
+    """The form for what a device holds, or without a mesh for whole arrays."""
+    given = {name: x for name, x in arguments.items() if x is not None}
+    if mesh is None:
+        devices = meshes.axis_size(axis, "axis_name")
+        return choose(_problem(*specify(**given, parts=devices), parts=devices), devices, order, machine or Machine())
+    size = lambda axis, name: 1 if axis is None else meshes.mesh_axis_size(mesh, axis, name)
+    problem = _problem(*specify(**given))
+    problem = dataclasses.replace(
+        problem,
+        batch=problem.batch // size(batch_axis, "batch_axis"),
+        heads=problem.heads // size(head_axis, "head_axis"),
+        key_heads=max(problem.key_heads // size(head_axis, "head_axis"), 1),
+    )
+    return choose(problem, size(axis, "axis_name"), order, machine or Machine())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -185,14 +289,13 @@ def _of_own_share(layout: _Layout, arguments: dict, positions, implementation):
     _check_that_keys_are_split(layout, arguments)
     parts = sizes[0] * sizes[1]
     spec, operands = specify(**arguments, parts=parts)
-    _check_lengths(layout, *sizes, *(parts * x.shape[1] for x in (operands.query, operands.key)))
+    _check_lengths(layout, sizes, parts * operands.query.shape[1], parts * operands.key.shape[1])
     _check_heads(layout, sizes[1], operands)
-    _check_blocks(layout, parts, spec, operands)
+    _check_blocks(layout, sizes, spec.mask_block, operands.query.shape[1], operands.key.shape[1])
     chosen = api._decided(implementation, spec, operands)
     if chosen == "reference":
         raise NotImplementedError(
-            f"implementation={implementation!r} cannot run {layout.function}: the reference has no statistics to merge; "
-            "take None, 'metal' or 'blockwise'"
+            f"implementation={implementation!r} cannot run {layout.function}: the reference keeps nothing to merge"
         )
     operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
     ring = Ring(spec, layout.ring, sizes[0], layout.order, chosen)
@@ -217,8 +320,8 @@ def _check_that_keys_are_split(layout: _Layout, arguments: dict) -> None:
             )
 
 
-def _check_lengths(layout: _Layout, ring_devices: int, heads_devices: int, t: int, s: int) -> None:
-    multiple = layout.multiple(ring_devices, heads_devices)
+def _check_lengths(layout: _Layout, sizes: list[int], t: int, s: int) -> None:
+    multiple = sizes[0] * sizes[1] * orders.chunks_of(layout.order)
     for name, lengths, letter, size in (
         ("query", "query_seq_lengths", "T", t),
         ("key", "key_value_seq_lengths", "S", s),
@@ -240,15 +343,18 @@ def _check_heads(layout: _Layout, devices: int, o: Operands) -> None:
         )
 
 
-def _check_blocks(layout: _Layout, parts: int, spec, o: Operands) -> None:
-    if o.block_mask is None or parts == 1:
+def _check_blocks(layout: _Layout, sizes: list[int], block: tuple[int, int] | None, t: int, s: int) -> None:
+    """Refuses blocks of a mask that are cut through, of t rows and s columns on each device."""
+    if block is None:
         return
     chunks = orders.chunks_of(layout.order)
-    for name, size, block in zip(("query", "key"), (o.query.shape[1], o.key.shape[1]), spec.mask_block):
-        if size % (block * chunks):
+    rows = math.gcd(t, t * sizes[1] // chunks) if math.prod(sizes) > 1 else 0
+    columns = s * sizes[1] // chunks if sizes[0] > 1 else 0
+    for name, size, own in (("query", block[0], rows), ("key", block[1], columns)):
+        if own % size:
             raise ValueError(
-                f"block_mask must have blocks that no part of {name} cuts through: {chunks} of {size // chunks} tokens on "
-                f"each device, got blocks of {list(spec.mask_block)}"
+                f"block_mask must have blocks that no part of {name} cuts through: parts have {own} tokens, blocks are "
+                f"{list(block)}"
             )
 
 
@@ -277,28 +383,38 @@ def _of_whole_arrays(layout: _Layout, mesh, arguments: dict, positions, implemen
         1 if axis is None else meshes.mesh_axis_size(mesh, axis, "axis_name") for axis in (layout.ring, layout.heads)
     ]
     query, key = arguments["query"], arguments["key"]
-    if min(np.ndim(query), np.ndim(key)) < 3:
-        specify(**arguments)  # says what is wrong with them
-    _check_lengths(layout, *sizes, np.shape(query)[-3], np.shape(key)[-3])
+    spec, _ = specify_abstract(**arguments)  # says what is wrong with them, as long as values are known
+    t, s = np.shape(query)[-3], np.shape(key)[-3]
+    _check_lengths(layout, sizes, t, s)
+    _check_blocks(layout, sizes, spec.mask_block, *(x // math.prod(sizes) for x in (t, s)))
     if positions is not None:
-        _check_positions(layout, sizes, positions, np.shape(query)[-3])
+        _check_positions(layout, sizes, positions, t)
     arguments = {name: x for name, x in {**arguments, "positions": positions}.items() if x is not None}
-    placed, specs = {}, {}
     lead = np.shape(query)[:-3]
+    placed, specs, static = {}, {}, []
     for name, x in arguments.items():
-        if isinstance(x, (list, tuple)) and name in _AXES_OF:
+        if isinstance(x, (list, tuple)) and name != "local_window_size":
             x = jnp.asarray(x)
         if hasattr(x, "dtype") or isinstance(x, BlockMask):
             placed[name] = x
             specs[name] = jax.tree.map(functools.partial(_split, layout, name, lead), x)
-    static = {name: x for name, x in arguments.items() if name not in placed}
+        else:
+            static.append((name, x))
+    rows = _split(layout, "query", lead, query)
+    leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return _program(layout, mesh, tuple(static), tree, tuple(leaves), rows, implementation)(placed)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(layout: _Layout, mesh, static: tuple, tree, specs: tuple, rows: PartitionSpec, implementation):
+    """A jitted function of arrays by name, kept so that calls outside of `jit` need not compile each time."""
 
     def run(placed):
-        own = {**static, **placed}
-        return _of_own_share(layout, own, own.pop("positions", None), implementation)
+        arguments = {**dict(static), **placed}
+        return _of_own_share(layout, arguments, arguments.pop("positions", None), implementation)
 
-    rows = _split(layout, "query", lead, query)
-    return meshes.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1])))(placed)
+    specs = jax.tree.unflatten(tree, specs)
+    return jax.jit(meshes.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1]))))
 
 
 # what the last axes of an argument are: r rows and c columns of the sequence, n heads, x anything that is not split;
@@ -355,6 +471,3 @@ def _check_positions(layout: _Layout, sizes, positions, length: int) -> None:
             f"positions must be those of order={layout.order!r} over {devices} devices: at place {place} token "
             f"{wanted[place]} was expected, got {values[place]} (see jax_mfa.zigzag)"
         )
-
-
-__all__ = ["Array", "Numbers", "ring_attention", "ulysses_attention"]

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_mfa import meshes, primitives
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import DIFFERENTIABLE, Operands, Specification, accumulation_dtype
+from jax_mfa.specification import DIFFERENTIABLE, Operands, accumulation_dtype
 
 
 def attention(ring: Ring, heads_axis: Any, operands: Operands):
@@ -81,11 +81,10 @@ def _ring_backward(ring: Ring, kept, cotangents):
     operands, results = kept
     wanted = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
 
-    def transpose(spec, operands, *rows_and_names):
-        *rows, names = rows_and_names
-        return primitives.attention_transpose(spec, operands, *rows, wanted=names, implementation=ring.implementation)
+    def transpose(spec, operands, rows, names):
+        return primitives.attention_transpose(spec, operands, rows, names, ring.implementation)
 
-    found = rings.backward(ring, operands, *results, *cotangents, wanted, transpose, _vary(operands))
+    found = rings.backward(ring, operands, (*results, *cotangents), wanted, transpose, _vary(operands))
     return (Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, found))}),)
 
 
@@ -178,6 +177,3 @@ def numbered(operands: Operands, batch_axis: Any, head_axis: Any) -> Operands:
         if axis is not None:
             dropout = dropout.at[:, word].add((lax.axis_index(axis) * size).astype(dropout.dtype))
     return operands._replace(dropout=dropout)
-
-
-__all__ = ["Exchange", "Specification", "attention", "numbered"]

@@ -27,7 +27,7 @@ def chunks_of(order: str) -> int:
 
 
 def chunk_index(order: str, devices: int, device, chunk):
-    """Which of all `devices · chunks_of(order)` runs the `chunk`-th of a device is; integers of Python, numpy or JAX."""
+    """Which of all `devices · chunks_of(order)` runs is the `chunk`-th of a device; integers, of numpy or JAX too."""
     if order == "contiguous":
         return device
     traced = any(isinstance(x, jax.Array) for x in (device, chunk))

@@ -332,11 +332,7 @@ def _per_batch_row(spec: Specification, operands: Operands, name: str, acc):
 def backward(
     ring: Ring,
     operands: Operands,
-    out,
-    row_max,
-    row_sum,
-    d_out,
-    d_lse,
+    rows: tuple,
     wanted: tuple[str, ...],
     transpose: Callable,
     vary: Callable = lambda x: x,
@@ -346,20 +342,19 @@ def backward(
 
     Args:
       operands, vary: as in `forward`.
-      out, row_max, row_sum: results of `forward`.
-      transpose: `(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted)` to what `blockwise.backward` returns.
+      rows: out, row_max and row_sum as `forward` gave them, d_out and d_lse.
+      transpose: `(spec, operands, rows, wanted)` to what `blockwise.backward` returns.
     """
     o = operands
     acc = accumulation_dtype(o.query.dtype)
     pairs = _Pairs(ring, o)
     parts = tuple(name for name in wanted if name != "sinks")
     follow = tuple(name for name in parts if name in _TRAVELLING)
-    rows = (out, row_max, row_sum, d_out, d_lse)
     zeros = lambda names: vary({name: jnp.zeros(getattr(o, name).shape, acc) for name in names})
 
     def visit(problem, place, state):
         spec, now = problem
-        found = transpose(spec, now, *(_cut(x, place.row, pairs.rows, 1) for x in rows), parts)
+        found = transpose(spec, now, [_cut(x, place.row, pairs.rows, 1) for x in rows], parts)
         return {name: _gathered(name, state[name], x.astype(acc), place) for name, x in zip(parts, found)}
 
     def compute(source, held, state):
@@ -370,7 +365,7 @@ def backward(
     followed, stayed = _walk(ring, _schedule(ring, o), _travelling(o), zeros(follow), compute, zeros(staying))
     sums = {**followed, **stayed}
     if "sinks" in wanted:
-        sums["sinks"] = _of_sinks(ring.spec, o, *rows, acc)
+        sums["sinks"] = _of_sinks(ring.spec, o, rows, acc)
     return tuple(sums[name].astype(getattr(o, name).dtype) for name in wanted)
 
 
@@ -386,8 +381,9 @@ def _gathered(name: str, x, part, place: _Place):
     return _put(x, _add(rows, part, place.column_of_all, 3), place.row, 2)
 
 
-def _of_sinks(spec: Specification, o: Operands, out, row_max, row_sum, d_out, d_lse, acc):
+def _of_sinks(spec: Specification, o: Operands, rows, acc):
     """The gradient of the sinks, from whole rows."""
+    out, row_max, row_sum, d_out, d_lse = rows
     shift = jnp.einsum("...v,...v->...", d_out.astype(acc), out.astype(acc), precision="highest") - d_lse.astype(acc)
     empty = row_sum == 0
     sinks = _per_batch_row(spec, o, "sinks", acc)[:, None]
