@@ -8,14 +8,13 @@ from jax.export import DisabledSafetyCheck
 from jax_mfa import cache
 from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.context_parallel import (
+from jax_mfa.context_parallel.api import (
     context_parallel_attention,
     explain_context_parallel,
     ring_attention,
     ulysses_attention,
-    unzigzag,
-    zigzag,
 )
+from jax_mfa.context_parallel.order import unzigzag, zigzag
 from jax_mfa.merging import merge
 from jax_mfa.metal.runtime import TARGETS, register_targets
 from jax_mfa.overriding import override_jax_nn

@@ -377,7 +377,13 @@ def _by_shares(fun):
         names, results = params["names"], BACKWARD_NAMES[:3]
         if "wanted" in params:
             names, results = (*names, *BACKWARD_NAMES), params["wanted"]
-        return partitioned(lambda *x: fun(*x, **params), params["spec"], names, results)(*arrays)
+
+        def pair(spec, operands, rows=(), wanted=None):
+            own, names = pack(operands)
+            changed = {"spec": spec, "names": names} | ({} if wanted is None else {"wanted": wanted})
+            return fun(*own, *rows, **{**params, **changed})
+
+        return partitioned(lambda *x: fun(*x, **params), pair, params["spec"], names, results)(*arrays)
 
     return run
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_mfa
 from jax_mfa import BlockMask, meshes
 from jax_mfa.context_parallel import costs, order
+from jax_mfa.context_parallel.costs import Machine
 from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.specification import Specification
 
@@ -179,8 +180,9 @@ def equations(jaxpr, times=1):
 def traced(devices, gradient=False, ordered="contiguous", per_device=4, dtype="float32", **keywords):
     """The program of ring attention, and its arguments."""
     mesh = mesh_of(devices)
+    split = NamedSharding(mesh, P(None, "ring"))
     n = devices * per_device
-    x = [jnp.asarray(a, dtype) for a in qkv(B=1, T=n, S=n, N=2, K=1)]
+    x = [jax.ShapeDtypeStruct((1, n, heads, 8), jnp.dtype(dtype), sharding=split) for heads in (2, 1, 1)]
     run = lambda *x: jax_mfa.ring_attention(*x, mesh=mesh, axis_name="ring", order=ordered, **keywords)
     if gradient:
         run = jax.grad(lambda *x, run=run: run(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
@@ -214,17 +216,15 @@ def test_keys_are_on_their_way_before_the_kernel_starts():
 
 def test_nothing_is_gathered_and_memory_is_a_share():
     totals = {}
-    for devices in (2, 4, 8):
-        _, run, x = traced(devices, gradient=True, per_device=4096 // devices, is_causal=True, ordered="zigzag")
-        mesh = mesh_of(devices)
-        x = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P(None, "ring"))) for a in x]
-        program = jax.jit(run).lower(*x).compile()
+    for devices in (2, 8):
+        _, run, x = traced(devices, gradient=True, per_device=2**17 // devices, is_causal=True, ordered="zigzag")
+        program = quick_jit(run).lower(*x).compile()
         assert not re.search(r"all-gather|all-to-all", program.as_text())
         memory = program.memory_analysis()
         totals[devices] = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
         assert memory.argument_size_in_bytes == sum(a.size for a in x) * 4 // devices
-    # a tile of scores is in it too, and a smaller part has a smaller one
-    assert totals[4] < 0.6 * totals[2] and totals[8] < 0.6 * totals[4], totals
+    # tiles of scores, of a size of their own, are in it too
+    assert totals[8] - 2**23 < totals[2] / 4, totals
 
 
 @pytest.mark.parametrize("window", [None, (4, 0), (5, 0), (0, 0), (2, 2)])
@@ -396,7 +396,7 @@ def test_the_form_is_chosen_by_what_is_sent_and_says_why():
     odd = jax_mfa.explain_context_parallel(**shapes(2**14, N=6, K=6), devices=4)
     assert odd.form == "ring" and "do not divide N = 6" in odd.reasons["ulysses"]
     # short sequences over a slow network: fewer bytes win
-    slow = jax_mfa.Machine(bytes_per_second=1e8)
+    slow = Machine(bytes_per_second=1e8)
     short = jax_mfa.explain_context_parallel(**shapes(2**12, N=8, K=8), devices=8, machine=slow)
     assert short.form == "ulysses", str(short)
     assert jax_mfa.explain_context_parallel(**shapes(2**12), devices=8, heads_devices=2).devices == (4, 2)

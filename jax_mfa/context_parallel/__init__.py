@@ -2,26 +2,6 @@
 runtime.
 
 `order` says which tokens a device holds, `ring` sends keys and values around, `attend` exchanges heads and has the
-derivative, `api` takes the caller's arguments. Nothing here knows how attention of one device is computed.
+derivative, `api` takes the caller's arguments, `costs` and `choice` say what it costs. Nothing here knows how attention
+of one device is computed. The names for users are those of `jax_mfa` itself.
 """
-
-from jax_mfa.context_parallel.api import (
-    context_parallel_attention,
-    explain_context_parallel,
-    ring_attention,
-    ulysses_attention,
-)
-from jax_mfa.context_parallel.choice import Choice
-from jax_mfa.context_parallel.costs import Machine
-from jax_mfa.context_parallel.order import unzigzag, zigzag
-
-__all__ = [
-    "Choice",
-    "Machine",
-    "context_parallel_attention",
-    "explain_context_parallel",
-    "ring_attention",
-    "ulysses_attention",
-    "unzigzag",
-    "zigzag",
-]

@@ -181,8 +181,8 @@ def context_parallel_attention(
     """Attention over a sequence that is split over devices, by the form that is done first on paper.
 
     Args:
-      axis_name: a mesh axis; or a pair of axes, for a ring over the first of devices that exchange heads over the second
-        (as in USP, arXiv:2405.07719). The sequence is then split along both, the first outermost.
+      axis_name: a mesh axis; or a pair of axes, for a ring over the first of devices that exchange heads over the
+        second (as in USP, arXiv:2405.07719). The sequence is then split along both, the first outermost.
       form: "ring", "ulysses" or "hybrid"; None for the one that `explain_context_parallel` names.
       order: as in `ring_attention`; of the ring's devices, in a hybrid.
       machine: speeds to choose by; default those of `Machine()`.

@@ -38,7 +38,7 @@ def attention(ring: Ring, heads_axis: Any, operands: Operands):
     if heads_axis is None:
         return _whole_or_ring(ring, operands)
     exchange = Exchange(heads_axis, lax.psum(1, heads_axis), operands.query.shape[2], operands.key.shape[2])
-    out, lse = _whole_or_ring(ring, exchange.operands(operands))
+    out, lse = _whole_or_ring(ring, exchange.operands(operands, ring.spec.mask_block))
     return exchange.rows(out), exchange.rows(lse)
 
 
@@ -136,19 +136,19 @@ class Exchange:
         size = x.shape[axis] // self.devices
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, axis)
 
-    def scores_like(self, x):
-        """`[rows, 1|N, 1|T, columns]`."""
+    def scores_like(self, x, own_rows: int):
+        """`[rows, 1|N, 1|T, columns]`, where a device has so many rows; one alone may be its own, or that of all."""
         if x is None:
             return None
-        by_head, by_row = x.shape[1] > 1, x.shape[2] > 1
+        by_head, by_row = x.shape[1] > 1, x.shape[2] == own_rows
         if by_head and by_row:
             return lax.all_to_all(x, self.axis, 1, 2, tiled=True)
         if by_row:
             return self.all_rows(x, 2)
         return self.own_heads(x)
 
-    def operands(self, o: Operands) -> Operands:
-        dropout = o.dropout
+    def operands(self, o: Operands, mask_block: tuple[int, int] | None) -> Operands:
+        dropout, own_rows = o.dropout, o.query.shape[1]
         if dropout is not None:
             first = lax.axis_index(self.axis) * (self.heads // self.devices)
             dropout = dropout.at[:, 3].add(first.astype(dropout.dtype))
@@ -156,9 +156,9 @@ class Exchange:
             query=self.by_head(o.query),
             key=self.of_keys(o.key),
             value=self.of_keys(o.value),
-            bias=self.scores_like(o.bias),
-            mask=self.scores_like(o.mask),
-            block_mask=self.scores_like(o.block_mask),
+            bias=self.scores_like(o.bias, own_rows),
+            mask=self.scores_like(o.mask, own_rows),
+            block_mask=self.scores_like(o.block_mask, own_rows // (mask_block or (1, 1))[0]),
             query_segment_ids=self.all_rows(o.query_segment_ids, 1),
             key_segment_ids=self.all_rows(o.key_segment_ids, 1),
             key_ranges=self.all_rows(o.key_ranges, 1),
