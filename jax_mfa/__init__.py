@@ -14,6 +14,7 @@ from jax_mfa.context_parallel.api import (
     ring_attention,
     ulysses_attention,
 )
+from jax_mfa.context_parallel.decode import sharded_append, sharded_decode_attention
 from jax_mfa.context_parallel.order import unzigzag, zigzag
 from jax_mfa.merging import merge
 from jax_mfa.metal.runtime import TARGETS, register_targets
@@ -37,6 +38,8 @@ __all__ = [
     "merge",
     "override_jax_nn",
     "ring_attention",
+    "sharded_append",
+    "sharded_decode_attention",
     "ulysses_attention",
     "unzigzag",
     "zigzag",

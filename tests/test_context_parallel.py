@@ -424,6 +424,67 @@ def test_the_choice_runs():
         np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6)
 
 
+# --- decoding
+
+
+def test_decoding_with_a_cache_that_is_split():
+    """Each token is written where it belongs and sees what came before, by one all-reduce."""
+    mesh = mesh_of(4)
+    query, key, value = qkv(B=3, T=2, S=12, N=4, K=2, V=5)
+    new_key, new_value = arrays((3, 2, 2, 8), (3, 2, 2, 5), seed=5)
+    sinks, slopes = arrays((4,), (4,), seed=6)
+    lengths = np.array([0, 5, 10], np.int32)  # the last but one row's tokens fall to two devices
+    features = {"sinks": sinks, "alibi_slopes": abs(slopes), "local_window_size": (6, 0), "logits_soft_cap": 4.0}
+    split = NamedSharding(mesh, P(None, "ring"))
+
+    def step(query, key, value, lengths):
+        key, value, lengths = jax_mfa.sharded_append(
+            key, value, lengths, new_key, new_value, mesh=mesh, axis_name="ring"
+        )
+        out = jax_mfa.sharded_decode_attention(
+            query, key, value, lengths, mesh=mesh, axis_name="ring", return_residual=True, **features
+        )
+        return key, value, lengths, *out
+
+    def one(query, key, value, lengths):
+        key, value, lengths = jax_mfa.cache.append(key, value, lengths, new_key, new_value)
+        return (
+            key,
+            value,
+            lengths,
+            *jax_mfa.decode_attention(query, key, value, lengths, return_residual=True, **features),
+        )
+
+    placed = query, jax.device_put(key, split), jax.device_put(value, split), lengths
+    program = quick_jit(step).lower(*placed).compile()
+    text = program.as_text()
+    counts = {
+        x: len(re.findall(rf"= [^=]* {x}(?:-start)?\(", text)) for x in ("all-reduce", "all-gather", "all-to-all")
+    }
+    assert counts == {"all-reduce": 1, "all-gather": 0, "all-to-all": 0}
+    got, wanted = program(*placed), quick_jit(one)(query, key, value, lengths)
+    assert got[0].sharding.is_equivalent_to(split, 4)
+    for a, b in zip(got, wanted):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)
+    loss = lambda f: lambda query, key: (f(query, key, value, lengths)[3] ** 2).sum()
+    for a, b in zip(*(quick_jit(jax.grad(loss(f), argnums=(0, 1)))(query, key) for f in (step, one))):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+def test_errors_of_decoding():
+    mesh = mesh_of(4)
+    query, key, value = qkv(B=3, T=1, S=12)
+    run = functools.partial(jax_mfa.sharded_decode_attention, query, mesh=mesh, axis_name="ring")
+    with pytest.raises(ValueError, match="columns of a cache must be a multiple of the 4 devices, got S = 11"):
+        run(key[:, :11], value[:, :11], [1, 2, 3])
+    with pytest.raises(ValueError, match=r"lengths must lie in 0\.\.12, got 13"):
+        run(key, value, [1, 13, 3])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'is_causal'"):
+        run(key, value, [1, 2, 3], is_causal=True)
+    with pytest.raises(ValueError, match="the cache holds 12 tokens; 12 known to be written, it cannot take 1 more"):
+        jax_mfa.sharded_append(key, value, 12, key[:, :1], value[:, :1], mesh=mesh, axis_name="ring")
+
+
 # --- errors
 
 

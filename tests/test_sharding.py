@@ -81,7 +81,7 @@ def jit_on(shape: tuple[int, int], run):
     return lambda arrays, d_out, d_lse: quick_jit(run)(placed(arrays, shape), d_out, d_lse)
 
 
-def compiled(implementation, arguments: dict, split=P("data", None, "heads")):
+def compiled(implementation, arguments: dict, *split):
     """Output, log-sum-exp and gradients as one program for arguments where they lie."""
     arrays = {name: x for name, x in arguments.items() if not is_static(name, x)}
     static = {name: x for name, x in arguments.items() if is_static(name, x)}
@@ -93,7 +93,7 @@ def compiled(implementation, arguments: dict, split=P("data", None, "heads")):
         return out, lse, pullback((d_out, d_lse))[0]
 
     d_out, d_lse = cotangents(arguments)
-    like = NamedSharding(arrays["query"].sharding.mesh, split)
+    like = NamedSharding(arrays["query"].sharding.mesh, P(*split or ("data", None, "heads")))
     return quick_jit(run).lower(arrays, jax.device_put(d_out, like), jax.device_put(d_lse, like)).compile()
 
 
@@ -191,7 +191,7 @@ def test_where_lengths_are_split_keys_travel(implementation, name):
     over = {n: v if is_static(n, v) else jax.tree.map(functools.partial(put, n), v) for n, v in x.items()}
     assert_matches_oracle(implementation, x, jit=lambda run: lambda arrays, *d: quick_jit(run)(over_arrays(over), *d))
     if name == "plain":
-        program = compiled(implementation, over, P(None, "length", "heads"))
+        program = compiled(implementation, over, None, "length", "heads")
         found = collectives(program)
         assert found.pop("collective-permute") and not any(found.values()), found
         out, _, gradients = program.output_shardings

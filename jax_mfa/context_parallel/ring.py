@@ -277,7 +277,7 @@ def forward(ring: Ring, operands: Operands, attend: Callable, vary: Callable = l
 
     def visit(problem, place, state):
         own = [_cut(x, place.row, pairs.rows, 1) for x in state]
-        merged = _merged(own, _part(*attend(*problem), acc))
+        merged = merge_parts(own, part(*attend(*problem), acc))
         return tuple(_put(x, new, place.row) for x, new in zip(state, merged))
 
     def compute(source, held, state):
@@ -285,16 +285,23 @@ def forward(ring: Ring, operands: Operands, attend: Callable, vary: Callable = l
 
     empty = jnp.zeros((b, t, n, o.value.shape[-1]), acc), jnp.full((b, t, n), -np.inf, acc), jnp.zeros((b, t, n), acc)
     _, (sums, row_max, row_sum) = _walk(ring, _schedule(ring, o), _travelling(o), (), compute, vary(empty))
-    if o.sinks is not None:
-        sinks = _per_batch_row(ring.spec, o, "sinks", acc)[:, None]
+    return finished(ring.spec, o, (sums, row_max, row_sum))
+
+
+def finished(spec: Specification, operands: Operands, merged):
+    """Output, maximum and sum of whole rows, their sinks included, from merged parts without them."""
+    sums, row_max, row_sum = merged
+    acc = sums.dtype.type
+    if operands.sinks is not None:
+        sinks = _per_batch_row(spec, operands, "sinks", sums.dtype)[:, None]
         seen = (row_max != -np.inf) | jnp.isnan(row_sum)
-        sink = jnp.zeros_like(sums), jnp.where(seen, sinks, -np.inf), jnp.where(seen, acc.type(1), acc.type(0))
-        sums, row_max, row_sum = _merged((sums, row_max, row_sum), sink)
-    out = sums / jnp.where(row_sum == 0, acc.type(1), row_sum)[..., None]
-    return out.astype(o.query.dtype), jnp.where(row_max == -np.inf, acc.type(0), row_max), row_sum
+        sink = jnp.zeros_like(sums), jnp.where(seen, sinks, -np.inf), jnp.where(seen, acc(1), acc(0))
+        sums, row_max, row_sum = merge_parts(merged, sink)
+    out = sums / jnp.where(row_sum == 0, acc(1), row_sum)[..., None]
+    return out.astype(operands.query.dtype), jnp.where(row_max == -np.inf, acc(0), row_max), row_sum
 
 
-def _part(out, row_max, row_sum, acc):
+def part(out, row_max, row_sum, acc):
     """A partial result as sums: of weighted values, the maximum, −∞ where no score is above that, and of weights.
 
     A row that sees scores of −∞ alone has the sum NaN beside a finite maximum; other columns may yet define its
@@ -305,7 +312,7 @@ def _part(out, row_max, row_sum, acc):
     return sums, jnp.where(lost, acc.type(-np.inf), row_max), row_sum
 
 
-def _merged(a, b):
+def merge_parts(a, b):
     """Two partial results of disjoint columns as one."""
     high = jnp.maximum(a[1], b[1])  # NaN where either is
     lost = high == -np.inf
