@@ -51,9 +51,10 @@ except ModuleNotFoundError as error:
 
 DIED = 3  # exit status of a process that another one left alone
 GRACE = 5  # seconds between asking a process to end and ending it
-# float32 numbers that a layer keeps of each token for the backward pass, in widths, and what one pass needs beside
-KEPT, WORKING = 18, 24
-TILES = 24 * 2**20  # bytes of the tiles of scores, whatever the length
+# float32 numbers for each token: what a layer keeps for the backward pass and what is needed beside, in widths, and the
+# logits; fitted to what the compiler says (XLA's CPU backend, JAX 0.10)
+KEPT, WORKING, LETTERS = 25, 5, 3 * 128
+TILES = 2**23  # bytes of the tiles of scores, whatever the length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +93,10 @@ class Settings:
         if self.context % runs:
             raise ValueError(f"--context must be a multiple of {runs}, two runs of tokens a device, got {self.context}")
 
-    def bytes_needed(self, devices: int, letters: int = 128) -> int:
+    def bytes_needed(self, devices: int) -> int:
         """What a training step takes of each device, on paper."""
         tokens = self.batch // self.data * self.context / (devices // self.data)
-        numbers = tokens * (self.width * (KEPT * self.layers + WORKING) + 3 * letters)
+        numbers = tokens * (self.width * (KEPT * self.layers + WORKING) + LETTERS)
         return int(4 * numbers) + TILES
 
 
@@ -110,8 +111,8 @@ def refuse_what_does_not_fit(settings: Settings, devices: int, budget: float) ->
     needed = settings.bytes_needed(devices)
     arithmetic = (
         f"{own:,} of {settings.context:,} tokens on each of {devices} device(s), × {settings.batch // settings.data} "
-        f"sequence(s) × {settings.width} wide × ({KEPT} · {settings.layers} layers + {WORKING}) × 4 bytes, and "
-        f"{human(TILES)} of tiles: {human(needed)}"
+        f"sequence(s) × ({settings.width} wide × ({KEPT} · {settings.layers} layers + {WORKING}) + {LETTERS}) × 4 bytes, "
+        f"and {human(TILES)} of tiles: {human(needed)}"
     )
     if needed > budget * 2**20:
         enough = next((n for n in range(devices, 4097) if settings.bytes_needed(n) <= budget * 2**20), None)

@@ -9,6 +9,7 @@ from jax_mfa import cache
 from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.context_parallel.api import (
+    SequenceSharding,
     context_parallel_attention,
     explain_context_parallel,
     ring_attention,
@@ -27,6 +28,7 @@ __all__ = [
     "DISABLE_EXPORT_CHECKS",
     "BlockMask",
     "Explanation",
+    "SequenceSharding",
     "cache",
     "context_parallel_attention",
     "decode_attention",

@@ -590,3 +590,43 @@ def test_the_axis_is_looked_for_where_it_is_traced():
     ):
         jax_mfa.ring_attention(query, key, value, axis_name="ring")
     assert meshes.mesh_axis_size(mesh_of(2, 4), ("ring", "heads"), "axis_name") == 8
+
+
+# --- flax
+
+
+def test_modules_and_attention_fn_take_an_axis_for_the_sequence():
+    """Within `shard_map` and of whole arrays, with rotary positions in the order of the tokens."""
+    from flax import nnx
+
+    import jax_mfa.flax as ours
+
+    mesh = mesh_of(2, 4, names=("data", "sequence"))
+    (x,) = arrays((2, 16, 8))
+    one = ours.linen.FlashMultiHeadAttention(num_heads=4, num_kv_heads=2, rotary_base=100.0, is_causal=True)
+    parameters = one.init(jax.random.key(0), x)
+    wanted = one.apply(parameters, x)
+    whole = jax_mfa.SequenceSharding("sequence", "ring", "zigzag", mesh, "data")
+    got = one.clone(sequence_axis=whole).apply(parameters, jax_mfa.zigzag(x, 4))
+    np.testing.assert_allclose(jax_mfa.unzigzag(got, 4), wanted, rtol=0, atol=5e-6)
+
+    split = P("data", "sequence")
+    local = one.clone(sequence_axis=jax_mfa.SequenceSharding("sequence", "ring", batch_axis="data"))
+    run = meshes.shard_map(lambda x: local.apply(parameters, x), mesh, (split,), split)
+    np.testing.assert_allclose(jax.jit(run)(x), wanted, rtol=0, atol=5e-6)
+    cached = one.clone(decode=True).init(jax.random.key(0), x)
+    with pytest.raises(NotImplementedError, match=r"sequence_axis=.* while decoding: see jax_mfa\.sharded_decode"):
+        one.clone(sequence_axis="sequence", decode=True).apply(cached, x, mutable=["cache"])
+
+    module = ours.nnx.FlashMultiHeadAttention(4, 8, sequence_axis=whole, rngs=nnx.Rngs(0))
+    alone = ours.nnx.FlashMultiHeadAttention(4, 8, rngs=nnx.Rngs(0))
+    got = jax_mfa.unzigzag(module(jax_mfa.zigzag(x, 4)), 4)
+    np.testing.assert_allclose(got, alone(x), rtol=0, atol=5e-6)
+
+    query, key, value = qkv(B=2, T=8, S=8, N=4, K=4)
+    plain = dataclasses.replace(whole, order="contiguous")
+    for room in (ours.linen, ours.nnx):
+        got = room.attention_fn(query, key, value, sequence_axis=plain, is_causal=True)
+        np.testing.assert_allclose(got, room.attention_fn(query, key, value, is_causal=True), rtol=0, atol=5e-6)
+        with pytest.raises(NotImplementedError, match=r"sequence_axis=.*broadcast_dropout"):
+            room.attention_fn(query, key, value, sequence_axis=plain, dropout_rate=0.5, dropout_rng=jax.random.key(0))

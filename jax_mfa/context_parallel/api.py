@@ -206,6 +206,45 @@ def context_parallel_attention(
     return _call(layout, arguments, mesh, positions, implementation, return_residual)
 
 
+@dataclasses.dataclass(frozen=True)
+class SequenceSharding:
+    """How `context_parallel_attention` finds a sequence split, for what calls it by one argument, such as a module.
+
+    Attributes:
+      axis_name, form, order, mesh, batch_axis, head_axis: as there.
+    """
+
+    axis_name: Any
+    form: Form | None = None
+    order: Order = "contiguous"
+    mesh: Any = None
+    batch_axis: Any = None
+    head_axis: Any = None
+
+    @classmethod
+    def of(cls, x) -> SequenceSharding:
+        """`x`, or for the name of a mesh axis that."""
+        return x if isinstance(x, cls) else cls(x)
+
+    def attend(self, *args, **keywords):
+        """`context_parallel_attention` of these arguments."""
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return context_parallel_attention(*args, **facts, **keywords)
+
+    def positions(self, length: int):
+        """The positions of the tokens that a device holds, int32 `[length]`; with a mesh those of the whole sequence."""
+        pair = isinstance(self.axis_name, (tuple, list))
+        ring, heads = self.axis_name if pair else (self.axis_name, None)
+        if self.mesh is not None:
+            if self.order == "contiguous":
+                return jnp.arange(length, dtype=jnp.int32)
+            devices = meshes.mesh_axis_size(self.mesh, ring, "axis_name")
+            return jnp.asarray(orders.zigzag_permutation(length, devices), jnp.int32)
+        sizes = [1 if axis is None else meshes.axis_size(axis, "axis_name") for axis in (ring, heads)]
+        own = orders.positions_of(self.order, sizes[0], lax.axis_index(ring), length * sizes[1])
+        return own if heads is None else lax.dynamic_slice_in_dim(own, lax.axis_index(heads) * length, length)
+
+
 def explain_context_parallel(
     query: api.AbstractArray,
     key: api.AbstractArray,

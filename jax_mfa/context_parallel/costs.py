@@ -66,14 +66,16 @@ class Cost:
 
     Attributes:
       forward_bytes, backward_bytes: sent.
-      memory: bytes that must be there in the forward pass: arguments, result, what arrives, and float32 sums.
+      forward_memory, backward_memory: bytes that are kept in a pass forward, and forward and back: arguments, results,
+        what arrives and float32 sums, and the float32 layouts of `blockwise`; its tiles of scores come on top.
       steps: stops of the keys; 1 without a ring.
       balance: how much longer the busiest device of a step computes than the mean of all.
     """
 
     forward_bytes: float
     backward_bytes: float
-    memory: float
+    forward_memory: float
+    backward_memory: float
     steps: int
     balance: float
 
@@ -81,26 +83,25 @@ class Cost:
 def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str = "contiguous") -> Cost:
     """Of the ring (heads_devices = 1), the exchange of heads (ring_devices = 1), or both."""
     p, n, u = problem, ring_devices, heads_devices
-    rows, columns = p.rows / (n * u), p.columns / (n * u)  # of a device
-    query = p.batch * rows * p.heads * p.head_size * p.itemsize
-    out = p.batch * rows * p.heads * p.value_size * p.itemsize
-    keys = p.batch * columns * p.key_heads * (p.head_size + p.value_size) * p.itemsize
-    memory = query + keys + out
+    rows, columns = p.batch * p.rows / (n * u), p.batch * p.columns / (n * u)  # of a device
+    query, out = (rows * p.heads * size * p.itemsize for size in (p.head_size, p.value_size))
+    keys = columns * p.key_heads * (p.head_size + p.value_size) * p.itemsize
+    arguments = query + keys + out
     exchanged = 0.0
     if u > 1:
-        sent_keys = keys * max(u / p.key_heads, 1)  # fewer heads than devices are sent more than once
-        exchanged = (query + sent_keys + out) * (u - 1) / u
-        memory += query + sent_keys + out
-        keys = sent_keys
+        keys *= max(u / p.key_heads, 1)  # fewer heads than devices are sent more than once
+        exchanged = (query + keys + out) * (u - 1) / u
     schedule = _schedule(p, n, u, order)
     travelling = keys * schedule.permutes
-    sums = keys / p.itemsize * ACCUMULATOR * passengers(schedule, n)
-    if n > 1:
-        memory += keys + p.batch * rows * p.heads * (p.value_size + 2) * ACCUMULATOR
+    wide = ACCUMULATOR / p.itemsize
+    sums = wide * keys * passengers(schedule, n)
+    copies = (query + keys + out if u > 1 else 0) + (2 * keys + 2 * wide * out if n > 1 else 0)
+    layouts = wide * (query + keys + out) + 3 * ACCUMULATOR * rows * p.heads
     return Cost(
         forward_bytes=exchanged + travelling,
         backward_bytes=exchanged + travelling + sums,
-        memory=memory,
+        forward_memory=arguments + copies + layouts,
+        backward_memory=2 * arguments + 2 * copies + 2 * layouts + (2 * wide * (query + keys) if n > 1 else 0),
         steps=schedule.hops + 1,
         balance=_balance(p, n, schedule, order),
     )
