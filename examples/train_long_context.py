@@ -111,8 +111,8 @@ def refuse_what_does_not_fit(settings: Settings, devices: int, budget: float) ->
     needed = settings.bytes_needed(devices)
     arithmetic = (
         f"{own:,} of {settings.context:,} tokens on each of {devices} device(s), × {settings.batch // settings.data} "
-        f"sequence(s) × ({settings.width} wide × ({KEPT} · {settings.layers} layers + {WORKING}) + {LETTERS}) × 4 bytes, "
-        f"and {human(TILES)} of tiles: {human(needed)}"
+        f"sequence(s) × ({settings.width} wide × ({KEPT} · {settings.layers} layers + {WORKING}) + {LETTERS}) "
+        f"× 4 bytes, and {human(TILES)} of tiles: {human(needed)}"
     )
     if needed > budget * 2**20:
         enough = next((n for n in range(devices, 4097) if settings.bytes_needed(n) <= budget * 2**20), None)

@@ -97,13 +97,14 @@ def _row(options, problem: costs.Problem, mesh, form: str, kind: str, arrays) ->
     devices = mesh.size
     common: dict[str, Any] = {"is_causal": True, "implementation": options.implementations[0]}
     attention: Callable = functools.partial(dot_product_attention, **common)
-    found = costs.cost(problem, 1)
+    ring, heads, ordered = 1, 1, "contiguous"
     if form != "alone":
         name, order = FORMS[form]
         attention = functools.partial(
             context_parallel_attention, mesh=mesh, axis_name="sequence", form=name, order=order, **common
         )
-        found = costs.cost(problem, *((1, devices) if name == "ulysses" else (devices, 1)), order)
+        ring, heads, ordered = (1, devices, order) if name == "ulysses" else (devices, 1, order)
+    found = costs.cost(problem, ring, heads, ordered)
     run = bench_models.PROGRAMS[kind](attention)
     sent = bytes_sent(jax.make_jaxpr(run)(*arrays).jaxpr, devices)
     program = jax.jit(run).lower(*arrays).compile()
@@ -111,7 +112,7 @@ def _row(options, problem: costs.Problem, mesh, form: str, kind: str, arrays) ->
     memory = None
     if analysis is not None:
         memory = sum(getattr(analysis, f"{x}_size_in_bytes") for x in ("argument", "output", "temp"))
-    call = {"": functools.partial(bench_models.call, program, arrays)}
+    call: dict[str, Callable[[], Any]] = {"": functools.partial(bench_models.call, program, arrays)}
     return dict(
         seconds=min(bench_models.timed(call, options.rounds, 0.0)[""]),
         bytes_sent=sent,

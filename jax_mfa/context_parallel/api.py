@@ -232,7 +232,7 @@ class SequenceSharding:
         return context_parallel_attention(*args, **facts, **keywords)
 
     def positions(self, length: int):
-        """The positions of the tokens that a device holds, int32 `[length]`; with a mesh those of the whole sequence."""
+        """The positions of the tokens that a device holds, int32 `[length]`; with a mesh those of all tokens."""
         pair = isinstance(self.axis_name, (tuple, list))
         ring, heads = self.axis_name if pair else (self.axis_name, None)
         if self.mesh is not None:

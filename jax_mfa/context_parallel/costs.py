@@ -90,18 +90,26 @@ def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str
     exchanged = 0.0
     if u > 1:
         keys *= max(u / p.key_heads, 1)  # fewer heads than devices are sent more than once
-        exchanged = (query + keys + out) * (u - 1) / u
+        exchanged = (query + keys + out + ACCUMULATOR * rows * p.heads) * (u - 1) / u  # and the log-sum-exp
     schedule = _schedule(p, n, u, order)
     travelling = keys * schedule.permutes
     wide = ACCUMULATOR / p.itemsize
     sums = wide * keys * passengers(schedule, n)
-    copies = (query + keys + out if u > 1 else 0) + (2 * keys + 2 * wide * out if n > 1 else 0)
-    layouts = wide * (query + keys + out) + 3 * ACCUMULATOR * rows * p.heads
+    statistics = ACCUMULATOR * rows * p.heads
+    layouts = wide * (query + keys + out)
+    # in float32 an exchange writes the layout that is computed with
+    copies = 0 if u == 1 else out if wide == 1 else query + keys + out
+    ahead = behind = 0.0
+    if n > 1:  # what is held and what arrives, and sums
+        ahead = 2 * keys + wide * out + layouts / (2 if order == "zigzag" else 1)
+        behind = 2 * keys + 3 * wide * keys + wide * query + layouts
+    else:
+        ahead, behind = layouts, 2 * layouts
     return Cost(
         forward_bytes=exchanged + travelling,
         backward_bytes=exchanged + travelling + sums,
-        forward_memory=arguments + copies + layouts,
-        backward_memory=2 * arguments + 2 * copies + 2 * layouts + (2 * wide * (query + keys) if n > 1 else 0),
+        forward_memory=arguments + copies + ahead + 2 * statistics,
+        backward_memory=2 * arguments + 2 * copies + behind + 4 * statistics,
         steps=schedule.hops + 1,
         balance=_balance(p, n, schedule, order),
     )
