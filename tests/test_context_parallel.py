@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 import re
 from typing import Any
 
@@ -485,6 +486,24 @@ def test_errors_of_decoding():
         run(key, value, [1, 2, 3], is_causal=True)
     with pytest.raises(ValueError, match="the cache holds 12 tokens; 12 known to be written, it cannot take 1 more"):
         jax_mfa.sharded_append(key, value, 12, key[:, :1], value[:, :1], mesh=mesh, axis_name="ring")
+
+
+def test_the_figures_on_paper_are_those_of_the_formulas():
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "context-parallel.md").read_text()
+    million = costs.Problem(1, 10**6, 10**6, 32, 8, 128, 128, 2, Specification(is_causal=True))
+    forms = {
+        "ring": (8, 1, "contiguous"),
+        "ring, zigzag": (8, 1, "zigzag"),
+        "ulysses": (1, 8, "contiguous"),
+        "4 × 2, zigzag": (4, 2, "zigzag"),
+    }
+    for network, speed in (("10 GbE", 1.25e9), ("Thunderbolt 4", 5e9), ("Thunderbolt 5", 10e9)):
+        for form, (ring, heads, ordered) in forms.items():
+            cost, machine = costs.cost(million, ring, heads, ordered), Machine(1e13, speed)
+            sent = cost.forward_bytes, cost.backward_bytes
+            seconds = [costs.seconds(million, cost, 8, heads > 1, machine, back) for back in (False, True)]
+            cells = [network, form, *map(costs.human, sent), *(f"{x / speed:.2g} s" for x in sent)]
+            assert f"| {' | '.join([*cells, *(f'{x:.0f} s' for x in seconds)])} |" in text
 
 
 # --- errors
