@@ -8,6 +8,15 @@ from jax.export import DisabledSafetyCheck
 from jax_mfa import cache
 from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention
 from jax_mfa.block_mask import BlockMask
+from jax_mfa.context_parallel.api import (
+    SequenceSharding,
+    context_parallel_attention,
+    explain_context_parallel,
+    ring_attention,
+    ulysses_attention,
+)
+from jax_mfa.context_parallel.decode import sharded_append, sharded_decode_attention
+from jax_mfa.context_parallel.order import unzigzag, zigzag
 from jax_mfa.merging import merge
 from jax_mfa.metal.runtime import TARGETS, register_targets
 from jax_mfa.overriding import override_jax_nn
@@ -19,14 +28,23 @@ __all__ = [
     "DISABLE_EXPORT_CHECKS",
     "BlockMask",
     "Explanation",
+    "SequenceSharding",
     "cache",
+    "context_parallel_attention",
     "decode_attention",
     "dot_product_attention",
     "explain",
+    "explain_context_parallel",
     "flash_attention",
     "flash_attention_varlen",
     "merge",
     "override_jax_nn",
+    "ring_attention",
+    "sharded_append",
+    "sharded_decode_attention",
+    "ulysses_attention",
+    "unzigzag",
+    "zigzag",
 ]
 
 # what `jax.export.export(..., disabled_checks=...)` needs for programs that hold Metal calls

@@ -431,7 +431,7 @@ def explain(
     return _choose(implementation, *specify_abstract(**arguments), _elsewhere())
 
 
-_SPECIFIED = tuple(inspect.signature(specify).parameters)[5:]
+_SPECIFIED = tuple(inspect.signature(specify).parameters)[5:-1]
 
 
 def _keywords(arguments):

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mfa import bench_models
+from jax_mfa import bench_devices, bench_models
 from jax_mfa.api import IMPLEMENTATIONS, dot_product_attention
 from jax_mfa.bench_models import BOTH, STOCK
 from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PART",
         help="time the attention of named models instead, those whose name or shape holds PART, against jax.nn and, "
         "where it is installed, PyTorch",
+    )
+    parser.add_argument(
+        "--devices",
+        type=positives,
+        help="time causal attention over so many devices each, comma separated, instead: bytes sent and memory per "
+        "device, beside the formulas; a CPU is divided into as many",
     )
     parser.add_argument("--no-stock", action="store_true", help="leave jax.nn out, for lengths that it cannot hold")
     parser.add_argument(
@@ -196,7 +202,7 @@ def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Benchmark:
-    """What `run` does with one of the two benchmarks."""
+    """What `run` does with one of the benchmarks."""
 
     total: int
     unit: str
@@ -252,6 +258,28 @@ def _of_models(options) -> _Benchmark:
     )
 
 
+def _of_devices(options) -> _Benchmark:
+    """Attention over several devices, of which the first implementation is timed."""
+    if options.models is not None:
+        raise argparse.ArgumentTypeError("argument --devices: not allowed with --models")
+    bench_devices.force_devices(max(options.devices))
+    if len(jax.devices()) < max(options.devices):
+        raise argparse.ArgumentTypeError(f"argument --devices: there are {len(jax.devices())}")
+
+    def write(rows, facts):
+        yield _write_json(options.out / "bench_devices.json", dict(**facts, rows=rows))
+
+    return _Benchmark(
+        total=len(options.lengths) * len(BOTH) * sum(len(bench_devices.programs(n)) for n in options.devices),
+        unit="program",
+        measure=functools.partial(bench_devices.measure, options),
+        table=bench_devices.table,
+        failures=bench_devices.failures,
+        failed=lambda row: bool(row["failure"]),
+        write=write,
+    )
+
+
 def _write_json(path: pathlib.Path, content: dict) -> str:
     path.write_text(json.dumps(content, indent=1))
     return str(path)
@@ -277,12 +305,15 @@ def run(options) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"argument --out: {error}") from None
+    if options.devices:
+        bench_devices.force_devices(max(options.devices))
     if options.implementations is None:
         try:
             options.implementations = ["blockwise"] if start_metal().reason else ["metal", "blockwise"]
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-    chosen = (_of_lengths if options.models is None else _of_models)(options)
+    kind = _of_devices if options.devices else _of_lengths if options.models is None else _of_models
+    chosen = kind(options)
     rows: list[dict] = []
     interrupted = False
     try:

@@ -56,15 +56,15 @@ def keep_mask(rate: float, seed, batch, head, row, first_column, columns: int):
       seed: two uint32 arrays.
       batch, head, row: uint32 arrays. They and the seed broadcast together and end in an axis of size 1, which becomes
         the columns.
-      first_column: index of the tile's first column, a Python or traced integer.
+      first_column: index of the tile's first column, a Python or traced integer, or uint32 that broadcasts like row.
       columns: static number of columns.
 
     Returns:
       bool array of the broadcast shape, last axis `columns`.
     """
     rank = max(x.ndim for x in (*seed, batch, head, row))
-    column = jnp.asarray(first_column, jnp.uint32) + jnp.arange(columns, dtype=jnp.uint32)
-    column = column.reshape((1,) * (rank - 1) + (columns,))
+    column = jnp.arange(columns, dtype=jnp.uint32).reshape((1,) * (rank - 1) + (columns,))
+    column = jnp.asarray(first_column, jnp.uint32) + column
     # each column makes its group's four words and takes its own: interleaving words made once is slower on CPU
     words = philox(seed, (column // 4, row, head, batch))
     word = words[3]

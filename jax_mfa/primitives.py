@@ -38,7 +38,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mfa import blockwise, metal, reference
+from jax_mfa import blockwise, meshes, metal, reference
 from jax_mfa.sharding import partitioned
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
@@ -362,12 +362,6 @@ def _jvp_by_jax(fun):
 # --- registration
 
 
-def _varying(aval) -> frozenset:
-    """The mesh axes along which `shard_map` lets a value vary; JAX has moved the attribute."""
-    kind = getattr(aval, "mat", None)
-    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
-
-
 def _shares_devices(ctx) -> bool:
     """Whether a program for several devices is being lowered whose sharding is left to the compiler."""
     module = ctx.module_context
@@ -383,7 +377,13 @@ def _by_shares(fun):
         names, results = params["names"], BACKWARD_NAMES[:3]
         if "wanted" in params:
             names, results = (*names, *BACKWARD_NAMES), params["wanted"]
-        return partitioned(lambda *x: fun(*x, **params), params["spec"], names, results)(*arrays)
+
+        def pair(spec, operands, rows=(), wanted=None):
+            own, names = pack(operands)
+            changed = {"spec": spec, "names": names} | ({} if wanted is None else {"wanted": wanted})
+            return fun(*own, *rows, **{**params, **changed})
+
+        return partitioned(lambda *x: fun(*x, **params), pair, params["spec"], names, results)(*arrays)
 
     return run
 
@@ -396,7 +396,7 @@ def _lowering(fun, static, shares: bool = True):
 
     def rule(ctx, *args, **params):
         # loops inside start from constants, which shard_map's types would tell from data that varies by device
-        avals = [ShapedArray(a.shape, a.dtype) if _varying(a) else a for a in ctx.avals_in]
+        avals = [ShapedArray(a.shape, a.dtype) if meshes.varying(a) else a for a in ctx.avals_in]
         chosen = lower_shares if shares and _shares_devices(ctx) else lower
         return chosen(ctx.replace(avals_in=avals), *args, **params)
 
@@ -508,15 +508,7 @@ ad.primitive_transposes[transpose_tangent_p] = _transpose_tangent_transpose
 
 def _vary_alike(arrays):
     """Under `shard_map`, marks every array as varying along each mesh axis that any of them varies along."""
-    if not hasattr(jax, "typeof"):
-        return arrays
-    axes = [_varying(jax.typeof(x)) for x in arrays]
-    union = frozenset().union(*axes)
-    if hasattr(lax, "pcast"):
-        vary = lambda x, missing: lax.pcast(x, missing, to="varying")
-    else:
-        vary = lambda x, missing: lax.pvary(x, missing)
-    return tuple(vary(x, tuple(sorted(union - own))) if union - own else x for x, own in zip(arrays, axes))
+    return meshes.vary(arrays, meshes.varying_of(arrays))
 
 
 def _register_with_old_shard_map():
@@ -542,3 +534,16 @@ def attention(spec: Specification, operands: Operands, implementation: str | Non
     """
     arrays, names = pack(operands)
     return attention_p.bind(*_vary_alike(arrays), spec=spec, names=names, implementation=implementation)
+
+
+def attention_transpose(
+    spec: Specification, operands: Operands, rows, wanted: tuple[str, ...], implementation: str | None = None
+):
+    """Cotangents of the wanted operands (see `blockwise.backward`).
+
+    `rows` are out, row_max, row_sum, d_out and d_lse. Where rows see more columns than the operands hold, they are
+    those of all columns, and the cotangents the part that these columns have.
+    """
+    arrays, names = pack(operands)
+    static = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
+    return transpose_p.bind(*_vary_alike((*arrays, *rows)), **static)

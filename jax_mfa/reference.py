@@ -142,10 +142,10 @@ def attention(spec: Specification, operands: Operands):
 
     # 6: dropout
     if o.dropout is not None:
-        seed0, seed1, index, head0 = (o.dropout[:, i].reshape(-1, 1, 1, 1) for i in range(4))
+        seed0, seed1, index, head0, row0, column0 = (o.dropout[:, i].reshape(-1, 1, 1, 1) for i in range(6))
         head = head0 + jnp.arange(n, dtype=jnp.uint32).reshape(1, -1, 1, 1)
-        row = jnp.arange(t, dtype=jnp.uint32).reshape(1, 1, -1, 1)
-        keep = keep_mask(spec.dropout_rate, (seed0, seed1), index, head, row, 0, k.shape[2])
+        row = row0 + jnp.arange(t, dtype=jnp.uint32).reshape(1, 1, -1, 1)
+        keep = keep_mask(spec.dropout_rate, (seed0, seed1), index, head, row, column0, k.shape[2])
         p = p * jnp.where(keep, 1 / (1 - spec.dropout_rate), 0).astype(acc)
 
     # 7; p is 0 already where hidden, and so is, with this, its cotangent, which a huge value makes infinite

@@ -1,8 +1,9 @@
-"""Attention under `jit` of sharded arrays: batch rows and heads stay where they are, and nothing is gathered.
+"""Attention under `jit` of sharded arrays: batch rows, heads and lengths stay where they are, and nothing is gathered.
 
 XLA would gather every operand of a custom call, and of a loop over batch rows and heads as well. Here each device
 computes the batch rows and heads that it holds of the query; gradients of what serves several devices are summed over
-them. Lengths and head sizes are not split.
+them. Where the query is split along its length, keys and values are so too and travel from device to device
+(`context_parallel.ring`). Head sizes are not split.
 
 Explicit sharding (`jax.set_mesh` with explicit axes) is left to the same rules, and the results have the query's axes.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +25,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_mfa.context_parallel import ring as rings
+from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.specification import Operands, Specification
 
 # the axis of heads, where an array has one; batch rows are always the first
@@ -29,6 +34,13 @@ _HEAD_AXIS = {
     **dict.fromkeys(("query", "key", "value", "out", "row_max", "row_sum", "d_out", "d_lse"), 2),
     **dict.fromkeys(("bias", "mask", "block_mask", "alibi_slopes", "sinks"), 1),
 }
+# the axis of tokens, of queries but where an array is of keys; of bias and masks the columns are not split
+_TOKEN_AXIS = {
+    **dict.fromkeys(("query", "out", "row_max", "row_sum", "d_out", "d_lse", "query_segment_ids", "key_ranges"), 1),
+    **dict.fromkeys(("bias", "mask", "block_mask"), 2),
+    **dict.fromkeys(("key", "value", "key_segment_ids"), 1),
+}
+_OF_KEYS = ("key", "value", "key_segment_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +48,11 @@ class _Problem:
     """The arrays of a call: the shape of each, and how often its rows repeat."""
 
     shapes: dict[str, tuple[int, ...]]
-    repeats: Operands
+    spec: Specification
+
+    @property
+    def repeats(self) -> Operands:
+        return Operands(*self.spec.repeats)
 
     @property
     def batch(self) -> int:
@@ -53,6 +69,9 @@ class _Problem:
     def has_heads(self, name: str) -> bool:
         return name in _HEAD_AXIS and self.shapes[name][_HEAD_AXIS[name]] > 1
 
+    def has_tokens(self, name: str) -> bool:
+        return name in _TOKEN_AXIS and (self.shapes[name][_TOKEN_AXIS[name]] > 1 or name in _OF_KEYS)
+
     def batch_splits(self, parts: int) -> bool:
         def fits(name):
             rows, share = self.shapes[name][0], self.batch // parts
@@ -64,6 +83,11 @@ class _Problem:
         heads = [shape[_HEAD_AXIS[name]] for name, shape in self.shapes.items() if self.has_heads(name)]
         return self.has_heads("query") and all(n % parts == 0 for n in heads)
 
+    def length_splits(self, parts: int) -> bool:
+        t, s = self.shapes["query"][1], self.shapes["key"][1]
+        rows, columns = self.spec.mask_block or (1, 1)
+        return parts > 1 and t % (parts * rows) == 0 and s % (parts * columns) == 0 and min(t, s) > 0
+
     def divide(self, mesh: Mesh, sharding: NamedSharding | None) -> _Division:
         """Over the mesh axes that split the query's batch rows and heads, as far as all arrays follow."""
         spec = () if sharding is None else sharding.spec
@@ -73,18 +97,28 @@ class _Problem:
             found = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
             return found if found and splits(math.prod(mesh.shape[x] for x in found)) else ()
 
-        return _Division(self, mesh, axes(0, self.batch_splits), axes(2, self.heads_split))
+        length = axes(1, self.length_splits)
+        if not length and math.prod(mesh.shape[x] for x in axes(1, lambda parts: True)) > 1:
+            _say_that_it_gathers(self.shapes["query"][1], self.shapes["key"][1], self.spec.mask_block)
+        return _Division(self, mesh, axes(0, self.batch_splits), axes(2, self.heads_split), length)
 
     def rule(self, names, results) -> tuple[str, dict[str, int]]:
         """What Shardy needs to know: batch rows and heads of operands and results are the same ones."""
         n, k = self.shapes["query"][2], self.shapes["key"][2]
         own = (f"x{i}" for i in itertools.count())
         grouped = 1 < k < n
+        # queries and keys are split alike: into parts of a number that divides both lengths
+        t, s = self.shapes["query"][1], self.shapes["key"][1]
+        parts = math.gcd(t, s) if self.length_splits(math.gcd(t, s)) else 1
+        tokens = {True: (s // parts, "s"), False: (t // parts, "t")}
 
         def factors(name):
             found = [next(own) for _ in self.shapes[name]]
             if self.has_rows(name) and self.shapes[name][0] == self.batch:
                 found[0] = "b"
+            if parts > 1 and self.has_tokens(name) and name != "block_mask":
+                size, letter = tokens[name in _OF_KEYS]
+                found[_TOKEN_AXIS[name]] = f"(p {letter})" if size > 1 else "p"
             if self.has_heads(name):
                 of_keys = name in ("key", "value")
                 found[_HEAD_AXIS[name]] = "k" if of_keys or k == n else "(k g)" if grouped else "g"
@@ -92,17 +126,20 @@ class _Problem:
 
         listed = lambda names: ", ".join(factors(name) for name in names)
         sizes = {"g": n // k} if grouped else {}
+        whole = [(size, letter) for size, letter in tokens.values() if size > 1] if parts > 1 else []
+        sizes |= {letter: size for size, letter in whole} | ({"p": parts} if len(whole) == 2 else {})
         return f"{listed(names)} -> {listed(results)}", sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Division:
-    """Which mesh axes split batch rows, and which heads."""
+    """Which mesh axes split batch rows, which heads, and which lengths."""
 
     problem: _Problem
     mesh: Mesh
     batch: tuple[str, ...]
     heads: tuple[str, ...]
+    length: tuple[str, ...]
 
     def sharding(self, name: str) -> NamedSharding:
         entries: list = [None] * len(self.problem.shapes[name])
@@ -110,6 +147,8 @@ class _Division:
             entries[0] = self.batch
         if self.heads and self.problem.has_heads(name):
             entries[_HEAD_AXIS[name]] = self.heads
+        if self.length and self.problem.has_tokens(name):
+            entries[_TOKEN_AXIS[name]] = self.length
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def numbered(self, names, arrays):
@@ -124,21 +163,51 @@ class _Division:
     def shared(self, name: str) -> tuple[str, ...]:
         """The mesh axes over whose devices an array is the same, though their work differs."""
         rows = () if self.problem.has_rows(name) else self.batch
-        return (*rows, *(() if self.problem.has_heads(name) else self.heads))
+        length = () if self.problem.has_tokens(name) else self.length
+        return (*rows, *(() if self.problem.has_heads(name) else self.heads), *length)
+
+    def over_ring(self, fun: Callable, names, results) -> Callable:
+        """`fun` of a device's arrays, with the keys of the other devices along the length."""
+        devices = math.prod(self.mesh.shape[x] for x in self.length)
+        ring = Ring(self.problem.spec, self.length, devices)
+
+        def run(*arrays):
+            known = dict(zip(names, arrays))
+            operands = Operands(**{name: x for name, x in known.items() if name in Operands._fields})
+            if "d_out" not in known:
+                return rings.forward(ring, operands, fun)
+            rows = tuple(known[name] for name in names if name not in Operands._fields)
+            return rings.backward(ring, operands, rows, results, fun)
+
+        return run
 
 
-def partitioned(fun: Callable, spec: Specification, names: tuple[str, ...], results: tuple[str, ...]) -> Callable:
-    """`fun`, computed by each device for its own batch rows and heads.
+@functools.cache
+def _say_that_it_gathers(t: int, s: int, mask_block: tuple[int, int] | None) -> None:
+    """Once for each length."""
+    blocks = "" if mask_block is None else f" in blocks of {list(mask_block)}"
+    warnings.warn(
+        f"a query that is sharded along its length is gathered for attention: T = {t} and S = {s}{blocks} do not both "
+        "divide into as many parts. Pad them, or see jax_mfa.ring_attention",
+        stacklevel=2,
+    )
+
+
+def partitioned(
+    fun: Callable, pair: Callable, spec: Specification, names: tuple[str, ...], results: tuple[str, ...]
+) -> Callable:
+    """`fun`, computed by each device for its own batch rows and heads, and rows of a query that is split along them.
 
     Args:
       fun: takes arrays and returns a tuple of arrays; of their batch rows and heads any share may come.
+      pair: the same for some rows and some columns, as `attend` of `ring.forward` or `transpose` of `ring.backward`.
       names: what each array is: a field of `Operands`, out, row_max, row_sum, d_out or d_lse.
       results: the same of each result; one named like an operand is its gradient.
     """
 
     def problem(arrays, found) -> _Problem:
         shapes = [tuple(x.shape) for x in (*arrays, *found)]
-        return _Problem(dict(zip((*names, *results), shapes)), Operands(*spec.repeats))
+        return _Problem(dict(zip((*names, *results), shapes)), spec)
 
     def divide(mesh, arrays, found) -> _Division:
         return problem(arrays, found).divide(mesh, arrays[names.index("query")].sharding)
@@ -148,7 +217,8 @@ def partitioned(fun: Callable, spec: Specification, names: tuple[str, ...], resu
 
         def own_share(*arrays):
             with _no_mesh():
-                parts = zip(results, fun(*division.numbered(names, arrays)))
+                run = division.over_ring(pair, names, results) if division.length else fun
+                parts = zip(results, run(*division.numbered(names, arrays)))
                 return tuple(lax.psum(x, division.shared(name)) if division.shared(name) else x for name, x in parts)
 
         shardings = lambda names: tuple(division.sharding(name) for name in names)

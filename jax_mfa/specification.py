@@ -48,7 +48,10 @@ class Operands(NamedTuple):
     key_ranges: Any = None  # [rows, T, 2], int32: first visible column, and the one after the last
     alibi_slopes: Any = None  # [rows, N], float
     sinks: Any = None  # [rows, N], float
-    dropout: Any = None  # [rows, 4], uint32: two words of seed, then batch index and first head of the random counter
+    dropout: Any = (
+        None  # [rows, 6], uint32: two words of seed, then where the random counter starts: batch index, head,
+    )
+    # row and column
 
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "alibi_slopes", "sinks")
@@ -325,8 +328,12 @@ def specify(
     block_mask=None,
     dropout_rate=0.0,
     dropout_seed=None,
+    parts=1,
 ) -> tuple[Specification, Operands]:
     """Checks the arguments of `jax_mfa.dot_product_attention` and brings them into the layout of `Operands`.
+
+    Of sequences in equal `parts`, query, key, value and segment ids hold one; bias, mask, block mask and ranges the
+    rows of one. Their columns, and lengths and offsets, count all parts.
 
     Raises `ValueError` or `TypeError` naming the argument, what was seen and what was expected. Values can be checked
     only where they are known: traced lengths, offsets and ranges are clipped to what is allowed, of traced 64-bit
@@ -364,15 +371,16 @@ def specify(
         )
     batch = math.prod(lead)
     acc = accumulation_dtype(query.dtype)
-    if max(t, s) > MAX_POSITION:
-        raise ValueError(f"query and key must be at most {MAX_POSITION} long, got T = {t}, S = {s}")
+    all_t, all_s = parts * t, parts * s
+    if max(all_t, all_s) > MAX_POSITION:
+        raise ValueError(f"query and key must be at most {MAX_POSITION} long, got T = {all_t}, S = {all_s}")
 
     if bias is not None:
         bias = as_array("bias", bias, "f", "floating, broadcastable to [..., N, T, S] (a boolean belongs in mask)")
-        bias = _scores_like("bias", bias, lead, n, t, s)
+        bias = _scores_like("bias", bias, lead, n, t, all_s)
     if mask is not None:
         mask = as_array("mask", mask, "b", "bool, broadcastable to [..., N, T, S] (an additive mask belongs in bias)")
-        mask = _scores_like("mask", mask, lead, n, t, s)
+        mask = _scores_like("mask", mask, lead, n, t, all_s)
 
     static_scale = 1.0 / math.sqrt(max(h, 1))
     if isinstance(scale, numbers.Real):
@@ -384,11 +392,11 @@ def specify(
         scale = scale.reshape(1).astype(acc)
 
     if query_seq_lengths is not None:
-        query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, lead, t)
+        query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, lead, all_t)
     if key_value_seq_lengths is not None:
-        key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, lead, s)
+        key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, lead, all_s)
 
-    static_offset, farthest = 0, MAX_POSITION - t
+    static_offset, farthest = 0, MAX_POSITION - all_t
     if checks.is_integer(query_offset):
         static_offset, query_offset = int(query_offset), None
         if abs(static_offset) > farthest:
@@ -426,7 +434,9 @@ def specify(
 
     if key_value_ranges is not None:
         key_value_ranges = _as_given("key_value_ranges", key_value_ranges, "i", "integers [..., T, 2]")
-        key_value_ranges = _per_row("key_value_ranges", clipped(key_value_ranges, 0, s), lead, (t, 2), "[..., T, 2]")
+        key_value_ranges = _per_row(
+            "key_value_ranges", clipped(key_value_ranges, 0, all_s), lead, (t, 2), "[..., T, 2]"
+        )
         key_value_ranges = jnp.asarray(key_value_ranges)
 
     mask_block = None
@@ -434,11 +444,11 @@ def specify(
         if not isinstance(block_mask, BlockMask):
             raise TypeError(f"block_mask must be a jax_mfa.BlockMask, got {type(block_mask).__name__}")
         mask_block = block_mask.block_size
-        tiles = -(-t // mask_block[0]), -(-s // mask_block[1])
+        tiles = -(-t // mask_block[0]), -(-all_s // mask_block[1])
         blocks = as_array("block_mask", block_mask.blocks, "b", "bool [..., N, T blocks, S blocks]")
         if blocks.ndim < 2 or blocks.shape[-2:] != tiles:
             raise ValueError(
-                f"block_mask with blocks of {mask_block} must end in {list(tiles)} for T = {t}, S = {s}, "
+                f"block_mask with blocks of {mask_block} must end in {list(tiles)} for T = {t}, S = {all_s}, "
                 f"got shape {list(blocks.shape)}"
             )
         block_mask = _scores_like("block_mask", blocks, lead, n, *tiles)
@@ -452,7 +462,7 @@ def specify(
             raise ValueError(f"dropout_seed must be given with dropout_rate = {dropout_rate}, got None")
         seed = jnp.broadcast_to(_seed(dropout_seed)[None], (batch, 2))
         index = jnp.arange(batch, dtype=jnp.uint32)[:, None]
-        dropout = jnp.concatenate([seed, index, jnp.zeros_like(index)], axis=1)
+        dropout = jnp.concatenate([seed, index, jnp.zeros((batch, 3), jnp.uint32)], axis=1)
 
     spec = Specification(
         is_causal=checks.boolean("is_causal", is_causal),

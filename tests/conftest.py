@@ -11,7 +11,7 @@ import sys
 
 _flags = os.environ.get("XLA_FLAGS")
 if "xla_force_host_platform_device_count" not in (_flags or ""):
-    os.environ["XLA_FLAGS"] = f"{_flags or ''} --xla_force_host_platform_device_count=4".strip()
+    os.environ["XLA_FLAGS"] = f"{_flags or ''} --xla_force_host_platform_device_count=8".strip()
 
 _left_out = ""  # why no test of `metal` runs; empty where they do, or the caller chose
 

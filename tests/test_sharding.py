@@ -3,6 +3,7 @@
 Nothing is gathered, which the compiled program shows, unless an array is split where attention is not.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -14,6 +15,8 @@ from attention_cases import Case
 from harness import DIFFERENTIABLE, assert_matches_oracle, cotangents, is_static, own, quick_jit
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jax_mfa import sharding
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
@@ -78,7 +81,7 @@ def jit_on(shape: tuple[int, int], run):
     return lambda arrays, d_out, d_lse: quick_jit(run)(placed(arrays, shape), d_out, d_lse)
 
 
-def compiled(implementation, arguments: dict):
+def compiled(implementation, arguments: dict, *split):
     """Output, log-sum-exp and gradients as one program for arguments where they lie."""
     arrays = {name: x for name, x in arguments.items() if not is_static(name, x)}
     static = {name: x for name, x in arguments.items() if is_static(name, x)}
@@ -90,7 +93,7 @@ def compiled(implementation, arguments: dict):
         return out, lse, pullback((d_out, d_lse))[0]
 
     d_out, d_lse = cotangents(arguments)
-    like = NamedSharding(arrays["query"].sharding.mesh, P("data", None, "heads"))
+    like = NamedSharding(arrays["query"].sharding.mesh, P(*split or ("data", None, "heads")))
     return quick_jit(run).lower(arrays, jax.device_put(d_out, like), jax.device_put(d_lse, like)).compile()
 
 
@@ -167,13 +170,52 @@ def test_a_head_count_that_does_not_split_is_gathered_and_right(implementation):
 
 
 @own
-def test_lengths_that_are_split_are_gathered_and_right(implementation):
-    case = Case("lengths", B=2, T=8, S=8, N=2, K=2, H=8, is_causal=True)
+@pytest.mark.parametrize("name", ["plain", "everything by row and head", "shared by all"])
+def test_where_lengths_are_split_keys_travel(implementation, name):
+    """Queries and keys stay where they are; gradients of what serves them all are summed."""
+    case = dataclasses.replace(CASES[name], B=2, T=8, S=12, offset=(2, 5), query_lengths=None, key_lengths=(12, 7))
+    if case.block is not None:
+        case = dataclasses.replace(case, block=(2, 3))
+    x = case.arguments()
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("length", "heads"))
+    tokens = {**dict.fromkeys(("query", "key", "value", "query_segment_ids", "key_value_segment_ids"), 1), "bias": 2}
+
+    def put(name, x):
+        entries = [None] * np.ndim(x)
+        if name in tokens and np.shape(x)[tokens[name]] > 1:
+            entries[tokens[name]] = "length"
+        if name in HEAD_AXES and np.shape(x)[HEAD_AXES[name]] > 1:
+            entries[HEAD_AXES[name]] = "heads"
+        return jax.device_put(np.asarray(x), NamedSharding(mesh, P(*entries)))
+
+    over = {n: v if is_static(n, v) else jax.tree.map(functools.partial(put, n), v) for n, v in x.items()}
+    assert_matches_oracle(implementation, x, jit=lambda run: lambda arrays, *d: quick_jit(run)(over_arrays(over), *d))
+    if name == "plain":
+        program = compiled(implementation, over, None, "length", "heads")
+        found = collectives(program)
+        assert found.pop("collective-permute") and not any(found.values()), found
+        out, _, gradients = program.output_shardings
+        wanted = NamedSharding(mesh, P(None, "length", "heads"))
+        assert all(s.is_equivalent_to(wanted, 4) for s in (out, *(gradients[n] for n in ("query", "key", "value"))))
+
+
+def over_arrays(arguments: dict) -> dict:
+    return {name: x for name, x in arguments.items() if not is_static(name, x)}
+
+
+@own
+def test_lengths_that_do_not_divide_alike_are_gathered_and_that_is_said(implementation):
+    case = Case("lengths", B=2, T=8, S=9, N=2, K=2, H=8, is_causal=True)
     x = case.arguments()
     mesh = Mesh(np.array(jax.devices()[:4]), ("length",))
-    arrays = [jax.device_put(x[n], NamedSharding(mesh, P(None, "length"))) for n in ("query", "key", "value")]
+    query = jax.device_put(x["query"], NamedSharding(mesh, P(None, "length")))
+    rest = [jax.device_put(x[n], NamedSharding(mesh, P())) for n in ("key", "value")]
     attend = quick_jit(lambda *x: implementation.attend(*x, is_causal=True))
-    np.testing.assert_allclose(attend(*arrays), attend(x["query"], x["key"], x["value"]), rtol=0, atol=1e-6)
+    wanted = attend(x["query"], x["key"], x["value"])
+    sharding._say_that_it_gathers.cache_clear()
+    with pytest.warns(UserWarning, match=r"T = 8 and S = 9 do not both divide.*jax_mfa\.ring_attention"):
+        got = attend(query, *rest)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no explicit sharding")

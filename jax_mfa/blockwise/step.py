@@ -627,12 +627,12 @@ class Step:
         o, c, p = self.p.operands, self.p.tiles, self.p
         if o.dropout is None:
             return probability
-        seed0, seed1, batch, head0 = (self.rows("dropout", o.dropout)[:, w].reshape(-1, 1, 1, 1, 1) for w in range(4))
+        words = self.rows("dropout", o.dropout)
+        seed0, seed1, batch, head0, row0, column0 = (words[:, w].reshape(-1, 1, 1, 1, 1) for w in range(6))
         head = jnp.arange(p.n, dtype=jnp.uint32).reshape(1, p.k, p.g, 1, 1)
         head = head0 + _slice(head, self.head0, c.key_heads, 1)
         row = self.row_start(i) + jnp.arange(c.rows).reshape(1, 1, 1, -1, 1)
-        keep = keep_mask(
-            p.spec.dropout_rate, (seed0, seed1), batch, head, row.astype(jnp.uint32), self.column_start(j), c.columns
-        )
+        row, column = row0 + row.astype(jnp.uint32), column0 + jnp.asarray(self.column_start(j), jnp.uint32)
+        keep = keep_mask(p.spec.dropout_rate, (seed0, seed1), batch, head, row, column, c.columns)
         # a division, because XLA on CPU would compute a product, and the mask with it, once for each of its uses
         return probability / self.merged(jnp.where(keep, p.acc.type(1 - p.spec.dropout_rate), p.acc.type(np.inf)))

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.api import Implementation, dot_product_attention
+from jax_mfa.context_parallel.api import SequenceSharding
 from jax_mfa.specification import DTYPES, accumulation_dtype
 
 logger = logging.getLogger("jax_mfa.flax")
@@ -106,8 +107,13 @@ def why_stock(
     return None
 
 
-def give_way(reason: str, implementation: Implementation | None) -> None:
-    """Records that flax's own function runs; refuses where the caller named an implementation."""
+def give_way(reason: str, implementation: Implementation | None, sequence_axis: Any) -> None:
+    """Records that flax's own function runs; refuses where the caller named an implementation or a mesh axis."""
+    if sequence_axis is not None:
+        raise NotImplementedError(
+            f"sequence_axis={sequence_axis!r} cannot run this call, only flax's own attention of whole sequences can: "
+            f"{reason}"
+        )
     if implementation is not None:
         raise NotImplementedError(
             f"implementation={implementation!r} cannot run this call, only flax's own attention can: {reason}"
@@ -157,6 +163,7 @@ def attend(
     dropout_rate: float,
     is_causal: bool,
     implementation: Implementation | None,
+    sequence_axis: Any,
 ) -> Array:
     """jax_mfa's attention with flax's conventions for bias, mask and dropout."""
     dropout: dict[str, Any] = {}
@@ -167,6 +174,5 @@ def attend(
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             bias = bias.astype(accumulation_dtype(query.dtype))
     mask = None if mask is None else as_bool(mask)
-    return dot_product_attention(
-        query, key, value, bias, mask, is_causal=is_causal, implementation=implementation, **dropout
-    )
+    attention = dot_product_attention if sequence_axis is None else SequenceSharding.of(sequence_axis).attend
+    return attention(query, key, value, bias, mask, is_causal=is_causal, implementation=implementation, **dropout)

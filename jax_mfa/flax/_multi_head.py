@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from jax_mfa import cache as decode_cache
 from jax_mfa import checks
 from jax_mfa.api import Numbers, dot_product_attention
+from jax_mfa.context_parallel.api import SequenceSharding
 from jax_mfa.flax._drop_in import as_bool
 from jax_mfa.specification import accumulation_dtype, known_lengths
 
@@ -156,10 +157,10 @@ def rotary_embedding(
     return turned if r == h else jnp.concatenate([turned, x[..., r:]], axis=-1)
 
 
-def _positions(offset, length: int):
-    """Positions `[..., length]` that start at `offset`: an integer, or integers with leading axes."""
+def _positions(offset, positions):
+    """`offset + positions`, `[..., length]`, of an integer, or integers with leading axes."""
     offset = jnp.asarray(offset)
-    return offset[..., None] + jnp.arange(length, dtype=jnp.int32).reshape((1,) * offset.ndim + (length,))
+    return offset[..., None] + positions.reshape((1,) * offset.ndim + positions.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,6 +205,7 @@ def attend(
     is_causal: bool,
     rotary_base: float | None,
     rotary_fraction: float,
+    sequence_axis: Any,
     **keywords: Any,
 ) -> tuple[Array, Cache | None]:
     """Rotary embedding, cache and attention.
@@ -216,6 +218,7 @@ def attend(
       mask: as flax means it, of any dtype.
       key_value_seq_lengths: with a cache, how many of the T new tokens count.
       rotary_base: None for no rotary embedding.
+      sequence_axis: a mesh axis or `SequenceSharding`, where sequences are split over devices.
       **keywords: for `jax_mfa.dot_product_attention`, as are the others.
 
     Returns:
@@ -227,6 +230,15 @@ def attend(
     mask = None if mask is None else as_bool(mask)
     tokens = query.shape[-3]
     key_offset: Numbers[ArrayLike] = 0
+    attention: Any = dot_product_attention
+    positions: Any = lambda length: jnp.arange(length, dtype=jnp.int32)
+    if sequence_axis is not None:
+        if cache is not None:
+            raise NotImplementedError(
+                f"sequence_axis={sequence_axis!r} cannot run while decoding: see jax_mfa.sharded_decode_attention"
+            )
+        sharding = SequenceSharding.of(sequence_axis)
+        attention, positions = sharding.attend, sharding.positions
     if cache is not None:
         if key.shape[-3] != tokens:
             raise ValueError(
@@ -249,7 +261,7 @@ def attend(
     if rotary_base is not None:
         _turned(query.shape[-1], rotary_base, rotary_fraction, "rotary_")  # by the names that modules have for them
         rotate = lambda x, offset: rotary_embedding(
-            x, _positions(offset, x.shape[-3]), base=rotary_base, fraction=rotary_fraction
+            x, _positions(offset, positions(x.shape[-3])), base=rotary_base, fraction=rotary_fraction
         )
         query, key = rotate(query, query_offset), rotate(key, key_offset)
     if cache is not None:
@@ -263,7 +275,7 @@ def attend(
             query, key, value, *cache, key_value_seq_lengths, ring=ring_cache, mask=mask, **keywords
         )
         return out, Cache(*new)
-    out = dot_product_attention(
+    out = attention(
         query,
         key,
         value,

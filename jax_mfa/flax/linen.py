@@ -46,6 +46,7 @@ def attention_fn(
     *,
     is_causal: bool = False,
     implementation: Implementation | None = None,
+    sequence_axis: Any = None,
 ) -> Array:
     """`flax.linen.dot_product_attention` through jax_mfa: the `attention_fn` of flax's multi-head modules.
 
@@ -78,6 +79,8 @@ def attention_fn(
         function.
       is_causal: row t sees columns s ≤ t. Not for flax's decode mode, which masks by itself.
       implementation: as in `jax_mfa.dot_product_attention`. A named one never gives way to flax's own function.
+      sequence_axis: the mesh axis over whose devices sequences are split, within `shard_map`; or a
+        `jax_mfa.SequenceSharding`. It never gives way either.
 
     Returns:
       `[..., T, N, V]` of the computation's dtype.
@@ -115,8 +118,9 @@ def attention_fn(
             dropout_rate=dropout_rate if dropping else 0.0,
             is_causal=is_causal,
             implementation=implementation,
+            sequence_axis=sequence_axis,
         )
-    _drop_in.give_way(reason, implementation)
+    _drop_in.give_way(reason, implementation, sequence_axis)
     mask = _drop_in.with_causal(mask, is_causal, q, k)
     out = _stock_attention(
         q,
@@ -183,6 +187,8 @@ class FlashMultiHeadAttention(nn.Module):
       out_kernel_init, out_bias_init: of the last; default kernel_init and bias_init.
       sinks_init: initialiser of the sinks.
       implementation: as in `jax_mfa.dot_product_attention`.
+      sequence_axis: the mesh axis over whose devices sequences are split, within `shard_map`; or a
+        `jax_mfa.SequenceSharding`. Rotary positions follow; not while decoding.
     """
 
     num_heads: int
@@ -212,6 +218,7 @@ class FlashMultiHeadAttention(nn.Module):
     implementation: Implementation | None = None
     num_kv_heads: int | None = None
     ring_cache: bool = False
+    sequence_axis: Any = None
 
     @nn.compact
     def __call__(
@@ -301,6 +308,7 @@ class FlashMultiHeadAttention(nn.Module):
             rotary_fraction=self.rotary_fraction,
             ring_cache=self.ring_cache,
             implementation=self.implementation,
+            sequence_axis=self.sequence_axis,
             **self._dropout(deterministic, dropout_rng),
         )
         if cache is not None:

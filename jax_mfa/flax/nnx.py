@@ -46,6 +46,7 @@ def attention_fn(
     rope: Callable[..., Array] | None = None,
     input_positions: ArrayLike | None = None,
     implementation: Implementation | None = None,
+    sequence_axis: Any = None,
 ) -> Array:
     """`flax.nnx.dot_product_attention` through jax_mfa: the `attention_fn` of `nnx.MultiHeadAttention`.
 
@@ -78,6 +79,8 @@ def attention_fn(
       rope: an `nnx.RoPE`, which turns query and key; not for flax's decode mode, which keeps keys unturned.
       input_positions: `[T]` or `[..., T]`, for rope; by default 0, 1, 2, …
       implementation: as in `jax_mfa.dot_product_attention`. A named one never gives way to flax's own function.
+      sequence_axis: the mesh axis over whose devices sequences are split, within `shard_map`; or a
+        `jax_mfa.SequenceSharding`. It never gives way either.
 
     Returns:
       `[..., T, N, V]` of the computation's dtype.
@@ -115,8 +118,9 @@ def attention_fn(
             dropout_rate=dropout_rate if dropping else 0.0,
             is_causal=is_causal,
             implementation=implementation,
+            sequence_axis=sequence_axis,
         )
-    _drop_in.give_way(reason, implementation)
+    _drop_in.give_way(reason, implementation, sequence_axis)
     # neither promote_dtype nor is_causal is passed on: flax before 0.11 does not know them
     mask = _drop_in.with_causal(mask, is_causal, q, k)
     out = _stock_attention(
@@ -209,6 +213,8 @@ class FlashMultiHeadAttention(nnx.Module):
       out_kernel_init, out_bias_init: of the last; default kernel_init and bias_init.
       sinks_init: initialiser of the sinks.
       implementation: as in `jax_mfa.dot_product_attention`.
+      sequence_axis: the mesh axis over whose devices sequences are split, within `shard_map`; or a
+        `jax_mfa.SequenceSharding`. Rotary positions follow; not while decoding.
       rngs: random streams: 'params', and 'dropout' with a dropout_rate.
       keep_rngs: keep a stream for dropout in the module; without, each call that drops needs `rngs`.
 
@@ -249,6 +255,7 @@ class FlashMultiHeadAttention(nnx.Module):
         out_bias_init: Initializer | None = None,
         sinks_init: Initializer = _ZEROS,
         implementation: Implementation | None = None,
+        sequence_axis: Any = None,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ):
@@ -270,6 +277,7 @@ class FlashMultiHeadAttention(nnx.Module):
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.implementation = implementation
+        self.sequence_axis = sequence_axis
 
         common: dict[str, Any] = {
             "use_bias": use_bias,
@@ -382,6 +390,7 @@ class FlashMultiHeadAttention(nnx.Module):
             rotary_fraction=self.rotary_fraction,
             ring_cache=self.ring_cache,
             implementation=self.implementation,
+            sequence_axis=self.sequence_axis,
             **self._dropout(deterministic, rngs),
         )
         if cache is not None:

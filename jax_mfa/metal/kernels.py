@@ -544,7 +544,7 @@ def forward(
         bias, mask, blocks: [rows, 1|N, 1|T, 1|S] (blocks: in units of the specification's mask_block).
         query_segments, key_segments: int32 [B, T] and [B, S].
         key_ranges: int32 [B, T, 2].
-        dropout: uint32 [B, 4], two words of seed, and the batch index and first head of its random counter.
+        dropout: uint32 [B, 6], two words of seed; batch index, head, row and column that its random counter starts at.
     """
     found = _key(query, key, value, uses, optional)
     t, s = query.shape[1], key.shape[1]

@@ -54,7 +54,7 @@ _MEANINGS = {
     "query_segments": "[B, T]: a row sees the columns of its own segment",
     "key_segments": "[B, S]",
     "key_ranges": "[B, T, 2]: first visible column of a row, and the one after the last",
-    "dropout": "[B, 4]: two words of the seed, and the batch index and first head of its random counter",
+    "dropout": "[B, 6]: two words of the seed; batch index, head, row and column where its random counter starts",
     "out": "[B, T, N, V]: softmax(scale * q k^T) v; zeros where a row sees nothing",
     "row_max": "[B, T, N]: largest score of a row, its sink included; finite, 0 where there is none",
     "row_sum": "[B, T, N]: sum of exp(score - row_max); 0 where a row sees nothing, NaN where it has no softmax",

@@ -86,7 +86,7 @@ struct Grid {
   device const typename ValueSource::Storage* value [[buffer(2)]],  /* [rows, S, K, V] */         \
   device const float* numbers [[buffer(5)]],      /* [1|B·N, 3]: scale, slope, sink */            \
   device const uchar* bias [[buffer(6)]],         /* Broadcast, of bias_type */                   \
-  device const uint* dropout [[buffer(11)]],      /* [B, 4]: words of seed, batch, first head */  \
+  device const uint* dropout [[buffer(11)]],      /* [B, 6]: seed; batch, first head, row, column */ \
   device const int* lists [[buffer(19), function_constant(has_lists)]], /* see Walk in visibility.h */ \
   constant Grid& grid [[buffer(20)]]
 

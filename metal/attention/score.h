@@ -122,20 +122,24 @@ struct Dropout {
   uint2 seed;
   uint batch;
   uint first_head;
+  uint first_row;
+  uint first_column;
   uint head;
 
   INLINED Dropout(constant Parameters& p, device const uint* dropout, int batch_row, int head)
-      : p(p), seed(0), batch(0), first_head(0), head(head) {
+      : p(p), seed(0), batch(0), first_head(0), first_row(0), first_column(0), head(head) {
     if (has_dropout) {
-      device const uint* of_row = dropout + ulong(batch_row) * 4;
+      device const uint* of_row = dropout + ulong(batch_row) * 6;
       seed = uint2(of_row[0], of_row[1]);
       batch = of_row[2];
       first_head = of_row[3];
+      first_row = of_row[4];
+      first_column = of_row[5];
     }
   }
 
   INLINED uint4 words(int row, int column) const {
-    uint4 c = uint4(uint(column) / 4, uint(row), first_head + head, batch);
+    uint4 c = uint4((first_column + uint(column)) / 4, first_row + uint(row), first_head + head, batch);
     uint2 k = seed;
     for (int round = 0; round < 10; ++round) {
       const uint high0 = mulhi(0xD2511F53u, c.x);
@@ -152,11 +156,17 @@ struct Dropout {
 
   // What the probability of one pair is multiplied by.
   INLINED float factor(int row, int column) const {
-    return has_dropout ? factor(words(row, column)[column & 3]) : 1.0f;
+    return has_dropout ? factor(words(row, column)[(first_column + uint(column)) & 3]) : 1.0f;
+  }
+
+  // The same of a pair and the next one of its row.
+  INLINED float2 both(int row, int column) const {
+    return float2(factor(row, column), factor(row, column + 1));
   }
 
   // The same of a lane's two columns in each of COLUMNS fragments, its first at `column`. Four columns share their words, and two
-  // lanes these columns: of two fragments each lane makes the words of one.
+  // lanes these columns: of two fragments each lane makes the words of one. Not so in a part of a longer sequence that begins
+  // between such fours.
   template <int COLUMNS>
   INLINED void factors(int row, int column, thread float2 (&result)[COLUMNS]) const {
     const bool second = (column & 2) != 0;
@@ -165,6 +175,13 @@ struct Dropout {
       if (!has_dropout) {
         result[c] = float2(1.0f, 1.0f);
         result[c + 1 < COLUMNS ? c + 1 : c] = float2(1.0f, 1.0f);
+        continue;
+      }
+      if ((first_column & 3) != 0) {
+        result[c] = both(row, column + c * 8);
+        if (c + 1 < COLUMNS) {
+          result[c + 1 < COLUMNS ? c + 1 : c] = both(row, column + (c + 1) * 8);
+        }
         continue;
       }
       const bool alone = c + 1 == COLUMNS;

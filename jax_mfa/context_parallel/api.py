@@ -1,0 +1,512 @@
+"""The public functions: attention whose sequences are split over the devices of a mesh.
+
+Each runs within `shard_map`, on what a device holds, or with `mesh=` on whole arrays, which it splits itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from jax_mfa import api, checks, meshes
+from jax_mfa.api import Implementation
+from jax_mfa.block_mask import BlockMask
+from jax_mfa.context_parallel import attend
+from jax_mfa.context_parallel import order as orders
+from jax_mfa.context_parallel.choice import Choice, Form, choose
+from jax_mfa.context_parallel.costs import Machine, Problem
+from jax_mfa.context_parallel.order import Order
+from jax_mfa.context_parallel.ring import Ring
+from jax_mfa.specification import Operands, concrete, known_integers, specify, specify_abstract
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How sequences, batch rows and heads are split.
+
+    Attributes:
+      function: the public function that was called, for errors.
+      ring: mesh axis of the ring, None for no ring; heads: mesh axis of the exchange, likewise.
+      order: of the tokens along the ring.
+      batch_axis, head_axis: mesh axes that split batch rows and heads, for the bits of dropout and whole arrays.
+    """
+
+    function: str
+    ring: Any
+    heads: Any
+    order: str
+    batch_axis: Any
+    head_axis: Any
+
+    def __post_init__(self):
+        if self.order not in orders.ORDERS:
+            raise ValueError(f"order must be one of {orders.ORDERS}, got {self.order!r}")
+        if self.order != "contiguous" and self.ring is None:
+            raise ValueError(f"order must be 'contiguous' without a ring, got {self.order!r}: work is balanced anyway")
+        named = [x for x in (self.ring, self.heads, self.batch_axis, self.head_axis) if x is not None]
+        flat = [name for x in named for name in (x if isinstance(x, tuple) else (x,))]
+        if len(flat) != len(set(flat)):
+            raise ValueError(f"axis_name, batch_axis and head_axis must be different mesh axes, got {flat}")
+
+    @property
+    def sequence(self) -> tuple:
+        """The mesh axes of the sequence, the outer first."""
+        axes = [x for x in (self.ring, self.heads) if x is not None]
+        return tuple(name for x in axes for name in (x if isinstance(x, tuple) else (x,)))
+
+
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: Any,
+    order: Order = "contiguous",
+    mesh: Any = None,
+    batch_axis: Any = None,
+    head_axis: Any = None,
+    positions: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    **keywords: Unpack[api._Keywords[ArrayLike]],
+) -> Any:
+    """Attention over a sequence that is split over devices, whose keys and values travel around them.
+
+    Each device keeps its queries and, in turn, computes with the keys and values of every other one, while the next
+    ones are under way (Ring Attention, arXiv:2310.01889). Memory is O(T / devices) in both passes: the backward pass
+    sends keys and values around again, and with them the float32 sums of their gradients. Under a local window keys go
+    no further than they are seen. Equal to `flash_attention` of the whole arrays, up to rounding: partial outputs are
+    rounded to the query's dtype before they are merged in float32.
+
+    Within `shard_map` arrays are what a device holds, and lengths, offsets and ranges count the whole sequence. With
+    `mesh` they are whole arrays.
+
+    Args:
+      query: `[B, T, N, H]`, with T = all queries / devices within `shard_map`.
+      key: `[B, S, K, H]` and
+      value: `[B, S, K, V]`, likewise; S may differ from T.
+      bias: floating, broadcastable to `[B, N, T, all S]`: a device's rows, with the columns of all devices as they are
+        stored.
+      mask: bool, of such a shape.
+      axis_name: the mesh axis, or a tuple of axes, along which sequences are split.
+      order: "contiguous", or "zigzag" for tokens brought into order by `zigzag`, which balances causal work.
+      mesh: a `jax.sharding.Mesh`, for a call with whole arrays.
+      batch_axis, head_axis: mesh axes that split batch rows and heads. Within `shard_map` they matter to dropout only,
+        which then has the same bits as on one device.
+      positions: integers `[T]`: which tokens the caller thinks these are, to be compared with the order. A difference
+        is an error where the values are known; where they are traced, the output is NaN.
+      implementation: None, "metal" or "blockwise", as in `dot_product_attention`.
+      return_residual: also return the log-sum-exp.
+      **keywords: other keyword arguments of `dot_product_attention`; `block_mask` must have blocks that no device's
+        part cuts through.
+
+    Returns:
+      `[B, T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp, `[B, T, N]` float32 (float64
+      for float64). Both are differentiable, in reverse mode: forward mode raises JAX's error for a `custom_vjp`.
+
+    Raises:
+      ValueError, TypeError: as `dot_product_attention`; also for an axis that is not there, a length that does not
+        divide, keys that are not split as queries are, and positions that are not those of the order.
+      NotImplementedError: where a named implementation cannot run the call.
+    """
+    layout = _Layout("ring_attention", axis_name, None, order, batch_axis, head_axis)
+    arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
+    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+
+
+def ulysses_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: Any,
+    mesh: Any = None,
+    batch_axis: Any = None,
+    head_axis: Any = None,
+    positions: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    **keywords: Unpack[api._Keywords[ArrayLike]],
+) -> Any:
+    """Attention over a sequence that is split over devices, which exchange rows for heads before and after.
+
+    Each device then has the whole sequence of N / devices heads (DeepSpeed Ulysses, arXiv:2309.14509). The devices must
+    divide N, and divide K or be a multiple of it, in which case keys and values are sent more than once. Forward mode
+    works as it does on one device.
+
+    Args:
+      query, key, value, bias, mask, axis_name, mesh, batch_axis, head_axis, positions, implementation,
+        return_residual, **keywords: as in `ring_attention`. Tokens are in their own order.
+
+    Returns, Raises:
+      as there; also ValueError where the heads do not divide.
+    """
+    layout = _Layout("ulysses_attention", None, axis_name, "contiguous", batch_axis, head_axis)
+    arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
+    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+
+
+def context_parallel_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: Any,
+    form: Form | None = None,
+    order: Order = "contiguous",
+    mesh: Any = None,
+    batch_axis: Any = None,
+    head_axis: Any = None,
+    positions: ArrayLike | None = None,
+    machine: Machine | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    **keywords: Unpack[api._Keywords[ArrayLike]],
+) -> Any:
+    """Attention over a sequence that is split over devices, by the form that is done first on paper.
+
+    Args:
+      axis_name: a mesh axis; or a pair of axes, for a ring over the first of devices that exchange heads over the
+        second (as in USP, arXiv:2405.07719). The sequence is then split along both, the first outermost.
+      form: "ring", "ulysses" or "hybrid"; None for the one that `explain_context_parallel` names.
+      order: as in `ring_attention`; of the ring's devices, in a hybrid.
+      machine: speeds to choose by; default those of `Machine()`.
+      query, key, value, bias, mask, mesh, batch_axis, head_axis, positions, implementation, return_residual,
+        **keywords: as in `ring_attention`.
+
+    Returns, Raises:
+      as there; also ValueError for a form that does not fit the axes.
+    """
+    pair = isinstance(axis_name, (tuple, list))
+    forms: tuple[Form, ...] = ("hybrid",) if pair else ("ring", "ulysses")
+    if pair and len(axis_name) != 2:
+        raise ValueError(f"axis_name must be a mesh axis or a pair (ring, heads) of them, got {axis_name!r}")
+    if form is not None and form not in forms:
+        raise ValueError(f"form must be None or one of {forms} for axis_name = {axis_name!r}, got {form!r}")
+    arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
+    if form is None:
+        form = forms[0] if pair else _chosen(axis_name, mesh, order, machine, head_axis, batch_axis, arguments).form
+    ring, heads = axis_name if pair else (axis_name, None) if form == "ring" else (None, axis_name)
+    layout = _Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis)
+    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceSharding:
+    """How `context_parallel_attention` finds a sequence split, for what calls it by one argument, such as a module.
+
+    Attributes:
+      axis_name, form, order, mesh, batch_axis, head_axis: as there.
+    """
+
+    axis_name: Any
+    form: Form | None = None
+    order: Order = "contiguous"
+    mesh: Any = None
+    batch_axis: Any = None
+    head_axis: Any = None
+
+    @classmethod
+    def of(cls, x) -> SequenceSharding:
+        """`x`, or for the name of a mesh axis that."""
+        return x if isinstance(x, cls) else cls(x)
+
+    def attend(self, *args, **keywords):
+        """`context_parallel_attention` of these arguments."""
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return context_parallel_attention(*args, **facts, **keywords)
+
+    def positions(self, length: int):
+        """The positions of the tokens that a device holds, int32 `[length]`; with a mesh those of all tokens."""
+        pair = isinstance(self.axis_name, (tuple, list))
+        ring, heads = self.axis_name if pair else (self.axis_name, None)
+        if self.mesh is not None:
+            if self.order == "contiguous":
+                return jnp.arange(length, dtype=jnp.int32)
+            devices = meshes.mesh_axis_size(self.mesh, ring, "axis_name")
+            return jnp.asarray(orders.zigzag_permutation(length, devices), jnp.int32)
+        sizes = [1 if axis is None else meshes.axis_size(axis, "axis_name") for axis in (ring, heads)]
+        own = orders.positions_of(self.order, sizes[0], lax.axis_index(ring), length * sizes[1])
+        return own if heads is None else lax.dynamic_slice_in_dim(own, lax.axis_index(heads) * length, length)
+
+
+def explain_context_parallel(
+    query: api.AbstractArray,
+    key: api.AbstractArray,
+    value: api.AbstractArray,
+    bias: api.AbstractArray | None = None,
+    mask: api.AbstractArray | None = None,
+    *,
+    devices: int,
+    heads_devices: int | None = None,
+    order: Order = "contiguous",
+    machine: Machine | None = None,
+    **keywords: Unpack[api._Keywords[api.AbstractArray]],
+) -> Choice:
+    """Which form `context_parallel_attention` takes for whole arrays, and why, with the bytes that are sent.
+
+    Args:
+      query, key, value, bias, mask, **keywords: as in `dot_product_attention`, of whole sequences; arrays may be
+        `jax.ShapeDtypeStruct`s.
+      devices: over which the sequence is split; heads_devices: so many of them along a second axis, for heads.
+      order, machine: as in `context_parallel_attention`.
+
+    Returns:
+      A `Choice`; print it.
+
+    Raises:
+      ValueError, TypeError: as `dot_product_attention`; also where no form fits.
+    """
+    checks.integer("devices", devices, least=1)
+    if heads_devices is not None and devices % checks.integer("heads_devices", heads_devices, least=1):
+        raise ValueError(f"heads_devices must divide devices = {devices}, got {heads_devices}")
+    spec, o = specify_abstract(query=query, key=key, value=value, bias=bias, mask=mask, **keywords)
+    return choose(_problem(spec, o), devices, order, machine or Machine(), heads_devices)
+
+
+def _problem(spec, o: Operands, parts: int = 1) -> Problem:
+    """The sizes of a problem, of whose sequences the operands hold one of so many parts."""
+    batch, t, n, h = o.query.shape
+    s, k, v = o.value.shape[1:]
+    return Problem(batch, parts * t, parts * s, n, k, h, v, o.query.dtype.itemsize, spec)
+
+
+def _chosen(axis, mesh, order: str, machine, head_axis, batch_axis, arguments: dict) -> Choice:
+    """The form for what a device holds, or without a mesh for whole arrays."""
+    given = {name: x for name, x in arguments.items() if x is not None}
+    if mesh is None:
+        devices = meshes.axis_size(axis, "axis_name")
+        return choose(_problem(*specify(**given, parts=devices), parts=devices), devices, order, machine or Machine())
+    size = lambda axis, name: 1 if axis is None else meshes.mesh_axis_size(mesh, axis, name)
+    problem = _problem(*specify(**given))
+    problem = dataclasses.replace(
+        problem,
+        batch=problem.batch // size(batch_axis, "batch_axis"),
+        heads=problem.heads // size(head_axis, "head_axis"),
+        key_heads=max(problem.key_heads // size(head_axis, "head_axis"), 1),
+    )
+    return choose(problem, size(axis, "axis_name"), order, machine or Machine())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _call(layout: _Layout, arguments: dict, mesh, positions, implementation, return_residual: bool):
+    api._refuse_unknown(layout.function, {k: x for k, x in arguments.items() if k not in _ARRAYS}, {})
+    api.names_of(implementation)  # what is no name is said first
+    if mesh is None:
+        out, lse = _of_own_share(layout, arguments, positions, implementation)
+    else:
+        out, lse = _of_whole_arrays(layout, mesh, arguments, positions, implementation)
+    return (out, lse) if return_residual else out
+
+
+_ARRAYS = ("query", "key", "value", "bias", "mask")
+
+
+def _of_own_share(layout: _Layout, arguments: dict, positions, implementation):
+    """Output and log-sum-exp of what one device holds."""
+    sizes = [1 if axis is None else meshes.axis_size(axis, "axis_name") for axis in (layout.ring, layout.heads)]
+    for name in ("batch_axis", "head_axis"):
+        if getattr(layout, name) is not None:
+            meshes.axis_size(getattr(layout, name), name)
+    _check_that_keys_are_split(layout, arguments)
+    parts = sizes[0] * sizes[1]
+    spec, operands = specify(**arguments, parts=parts)
+    _check_lengths(layout, sizes, parts * operands.query.shape[1], parts * operands.key.shape[1])
+    _check_heads(layout, sizes[1], operands)
+    _check_blocks(layout, sizes, spec.mask_block, operands.query.shape[1], operands.key.shape[1])
+    chosen = api._decided(implementation, spec, operands)
+    if chosen == "reference":
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot run {layout.function}: the reference keeps nothing to merge"
+        )
+    operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
+    ring = Ring(spec, layout.ring, sizes[0], layout.order, chosen)
+    out, lse = attend.attention(ring, layout.heads, operands)
+    shape = np.shape(arguments["query"])[:-1]
+    out = out[..., : np.shape(arguments["value"])[-1]]
+    if positions is not None:
+        right = _in_order(layout, sizes, positions, operands.query.shape[1])
+        out, lse = (jnp.where(right, x, jnp.asarray(jnp.nan, x.dtype)) for x in (out, lse))
+    return out.reshape(*shape, out.shape[-1]), lse.reshape(shape)
+
+
+def _check_that_keys_are_split(layout: _Layout, arguments: dict) -> None:
+    """Refuses arrays that `shard_map` knows to be the same on all devices."""
+    account = meshes.varying_of(lax.axis_index(layout.sequence[0]))
+    for name in ("query", "key", "value"):
+        missing = [axis for axis in layout.sequence if account and axis not in meshes.varying_of(arguments[name])]
+        if missing:
+            raise ValueError(
+                f"{name} must be split along the mesh axis {missing[0]!r}, of which each device holds its part; it is "
+                "the same on all of them"
+            )
+
+
+def _check_lengths(layout: _Layout, sizes: list[int], t: int, s: int) -> None:
+    multiple = sizes[0] * sizes[1] * orders.chunks_of(layout.order)
+    for name, lengths, letter, size in (
+        ("query", "query_seq_lengths", "T", t),
+        ("key", "key_value_seq_lengths", "S", s),
+    ):
+        if size % multiple:
+            runs = " · 2 runs of tokens" if layout.order == "zigzag" else ""
+            raise ValueError(
+                f"the length of {name} must be a multiple of {multiple} (devices{runs}), got {letter} = {size}: "
+                f"pad it, and give {lengths}"
+            )
+
+
+def _check_heads(layout: _Layout, devices: int, o: Operands) -> None:
+    n, k = o.query.shape[2], o.key.shape[2]
+    if n % devices or (k % devices and devices % k):
+        raise ValueError(
+            f"{layout.function} exchanges heads over {devices} devices, which must divide the N heads of query, and "
+            f"divide the K of key or be a multiple of it: got N = {n}, K = {k}; ring_attention takes any"
+        )
+
+
+def _check_blocks(layout: _Layout, sizes: list[int], block: tuple[int, int] | None, t: int, s: int) -> None:
+    """Refuses blocks of a mask that are cut through, of t rows and s columns on each device."""
+    if block is None:
+        return
+    chunks = orders.chunks_of(layout.order)
+    rows = math.gcd(t, t * sizes[1] // chunks) if math.prod(sizes) > 1 else 0
+    columns = s * sizes[1] // chunks if sizes[0] > 1 else 0
+    for name, size, own in (("query", block[0], rows), ("key", block[1], columns)):
+        if own % size:
+            raise ValueError(
+                f"block_mask must have blocks that no part of {name} cuts through: parts have {own} tokens, blocks are "
+                f"{list(block)}"
+            )
+
+
+def _in_order(layout: _Layout, sizes, positions, length: int):
+    """Whether a device's positions are those of the order; [1, 1, 1] or so, to broadcast."""
+    positions = known_integers("positions", positions, -(2**31), 2**31 - 1, "integers [T]")
+    if positions.shape != (length,):
+        raise ValueError(f"positions must have shape [T] = [{length}], got {list(positions.shape)}")
+    ring_devices, heads_devices = sizes
+    index = jnp.zeros((), jnp.int32) if layout.ring is None else lax.axis_index(layout.ring)
+    wanted = orders.positions_of(layout.order, ring_devices, index, length * heads_devices)
+    if layout.heads is not None:
+        wanted = lax.dynamic_slice_in_dim(wanted, lax.axis_index(layout.heads) * length, length)
+    return (wanted == positions).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole arrays
+
+
+def _of_whole_arrays(layout: _Layout, mesh, arguments: dict, positions, implementation):
+    for name in ("batch_axis", "head_axis"):
+        if getattr(layout, name) is not None:
+            meshes.mesh_axis_size(mesh, getattr(layout, name), name)
+    sizes = [
+        1 if axis is None else meshes.mesh_axis_size(mesh, axis, "axis_name") for axis in (layout.ring, layout.heads)
+    ]
+    query, key = arguments["query"], arguments["key"]
+    spec, _ = specify_abstract(**arguments)  # says what is wrong with them, as long as values are known
+    t, s = np.shape(query)[-3], np.shape(key)[-3]
+    _check_lengths(layout, sizes, t, s)
+    _check_blocks(layout, sizes, spec.mask_block, *(x // math.prod(sizes) for x in (t, s)))
+    if positions is not None:
+        _check_positions(layout, sizes, positions, t)
+    arguments = {name: x for name, x in {**arguments, "positions": positions}.items() if x is not None}
+    lead = np.shape(query)[:-3]
+    placed, specs, static = {}, {}, []
+    for name, x in arguments.items():
+        if isinstance(x, (list, tuple)) and name != "local_window_size":
+            x = jnp.asarray(x)
+        if hasattr(x, "dtype") or isinstance(x, BlockMask):
+            placed[name] = x
+            specs[name] = jax.tree.map(functools.partial(_split, layout, name, lead), x)
+        else:
+            static.append((name, x))
+    rows = _split(layout, "query", lead, query)
+    leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return _program(layout, mesh, tuple(static), tree, tuple(leaves), rows, implementation)(placed)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(layout: _Layout, mesh, static: tuple, tree, specs: tuple, rows: PartitionSpec, implementation):
+    """A jitted function of arrays by name, kept so that calls outside of `jit` need not compile each time."""
+
+    def run(placed):
+        arguments = {**dict(static), **placed}
+        return _of_own_share(layout, arguments, arguments.pop("positions", None), implementation)
+
+    specs = jax.tree.unflatten(tree, specs)
+    return jax.jit(meshes.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1]))))
+
+
+# what the last axes of an argument are: r rows and c columns of the sequence, n heads, x anything that is not split;
+# an argument of size 1 along them serves all
+_AXES_OF = {
+    "query": "rnx",
+    "key": "cnx",
+    "value": "cnx",
+    "bias": "nrx",
+    "mask": "nrx",
+    "block_mask": "nrx",
+    "query_seq_lengths": "",
+    "key_value_seq_lengths": "",
+    "query_offset": "",
+    "alibi_slopes": "n",
+    "sinks": "n",
+    "query_segment_ids": "r",
+    "key_value_segment_ids": "c",
+    "key_value_ranges": "rx",
+    "positions": "r",
+}
+
+
+def _split(layout: _Layout, name: str, lead: tuple[int, ...], x) -> PartitionSpec:
+    """How an argument is split over the mesh."""
+    shape = np.shape(x)
+    if name not in _AXES_OF:
+        return PartitionSpec()
+    letters = _AXES_OF[name][-len(shape) :] if shape and _AXES_OF[name] else ""
+    entries: list[Any] = [None] * (len(shape) - len(letters))
+    if entries and len(entries) == len(lead) and shape[0] == lead[0] > 1:
+        entries[0] = layout.batch_axis
+    whole = name in ("query", "key", "value")  # what is too short there is an error, and never shared
+    for letter, size in zip(letters, shape[len(entries) :]):
+        axis = {"r": layout.sequence, "c": layout.sequence, "n": layout.head_axis, "x": None}[letter]
+        entries.append(axis if size > 1 or whole else None)
+    return PartitionSpec(*entries)
+
+
+def _check_positions(layout: _Layout, sizes, positions, length: int) -> None:
+    """Refuses positions that are known not to be those of the order."""
+    positions = known_integers("positions", positions, -(2**31), 2**31 - 1, "integers [T]")
+    if positions.shape != (length,):
+        raise ValueError(f"positions must have shape [T] = [{length}], got {list(positions.shape)}")
+    values = concrete(positions)
+    if values is None:
+        return
+    devices = sizes[0]
+    wanted = np.arange(length) if layout.order == "contiguous" else orders.zigzag_permutation(length, devices)
+    wrong = np.flatnonzero(values != wanted)
+    if wrong.size:
+        place = wrong[0]
+        raise ValueError(
+            f"positions must be those of order={layout.order!r} over {devices} devices: at place {place} token "
+            f"{wanted[place]} was expected, got {values[place]} (see jax_mfa.zigzag)"
+        )

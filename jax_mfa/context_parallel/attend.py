@@ -1,0 +1,179 @@
+"""Attention of a device's own rows within `shard_map`, by ring, by an exchange of heads, or both.
+
+Operands in, output and log-sum-exp out. The ring has a derivative of its own, for JAX would keep the keys of every
+device; the exchange has JAX's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_mfa import meshes, primitives
+from jax_mfa.context_parallel import ring as rings
+from jax_mfa.context_parallel.ring import Ring
+from jax_mfa.specification import DIFFERENTIABLE, Operands, accumulation_dtype
+
+
+def attention(ring: Ring, heads_axis: Any, operands: Operands):
+    """A device's rows of attention over the whole sequence.
+
+    Args:
+      ring: over its axis the sequence is split; with a heads_axis, each part once more along that.
+      heads_axis: mesh axis over which rows are exchanged for heads; None for no exchange.
+      operands: as in `ring.forward`.
+
+    Returns:
+      out: [B, T, N, V] of the query's dtype; lse: [B, T, N].
+    """
+    axes = meshes.varying_of((operands, *(lax.axis_index(x) for x in (ring.axis, heads_axis) if x is not None)))
+    operands = meshes.vary(operands, axes)
+    if heads_axis is None:
+        return _whole_or_ring(ring, operands)
+    exchange = Exchange(heads_axis, lax.psum(1, heads_axis), operands.query.shape[2], operands.key.shape[2])
+    out, lse = _whole_or_ring(ring, exchange.operands(operands, ring.spec.mask_block))
+    return exchange.rows(out), exchange.rows(lse)
+
+
+def _whole_or_ring(ring: Ring, o: Operands):
+    b, t, n, _ = o.query.shape
+    if 0 in (b, t, n, o.key.shape[1]):  # nobody looks, or there is nothing to see
+        acc = accumulation_dtype(o.query.dtype)
+        return jnp.zeros((b, t, n, o.value.shape[-1]), o.query.dtype), jnp.full((b, t, n), -np.inf, acc)
+    if ring.devices > 1:
+        return _ring_attention(ring, o)
+    out, row_max, row_sum = primitives.attention(ring.spec, o, ring.implementation)
+    return out, primitives.log_sum_exp(row_max, row_sum)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ring's derivative
+
+
+def _vary(operands: Operands):
+    return functools.partial(meshes.vary, axes=meshes.varying_of(operands))
+
+
+def _forward(ring: Ring, operands: Operands):
+    attend = lambda spec, operands: primitives.attention(spec, operands, ring.implementation)
+    return rings.forward(ring, operands, attend, _vary(operands))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring_attention(ring: Ring, operands: Operands):
+    out, row_max, row_sum = _forward(ring, operands)
+    return out, primitives.log_sum_exp(row_max, row_sum)
+
+
+def _ring_forward(ring: Ring, operands: Operands):
+    results = tuple(checkpoint_name(x, name) for x, name in zip(_forward(ring, operands), primitives.RESIDUAL_NAMES))
+    return (results[0], primitives.log_sum_exp(*results[1:])), (operands, results)
+
+
+def _ring_backward(ring: Ring, kept, cotangents):
+    operands, results = kept
+    wanted = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
+
+    def transpose(spec, operands, rows, names):
+        return primitives.attention_transpose(spec, operands, rows, names, ring.implementation)
+
+    found = rings.backward(ring, operands, (*results, *cotangents), wanted, transpose, _vary(operands))
+    return (Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, found))}),)
+
+
+_ring_attention.defvjp(_ring_forward, _ring_backward)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows for heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """An exchange of rows for heads over a mesh axis: of its part of the rows a device has all heads, and gets all
+    parts' rows of its own share of the heads (DeepSpeed Ulysses, arXiv:2309.14509, section 3).
+
+    Attributes:
+      axis: of the mesh.
+      devices: along it.
+      heads: N, of the query.
+      key_heads: K. Fewer than devices are sent more than once.
+    """
+
+    axis: Any
+    devices: int
+    heads: int
+    key_heads: int
+
+    def rows(self, x):
+        """`[B, all T, own N, ...]` as `[B, own T, all N, ...]`."""
+        return lax.all_to_all(x, self.axis, 1, 2, tiled=True)
+
+    def by_head(self, x):
+        """`[B, own T, all N, ...]` as `[B, all T, own N, ...]`."""
+        return lax.all_to_all(x, self.axis, 2, 1, tiled=True)
+
+    def of_keys(self, x):
+        if self.key_heads % self.devices:
+            x = jnp.repeat(x, self.devices // self.key_heads, axis=2)
+        return self.by_head(x)
+
+    def all_rows(self, x, axis: int):
+        """What has no heads: all parts of it, one after the other."""
+        return None if x is None else lax.all_gather(x, self.axis, axis=axis, tiled=True)
+
+    def own_heads(self, x, axis: int = 1):
+        """A device's share of what has heads but no rows."""
+        if x is None or x.shape[axis] == 1 < self.heads:
+            return x
+        size = x.shape[axis] // self.devices
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, axis)
+
+    def scores_like(self, x, own_rows: int):
+        """`[rows, 1|N, 1|T, columns]`, where a device has so many rows; one alone may be its own, or that of all."""
+        if x is None:
+            return None
+        by_head, by_row = x.shape[1] > 1, x.shape[2] == own_rows
+        if by_head and by_row:
+            return lax.all_to_all(x, self.axis, 1, 2, tiled=True)
+        if by_row:
+            return self.all_rows(x, 2)
+        return self.own_heads(x)
+
+    def operands(self, o: Operands, mask_block: tuple[int, int] | None) -> Operands:
+        dropout, own_rows = o.dropout, o.query.shape[1]
+        if dropout is not None:
+            first = lax.axis_index(self.axis) * (self.heads // self.devices)
+            dropout = dropout.at[:, 3].add(first.astype(dropout.dtype))
+        return o._replace(
+            query=self.by_head(o.query),
+            key=self.of_keys(o.key),
+            value=self.of_keys(o.value),
+            bias=self.scores_like(o.bias, own_rows),
+            mask=self.scores_like(o.mask, own_rows),
+            block_mask=self.scores_like(o.block_mask, own_rows // (mask_block or (1, 1))[0]),
+            query_segment_ids=self.all_rows(o.query_segment_ids, 1),
+            key_segment_ids=self.all_rows(o.key_segment_ids, 1),
+            key_ranges=self.all_rows(o.key_ranges, 1),
+            alibi_slopes=self.own_heads(o.alibi_slopes),
+            sinks=self.own_heads(o.sinks),
+            dropout=dropout,
+        )
+
+
+def numbered(operands: Operands, batch_axis: Any, head_axis: Any) -> Operands:
+    """Operands whose dropout has the bits of one device, where batch rows and heads are split over mesh axes too."""
+    dropout = operands.dropout
+    if dropout is None:
+        return operands
+    for axis, word, size in ((batch_axis, 2, operands.query.shape[0]), (head_axis, 3, operands.query.shape[2])):
+        if axis is not None:
+            dropout = dropout.at[:, word].add((lax.axis_index(axis) * size).astype(dropout.dtype))
+    return operands._replace(dropout=dropout)

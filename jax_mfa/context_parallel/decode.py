@@ -1,0 +1,191 @@
+"""Decoding with a cache that is split along the sequence: each device attends over its columns, and partial results
+are merged by their statistics, in one all-reduce of a few numbers for each row."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from jax_mfa import api, cache, meshes, primitives
+from jax_mfa.api import Implementation, Numbers
+from jax_mfa.context_parallel import ring as rings
+from jax_mfa.specification import accumulation_dtype, known_lengths, specify
+
+
+def sharded_decode_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    lengths: Numbers[ArrayLike],
+    *,
+    axis_name: Any,
+    mesh: Any = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    **keywords: Unpack[api._Features[ArrayLike]],
+) -> Any:
+    """`decode_attention` with a cache whose columns are split over the devices of a mesh axis, in order.
+
+    Each device reads its own columns; what they find is merged in float32 by one all-reduce of `devices · (V + 2)`
+    numbers for each row and head. Every device has the queries, and gets the result.
+
+    Args:
+      query: `[B, T, N, H]`, the newest positions; the same on every device.
+      key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest entries. Within `shard_map` a
+        device's columns; with `mesh` whole arrays.
+      lengths: integers `[B]` (or one for all), how many entries of the whole cache are filled.
+      axis_name: the mesh axis, or a tuple of axes.
+      mesh: a `jax.sharding.Mesh`, for a call with whole arrays.
+      implementation, return_residual: as in `decode_attention`.
+      **keywords: scale, local_window_size, logits_soft_cap, alibi_slopes, sinks, dropout_rate and dropout_seed, as in
+        `dot_product_attention`.
+
+    Returns:
+      `[B, T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp, `[B, T, N]` float32 (float64).
+
+    Raises:
+      ValueError, TypeError: as `decode_attention`; also for an axis that is not there, or a cache that does not divide.
+      NotImplementedError: where a named implementation cannot run the call.
+    """
+    for name in sorted(keywords):
+        if name not in _TAKEN:
+            raise TypeError(
+                f"sharded_decode_attention() got an unexpected keyword argument {name!r}: it takes {_TAKEN}"
+            )
+    if min(np.ndim(query), np.ndim(key), np.ndim(value)) < 3:
+        specify(query, key, value)  # says what is wrong with them
+    columns = np.shape(key)[-3]
+    devices = meshes.mesh_axis_size(mesh, axis_name, "axis_name") if mesh else meshes.axis_size(axis_name, "axis_name")
+    filled = known_lengths("lengths", lengths, columns if mesh else columns * devices)
+    if filled.shape not in ((), np.shape(query)[:-3]):
+        raise ValueError(f"lengths must have shape [B] = {list(np.shape(query)[:-3])}, got {list(filled.shape)}")
+    if mesh is None:
+        out, lse = _of_own_columns(query, key, value, filled, axis_name, devices, implementation, keywords)
+        return (out, lse) if return_residual else out
+    _check_columns(columns, devices)
+    arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
+    static = {name: x for name, x in keywords.items() if name not in arrays}
+
+    def run(query, key, value, filled, arrays):
+        return _of_own_columns(query, key, value, filled, axis_name, devices, implementation, {**static, **arrays})
+
+    split = _columns_of(key, axis_name)
+    whole = PartitionSpec()
+    out, lse = meshes.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))(
+        *(jnp.asarray(x) for x in (query, key, value, filled)), arrays
+    )
+    return (out, lse) if return_residual else out
+
+
+_TAKEN = (
+    *("scale", "local_window_size", "logits_soft_cap", "alibi_slopes", "sinks"),
+    *("dropout_rate", "dropout_seed"),
+)
+
+
+def _columns_of(x, axis) -> PartitionSpec:
+    return PartitionSpec(*(None,) * (np.ndim(x) - 3), axis)
+
+
+def _check_columns(columns: int, devices: int) -> None:
+    if columns % devices:
+        raise ValueError(f"the columns of a cache must be a multiple of the {devices} devices, got S = {columns}")
+
+
+def _of_own_columns(query, key, value, filled, axis, devices: int, implementation, keywords):
+    columns, tokens = np.shape(key)[-3], np.shape(query)[-3]
+    first = lax.axis_index(axis) * columns
+    filled = jnp.asarray(filled, jnp.int32)
+    spec, operands = specify(
+        query,
+        key,
+        value,
+        is_causal=True,
+        query_offset=filled - tokens - first,
+        key_value_seq_lengths=jnp.clip(filled - first, 0, columns),
+        **keywords,
+    )
+    if operands.dropout is not None:
+        # rows count from 0 on, as on one device
+        operands = operands._replace(dropout=operands.dropout.at[:, 5].add(first.astype(jnp.uint32)))
+    chosen = api._decided(implementation, spec, operands)
+    if chosen == "reference":
+        raise NotImplementedError(f"implementation={implementation!r} cannot run sharded_decode_attention")
+    results = primitives.attention(spec, operands._replace(sinks=None), chosen)
+    out, row_max, row_sum = _differentiable(*results)
+    sums, row_max, row_sum = rings.part(out, row_max, row_sum, accumulation_dtype(operands.query.dtype))
+    # one number each beside the sums; every device fills a place of its own
+    own = jnp.concatenate([sums, row_max[..., None], row_sum[..., None]], axis=-1)[None]
+    places = jnp.zeros((devices, *own.shape[1:]), own.dtype)
+    found = lax.psum(lax.dynamic_update_slice_in_dim(places, own, lax.axis_index(axis), 0), axis)
+    parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in found]
+    out, row_max, row_sum = rings.finished(spec, operands, functools.reduce(rings.merge_parts, parts))
+    shape = np.shape(query)[:-1]
+    return out[..., : np.shape(value)[-1]].reshape(*shape, -1), (row_max + jnp.log(row_sum)).reshape(shape)
+
+
+def _differentiable(out, row_max, row_sum):
+    """The same numbers, of which the sum has the derivative: a row's maximum and sum have none of their own."""
+    lse = primitives.log_sum_exp(row_max, row_sum)
+    lse = jnp.where(jnp.isfinite(lse), lse, 0)
+    return out, lax.stop_gradient(row_max), lax.stop_gradient(row_sum) * jnp.exp(lse - lax.stop_gradient(lse))
+
+
+def sharded_append(
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: Numbers[ArrayLike],
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: Any,
+    mesh: Any = None,
+) -> tuple[Array, Array, Array]:
+    """`cache.append` to a cache whose columns are split over the devices of a mesh axis: each writes what falls to it.
+
+    Args:
+      key_cache, value_cache: `[B, S, K, H]` and `[B, S, K, V]`; within `shard_map` a device's columns, with `mesh`
+        whole arrays.
+      lengths: integers `[B]` (or one for all): how many tokens each batch row's cache was given so far.
+      key, value: `[B, T, K, H]` and `[B, T, K, V]`, the new tokens; the same on every device.
+      axis_name, mesh: as in `sharded_decode_attention`.
+
+    Returns:
+      key_cache, value_cache: as they were, but for the columns of the new tokens.
+      lengths: `lengths + T`, int32 `[B]`.
+
+    Raises:
+      ValueError, TypeError: as `cache.append`; also for an axis that is not there, and a cache that does not divide.
+    """
+    arrays = cache._arrays(key_cache, value_cache, key, value)
+    columns = arrays[0].shape[-3]
+    devices = meshes.mesh_axis_size(mesh, axis_name, "axis_name") if mesh else meshes.axis_size(axis_name, "axis_name")
+    grown = lambda x: x if mesh else jax.ShapeDtypeStruct((*x.shape[:-3], devices * columns, *x.shape[-2:]), x.dtype)
+    start, count = cache._counts(grown(arrays[0]), grown(arrays[1]), arrays[2], arrays[3], lengths, None, False)
+
+    def run(key_cache, value_cache, key, value, start, count):
+        columns, tokens = key_cache.shape[-3], key.shape[-3]
+        first = lax.axis_index(axis_name) * columns
+
+        def write(cache, new, start):  # of one batch row
+            column = start - first + jnp.arange(tokens, dtype=jnp.int32)
+            # there is no column `columns`: what another device holds goes there and is dropped
+            column = jnp.where(column < 0, columns, column)
+            return cache.at[column].set(new.astype(cache.dtype), mode="drop")
+
+        for _ in start.shape:
+            write = jax.vmap(write)
+        return write(key_cache, key, start), write(value_cache, value, start), start + count
+
+    if mesh is None:
+        return run(*arrays, start, count)
+    _check_columns(columns, devices)
+    split, all_of = _columns_of(key_cache, axis_name), PartitionSpec()
+    return meshes.shard_map(run, mesh, (split, split, *(all_of,) * 4), (split, split, all_of))(*arrays, start, count)
