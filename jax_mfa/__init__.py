@@ -12,6 +12,8 @@ from jax_mfa.merging import merge
 from jax_mfa.metal.runtime import TARGETS, register_targets
 from jax_mfa.overriding import override_jax_nn
 from jax_mfa.packed import flash_attention_varlen
+from jax_mfa.quantization import quantize
+from jax_mfa.storage import QuantizedArray, Scheme
 
 __version__ = "0.1.0"
 
@@ -19,6 +21,8 @@ __all__ = [
     "DISABLE_EXPORT_CHECKS",
     "BlockMask",
     "Explanation",
+    "QuantizedArray",
+    "Scheme",
     "cache",
     "decode_attention",
     "dot_product_attention",
@@ -27,6 +31,7 @@ __all__ = [
     "flash_attention_varlen",
     "merge",
     "override_jax_nn",
+    "quantize",
 ]
 
 # what `jax.export.export(..., disabled_checks=...)` needs for programs that hold Metal calls

@@ -23,10 +23,12 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_mfa.specification import Operands, Specification
+from jax_mfa.storage import is_part
 
 # the axis of heads, where an array has one; batch rows are always the first
+_OF_KEYS = tuple(name for name in Operands._fields if name in ("key", "value") or is_part(name))
 _HEAD_AXIS = {
-    **dict.fromkeys(("query", "key", "value", "out", "row_max", "row_sum", "d_out", "d_lse"), 2),
+    **dict.fromkeys(("query", *_OF_KEYS, "out", "row_max", "row_sum", "d_out", "d_lse"), 2),
     **dict.fromkeys(("bias", "mask", "block_mask", "alibi_slopes", "sinks"), 1),
 }
 
@@ -86,8 +88,7 @@ class _Problem:
             if self.has_rows(name) and self.shapes[name][0] == self.batch:
                 found[0] = "b"
             if self.has_heads(name):
-                of_keys = name in ("key", "value")
-                found[_HEAD_AXIS[name]] = "k" if of_keys or k == n else "(k g)" if grouped else "g"
+                found[_HEAD_AXIS[name]] = "k" if name in _OF_KEYS or k == n else "(k g)" if grouped else "g"
             return " ".join(found)
 
         listed = lambda names: ", ".join(factors(name) for name in names)
