@@ -12,6 +12,7 @@ from jax_mfa.merging import merge
 from jax_mfa.metal.runtime import TARGETS, register_targets
 from jax_mfa.overriding import override_jax_nn
 from jax_mfa.packed import flash_attention_varlen
+from jax_mfa.paged import paged_attention
 from jax_mfa.quantization import quantize
 from jax_mfa.storage import QuantizedArray, Scheme
 
@@ -31,6 +32,7 @@ __all__ = [
     "flash_attention_varlen",
     "merge",
     "override_jax_nn",
+    "paged_attention",
     "quantize",
 ]
 
