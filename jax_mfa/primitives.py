@@ -41,7 +41,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_mfa import blockwise, metal, reference
 from jax_mfa.sharding import partitioned
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
-from jax_mfa.storage import PARTS, field_of, stored
+from jax_mfa.storage import PARTS, field_of, pool_fields, stored
 
 # what the transpose takes after the operands
 BACKWARD_NAMES = ("out", "row_max", "row_sum", "d_out", "d_lse")
@@ -232,9 +232,20 @@ def _fold_operands(arrays, dims, size: int, spec: Specification, names, mapped=(
     mapped = {*mapped, *_parts_of_mapped(names, dims)}
     repeats = dict(zip(Operands._fields, spec.repeats))
     folded = []
+    pools, pages = pool_fields(names), 0
+    if any(dim is not None for name, dim in zip(names, dims) if name in pools):  # they then follow one another
+        mapped |= {*pools, "block_tables"}
+        key = names.index("key")
+        pages = _rows(arrays[key], dims[key])
     for name, x, dim in zip(names, arrays, dims):
         if dim is not None or name == "query" or name in mapped:
-            x, repeats[name] = _fold(_mapped(x, dim, size), size, batch, repeats[name])
+            x = _mapped(x, dim, size)
+            if name in pools:
+                x = x.reshape(-1, *x.shape[2:])
+            else:
+                if name == "block_tables":
+                    x = x + pages * jnp.arange(size, dtype=x.dtype).reshape(-1, 1, 1)
+                x, repeats[name] = _fold(x, size, batch, repeats[name])
         folded.append(x)
     return folded, dataclasses.replace(spec, repeats=tuple(repeats[name] for name in Operands._fields)), batch
 

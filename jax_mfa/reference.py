@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 from jax_mfa.philox import keep_mask
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand, expand_rows
+from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand
 from jax_mfa.storage import Stored, is_part, stored, straight_through
 
 
@@ -41,10 +41,8 @@ def plain(spec: Specification, operands: Operands) -> tuple[Specification, Opera
     if spec.is_plain:
         return spec, operands
     repeats = Operands(*spec.repeats)
-    if spec.page_size is not None:  # a table for each batch row
-        of_keys = [x for x in Operands._fields if x in ("key", "value", "block_tables") or is_part(x)]
-        rows = {x: expand_rows(getattr(operands, x), getattr(repeats, x), operands.query.shape[0]) for x in of_keys}
-        operands, repeats = operands._replace(**rows), repeats._replace(**dict.fromkeys(of_keys, 1))
+    if spec.page_size is not None:  # what is read has the rows of the tables
+        repeats = repeats._replace(key=repeats.block_tables, value=repeats.block_tables)
     views = stored(spec, operands)
     parts: dict = {x: None for x in Operands._fields if is_part(x)}
     both = {x: _all_of(getattr(views, x), getattr(operands, f"{x}_original")) for x in ("key", "value")}
@@ -62,11 +60,7 @@ def _all_of(x, original):
         per = x.tokens_of(part)
         if x.page_size is None:
             return a if a.shape[1] == 1 else a[:, token // per]
-        page, within = token // x.page_size, token % x.page_size // per
-        at = x.tables[:, page] * x.entries_of_page(part) + within
-        rows = max(len(a), len(at))
-        a, at = (jnp.broadcast_to(y, (rows, *y.shape[1:])) for y in (a, at))
-        return jax.vmap(lambda pool, at: pool[at])(a, at)
+        return a[x.tables[:, token // x.page_size], token % x.page_size // per]
 
     dtype = x.dtype if x.storage is None else accumulation_dtype(x.dtype)
     values = x.decoded({part: along(part, a) for part, a in x.parts.items()}, dtype)

@@ -23,7 +23,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_mfa.specification import Operands, Specification
-from jax_mfa.storage import is_part
+from jax_mfa.storage import is_part, pool_fields
 
 # the axis of heads, where an array has one; batch rows are always the first
 _OF_KEYS = tuple(name for name in Operands._fields if name in ("key", "value") or is_part(name))
@@ -50,7 +50,7 @@ class _Problem:
 
     def has_rows(self, name: str) -> bool:
         """Whether an array has rows of its own for each share of the batch; else it serves every share alike."""
-        return self.shapes[name][0] > 1 and self.span(name) == self.batch
+        return self.shapes[name][0] > 1 and self.span(name) == self.batch and name not in pool_fields(self.shapes)
 
     def has_heads(self, name: str) -> bool:
         return name in _HEAD_AXIS and self.shapes[name][_HEAD_AXIS[name]] > 1
@@ -60,7 +60,8 @@ class _Problem:
             rows, share = self.shapes[name][0], self.batch // parts
             return rows % parts == 0 if self.has_rows(name) else rows == 1 or share % self.span(name) == 0
 
-        return self.batch % parts == 0 and all(fits(name) for name in self.shapes)
+        with_rows = {*self.shapes} - {*pool_fields(self.shapes)}
+        return self.batch % parts == 0 and all(fits(name) for name in with_rows)
 
     def heads_split(self, parts: int) -> bool:
         heads = [shape[_HEAD_AXIS[name]] for name, shape in self.shapes.items() if self.has_heads(name)]

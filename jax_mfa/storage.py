@@ -178,7 +178,7 @@ def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype) -> Array:
     """The numbers `[..., size]` that `parts` stand for, in which tokens stand alike or broadcast."""
     data = parts["data"]
     if scheme.kind == "int4":
-        pair = jnp.stack([data & np.uint8(15), data >> np.uint8(4)], axis=-1)
+        pair = data[..., None] >> np.array([0, 4], np.uint8) & np.uint8(15)
         data = pair.reshape(*data.shape[:-1], -1)[..., :size]
         if scheme.symmetric:
             data = ((data ^ np.uint8(8)).astype(np.int8) - np.int8(8)).astype(np.int8)
@@ -250,8 +250,8 @@ class Storage:
 def as_operands(name: str, x, batch: int) -> dict[str, Any]:
     """`x`, the plain, quantised or paged "key" or "value" of a batch, as fields of `Operands`."""
     if isinstance(x, PagedArray):
-        fields = as_operands(name, x.pages, x.pages.shape[0])
-        pool = {field: part.reshape(1, -1, *part.shape[2:]) for field, part in fields.items()}
+        # not another shape: of an array whose last axis is of size 1 XLA may make a copy for it
+        pool = as_operands(name, x.pages, x.pages.shape[0])
         return {**pool, "block_tables": x.tables.reshape(batch, x.tables.shape[-1])}
     if not isinstance(x, QuantizedArray):
         return {name: x.reshape(batch, *x.shape[-3:])}
@@ -259,6 +259,11 @@ def as_operands(name: str, x, batch: int) -> dict[str, Any]:
     if x.original is not None:
         parts[f"{name}_original"] = x.original
     return {field: a.reshape(batch, *a.shape[-3:]) for field, a in parts.items()}
+
+
+def pool_fields(names) -> tuple[str, ...]:
+    """Those of the operands of these names that are pages of a pool, and have no rows of their own."""
+    return tuple(x for x in names if x in ("key", "value") or is_part(x)) if "block_tables" in names else ()
 
 
 def storage_of(x) -> Storage | None:
@@ -283,8 +288,8 @@ class Stored:
 
     Attributes:
       name: "key" or "value".
-      parts: what there is of "data", "scales", "zeros", "means": `[rows, entries, 1|K, …]`, where pages of a pool
-        follow one another along the entries.
+      parts: what there is of "data", "scales", "zeros", "means": `[rows, entries, 1|K, …]`, or of pages `[P, entries,
+        1|K, …]`.
       storage: None where the data are plain.
       page_size, tables: None where tokens lie one after another; else tables are int32 `[rows, pages]`.
     """
@@ -299,7 +304,8 @@ class Stored:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         rows, s, k, size = self.parts["data"].shape
-        s = s if self.page_size is None else self.tables.shape[1] * self.page_size
+        if self.page_size is not None:
+            rows, s = self.tables.shape[0], self.tables.shape[1] * self.page_size
         return rows, s, k, size if self.storage is None else self.storage.size
 
     def tokens_of(self, part: str) -> int:
@@ -307,11 +313,6 @@ class Stored:
         most = self.shape[1] if self.page_size is None else self.page_size
         tokens = 1 if self.storage is None else self.storage.scheme.tokens_of(part)
         return max(min(tokens or most, most), 1)
-
-    def entries_of_page(self, part: str) -> int:
-        """How many entries of a part each page has."""
-        assert self.page_size is not None
-        return -(-self.page_size // self.tokens_of(part))
 
     def decoded(self, parts: dict[str, Any], dtype):
         """The numbers that parts of like tokens stand for."""

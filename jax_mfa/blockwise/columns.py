@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_mfa.blockwise.step import Step, as_numbers, as_words
-from jax_mfa.specification import Operands, Specification, row_index
+from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import Stored, field_of, spread, stored
 
 
@@ -39,25 +39,22 @@ class Columns(Stored):
         return as_numbers(w.rows(field_of(self.name, part), words), x.dtype)
 
     def _of_pages(self, w: Step, part: str, x, j):
-        page, entries, per = self.page_size, self.entries_of_page(part), self.tokens_of(part)
+        page, per = self.page_size, self.tokens_of(part)
         assert page is not None
-        c, (rows, length, heads, size) = w.p.tiles, x.shape
+        c, (_, entries, heads, size) = w.p.tiles, x.shape
         pages = w.rows("block_tables", self.tables)
         pages = lax.dynamic_slice_in_dim(pages, w.column_start(j) // page, c.columns // page, 1)
-        if rows > 1:  # pools one after another
-            pool = row_index(w.row0 + jnp.arange(c.batch_rows), getattr(w.p.repeats, field_of(self.name, part)), rows)
-            pages = pages + (pool * (length // entries)).astype(pages.dtype)[:, None]
-        words = as_words(x, j).reshape(-1, entries, heads, size)
-        head0, taken = (0, 1) if heads == 1 else (w.head0, c.key_heads)
+        words = as_words(x, j).reshape(-1, entries, heads * size)
+        first, taken = (0, 1) if heads == 1 else (w.head0 * size, c.key_heads)
 
         def one(index):
-            return lax.dynamic_slice(words, (index, 0, head0, 0), (1, entries, taken, size))[0]
+            return lax.dynamic_slice(words, (index, 0, first), (1, entries, taken * size))[0]
 
-        words = jax.vmap(jax.vmap(one))(pages)  # [R|1, pages, entries, E|1, size]
+        found = jax.vmap(jax.vmap(one))(pages)  # [R|1, pages, entries, E|1 · size]
         if per > 1:
-            words = spread(words, per, page, 2)
-            words = jnp.broadcast_to(words, (*words.shape[:2], page, *words.shape[3:]))
-        return as_numbers(words.reshape(words.shape[0], c.columns, *words.shape[3:]), x.dtype)
+            found = spread(found, per, page, 2)
+            found = jnp.broadcast_to(found, (*found.shape[:2], page, taken * size))
+        return as_numbers(found.reshape(found.shape[0], c.columns, taken, size), x.dtype)
 
 
 def _slice(x, start, size: int, axis: int):
