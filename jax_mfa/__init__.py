@@ -12,7 +12,9 @@ from jax_mfa.merging import merge
 from jax_mfa.metal.runtime import TARGETS, register_targets
 from jax_mfa.overriding import override_jax_nn
 from jax_mfa.packed import flash_attention_varlen
+from jax_mfa.page_book import OutOfPages, PageBook
 from jax_mfa.paged import paged_attention
+from jax_mfa.paged_cache import PagedKVCache
 from jax_mfa.quantization import quantize
 from jax_mfa.storage import QuantizedArray, Scheme
 
@@ -22,6 +24,9 @@ __all__ = [
     "DISABLE_EXPORT_CHECKS",
     "BlockMask",
     "Explanation",
+    "OutOfPages",
+    "PageBook",
+    "PagedKVCache",
     "QuantizedArray",
     "Scheme",
     "cache",

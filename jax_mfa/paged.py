@@ -21,19 +21,17 @@ from jax.typing import ArrayLike
 from jax_mfa import checks
 from jax_mfa.api import Implementation, Numbers, attend_by_name
 from jax_mfa.specification import as_array, clipped, concrete, known_integers, known_lengths
-from jax_mfa.storage import PagedArray, QuantizedArray
+from jax_mfa.storage import PagedArray, QuantizedArray, dtype_of
 
 PAGE_SIZES = tuple(2**i for i in range(3, 9))
 # rows of the query that are taken together are of one sequence, and no more than this
 MOST_ROWS = 512
 
-Pages = ArrayLike | QuantizedArray
-
 
 def paged_attention(
     query: ArrayLike | QuantizedArray,
-    key_pages: Pages,
-    value_pages: Pages,
+    key_pages: ArrayLike | QuantizedArray,
+    value_pages: ArrayLike | QuantizedArray,
     block_tables: Numbers[ArrayLike],
     context_lens: Numbers[ArrayLike],
     *,
@@ -59,8 +57,8 @@ def paged_attention(
     Args:
       query: `[B, T, N, H]`, float16, bfloat16, float32 or float64: T new tokens of each sequence. With
         query_start_locs `[T, N, H]`: those of all sequences, one after another.
-      key_pages: `[P, page, K, H]` of the query's dtype, or quantised from it as such an array. `page` is a power of two
-        from 8 to 256.
+      key_pages: `[P, page, K, H]` of the query's dtype (bfloat16 also as its bits, uint16, as a `PagedKVCache` holds
+        it), or quantised as such an array. `page` is a power of two from 8 to 256.
       value_pages: `[P, page, K, V]`, plain or quantised, perhaps by another scheme.
       block_tables: integers `[B, pages]`, of any width that holds the longest context. A traced entry outside of the
         pool is taken for the nearest page.
@@ -84,16 +82,16 @@ def paged_attention(
       NotImplementedError: where a named implementation cannot run the call, and for derivatives of pages.
     """
     ragged = query_start_locs is not None
-    query = query.dequantize() if isinstance(query, QuantizedArray) else query
-    query = as_array("query", query, "f", "floating [T, N, H]" if ragged else "floating [B, T, N, H]")
-    if query.ndim != (3 if ragged else 4):
+    given: Any = query.dequantize() if isinstance(query, QuantizedArray) else query
+    new = as_array("query", given, "f", "floating [T, N, H]" if ragged else "floating [B, T, N, H]")
+    if new.ndim != (3 if ragged else 4):
         letters = "[T, N, H] with query_start_locs" if ragged else "[B, T, N, H] without query_start_locs"
-        raise ValueError(f"query must have shape {letters}, got {list(query.shape)}")
-    key_pages, value_pages = _pages(query, key_pages, value_pages)
-    count, page = key_pages.shape[:2]
+        raise ValueError(f"query must have shape {letters}, got {list(new.shape)}")
+    keys, values = _pages(new, key_pages, value_pages)
+    count, page = keys.shape[:2]
     tables = known_integers("block_tables", block_tables, -(2**31), 2**31 - 1, "integers [B, pages]")
-    if tables.ndim != 2 or not (ragged or tables.shape[0] == query.shape[0]):
-        letters = "[B, pages]" if ragged else f"[B, pages] with B = {query.shape[0]}"
+    if tables.ndim != 2 or not (ragged or tables.shape[0] == new.shape[0]):
+        letters = "[B, pages]" if ragged else f"[B, pages] with B = {new.shape[0]}"
         raise ValueError(f"block_tables must have shape {letters}, got {list(tables.shape)}")
     batch, width = tables.shape
     lengths = known_lengths("context_lens", context_lens, width * page)
@@ -110,9 +108,9 @@ def paged_attention(
     names = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     per_head = {name: as_array(name, x, "f", "floating [N]") for name, x in names.items() if x is not None}
     for name, x in per_head.items():
-        if x.shape not in ((query.shape[-2],), (batch, query.shape[-2])):
+        if x.shape not in ((new.shape[-2],), (batch, new.shape[-2])):
             raise ValueError(
-                f"{name} must have shape [N] = [{query.shape[-2]}] or [B, N], B = {batch}, got {list(x.shape)}"
+                f"{name} must have shape [N] = [{new.shape[-2]}] or [B, N], B = {batch}, got {list(x.shape)}"
             )
     arguments: dict[str, Any] = {
         "is_causal": is_causal,
@@ -122,18 +120,18 @@ def paged_attention(
     }
     rows = None
     if query_start_locs is not None:
-        rows = _Rows(query.shape[0], _starts(query_start_locs, batch, query.shape[0]), batch)
-        query = rows.together(query)
+        rows = _Rows(new.shape[0], _starts(query_start_locs, batch, new.shape[0]), batch)
+        new = rows.together(new)
         per_head = {name: x if x.ndim == 1 else x[rows.sequence] for name, x in per_head.items()}
         tables, lengths = tables[rows.sequence], lengths[rows.sequence]
         arguments |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
     else:
-        arguments["query_offset"] = lengths - query.shape[1]
+        arguments["query_offset"] = lengths - new.shape[1]
     results = attend_by_name(
         {
-            "query": query,
-            "key": PagedArray(key_pages, tables),
-            "value": PagedArray(value_pages, tables),
+            "query": new,
+            "key": PagedArray(keys, tables),
+            "value": PagedArray(values, tables),
             "bias": None,
             "mask": None,
             "key_value_seq_lengths": lengths,
@@ -158,12 +156,13 @@ def _pages(query, key_pages, value_pages):
         ("key_pages", key_pages, "[P, page, K, H]"),
         ("value_pages", value_pages, "[P, page, K, V]"),
     ):
-        x = x if isinstance(x, QuantizedArray) else as_array(name, x, "f", f"floating {letters} or quantised")
+        if not isinstance(x, QuantizedArray) and getattr(x, "dtype", None) != np.uint16:
+            x = as_array(name, x, "f", f"floating {letters} or quantised")
         if x.ndim != 4 or 0 in x.shape:
             raise ValueError(f"{name} must have shape {letters}, none of them 0, got {list(x.shape)}")
         if x.shape[1] not in PAGE_SIZES:
             raise ValueError(f"{name} must have pages of {', '.join(map(str, PAGE_SIZES))} tokens, got {list(x.shape)}")
-        if x.dtype != query.dtype:
+        if dtype_of(x) != query.dtype:
             raise TypeError(f"{name} must have the dtype of query, {query.dtype.name}, got {x.dtype.name}")
         pages.append(x)
     key, value = pages

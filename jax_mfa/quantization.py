@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,7 +93,9 @@ def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
             per = getattr(first.scheme, name) or 1
             if x.shape[-3] % per:
                 raise ValueError(f"arrays before the last must hold a multiple of {name} = {per}, got {x.shape[-3]}")
-    whole = {name: jnp.concatenate([getattr(x, name) for x in arrays], axis=-3) for name in first.parts()}
+    whole: dict[str, Any] = {
+        name: jnp.concatenate([getattr(x, name) for x in arrays], axis=-3) for name in first.parts()
+    }
     if first.original is not None:
         whole["original"] = jnp.concatenate([x.original for x in arrays], axis=-3)
     return dataclasses.replace(first, **whole)

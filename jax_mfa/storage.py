@@ -174,8 +174,24 @@ class QuantizedArray:
         return dataclasses.replace(self, **found, original=original)
 
 
+def as_bits(x):
+    """bfloat16 as its bits, uint16; anything else as it is."""
+    return lax.bitcast_convert_type(x, np.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def from_bits(x):
+    """bfloat16 where there are its bits."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == np.uint16 else x
+
+
+def dtype_of(x):
+    """The dtype of an array, or of the bfloat16 whose bits it holds."""
+    return np.dtype(jnp.bfloat16) if x.dtype == np.uint16 else x.dtype
+
+
 def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype) -> Array:
     """The numbers `[..., size]` that `parts` stand for, in which tokens stand alike or broadcast."""
+    parts = {name: from_bits(x) for name, x in parts.items()}
     data = parts["data"]
     if scheme.kind == "int4":
         pair = data[..., None] >> np.array([0, 4], np.uint8) & np.uint8(15)
@@ -232,7 +248,7 @@ class PagedArray(NamedTuple):
 
     @property
     def dtype(self):
-        return self.pages.dtype
+        return dtype_of(self.pages)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +333,7 @@ class Stored:
     def decoded(self, parts: dict[str, Any], dtype):
         """The numbers that parts of like tokens stand for."""
         if self.storage is None:
-            return parts["data"].astype(dtype)
+            return from_bits(parts["data"]).astype(dtype)
         return decoded(self.storage.scheme, self.storage.size, parts, dtype)
 
 

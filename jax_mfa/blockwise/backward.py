@@ -61,7 +61,7 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
             if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
                 d_x = jnp.where(see, d_x, acc.type(0))
 
-            products = [(w.product, d_x, keys_j)]
+            products: list = [(w.product, d_x, keys_j)]
             if of_columns:
                 products.append((w.transposed_product, d_x, lambda: w.transposed_rows_of(query_transposed, i)))
                 products.append((w.transposed_product, dropped, lambda: w.transposed_rows_of(d_transposed, i)))
