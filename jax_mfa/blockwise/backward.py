@@ -79,9 +79,9 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
         return w.unless_empty(i, j, visit, results)
 
     # keys and values stay transposed till the end: XLA transposes a whole array several times as fast as a part of one
-    shapes = (p.batch, p.k, p.g, p.t, p.h), (p.batch, p.k, p.h, p.s), (p.batch, p.k, p.v, p.s), (p.batch, p.k, p.g)
-    shapes = (*shapes, operands.bias.shape if bias_gradient else ())
-    zeros = [jnp.zeros(shape if of_columns or i not in (1, 2) else (), acc) for i, shape in enumerate(shapes)]
+    columns_shapes = ((p.batch, p.k, p.h, p.s), (p.batch, p.k, p.v, p.s)) if of_columns else ((), ())
+    shapes = (p.batch, p.k, p.g, p.t, p.h), *columns_shapes, (p.batch, p.k, p.g)
+    zeros = [jnp.zeros(shape, acc) for shape in (*shapes, operands.bias.shape if bias_gradient else ())]
     init = tuple(zeros[:3]), tuple(zeros[3:])
 
     def run(p, careful):
