@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -45,24 +47,10 @@ def quantize(x: ArrayLike, scheme: Scheme | str = "int8", *, straight_through: b
         raise ValueError(f"x must have shape [..., S, K, H] with H > 0, got {list(given.shape)}")
     if given.dtype.name not in DTYPES:
         raise TypeError(f"x must be of a dtype of {', '.join(DTYPES)}, got {given.dtype.name}")
-    dtype, (s, _, h) = given.dtype, given.shape[-3:]
-    values = lax.stop_gradient(given).astype(np.promote_types(dtype, np.float32))
-    parts = {}
-    if scheme.center is not None:
-        means = _mean_of_tokens(values, scheme.center).astype(dtype)
-        values = values - spread(means, scheme.center, s, -3).astype(values.dtype)
-        parts["means"] = means
-    low, high = (_over_blocks(values, scheme, reduce) for reduce in (jnp.min, jnp.max))
-    scales, zeros = _scales(scheme, low, high, dtype)
-    parts["scales"] = scales
-    if zeros is not None:
-        parts["zeros"] = zeros
-        values = values - _spread_blocks(zeros, scheme, s, h).astype(values.dtype)
-    parts["data"] = _encoded(scheme, values / _spread_blocks(scales, scheme, s, h).astype(values.dtype))
-    named = {name: checkpoint_name(parts.get(name), CHECKPOINT_NAME) if name in parts else None for name in PARTS}
-    return QuantizedArray(
-        **named, original=given if straight_through else None, scheme=scheme, size=h, dtype=np.dtype(dtype)
-    )
+    parts = _stored(given, scheme)
+    named = {name: checkpoint_name(parts[name], CHECKPOINT_NAME) if name in parts else None for name in PARTS}
+    original = given if straight_through else None
+    return QuantizedArray(**named, original=original, scheme=scheme, size=given.shape[-1], dtype=np.dtype(given.dtype))
 
 
 def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
@@ -102,6 +90,24 @@ def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="scheme")
+def _stored(x, scheme: Scheme) -> dict[str, Any]:
+    """The parts of `QuantizedArray`."""
+    dtype, (s, _, h) = x.dtype, x.shape[-3:]
+    values = lax.stop_gradient(x).astype(np.promote_types(dtype, np.float32))
+    parts = {}
+    if scheme.center is not None:
+        parts["means"] = _mean_of_tokens(values, scheme.center).astype(dtype)
+        values = values - spread(parts["means"], scheme.center, s, -3).astype(values.dtype)
+    low, high = (_over_blocks(values, scheme, reduce) for reduce in (jnp.min, jnp.max))
+    scales, zeros = _scales(scheme, low, high, dtype)
+    if zeros is not None:
+        parts["zeros"] = zeros
+        values = values - _spread_blocks(zeros, scheme, s, h).astype(values.dtype)
+    data = _encoded(scheme, values / _spread_blocks(scales, scheme, s, h).astype(values.dtype))
+    return {"data": data, "scales": scales, **parts}
 
 
 def _spread_blocks(x, scheme: Scheme, s: int, h: int):
@@ -186,6 +192,8 @@ def _encoded(scheme: Scheme, x):
     x = jnp.where(jnp.isnan(x), 0, jnp.round(x))
     if scheme.kind == "int8":
         return x.astype(np.int8 if scheme.symmetric else np.uint8)
-    x = _padded(x.astype(np.int8).astype(np.uint8) & np.uint8(15), 2, -1)
-    pair = x.reshape(*x.shape[:-1], -1, 2)
+    x = x.astype(np.int8).astype(np.uint8) & np.uint8(15)
+    if x.shape[-1] % 2:
+        x = jnp.concatenate([x, jnp.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1)
+    pair = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     return pair[..., 0] | pair[..., 1] << np.uint8(4)
