@@ -134,6 +134,7 @@ def test_the_mistakes_of_others_are_found(monkeypatch, mistake):
     }[mistake]
     check()
     monkeypatch.setattr(quantization, "_scales", locals()[mistake])
+    monkeypatch.setattr(quantization, "_stored", quantization._stored.__wrapped__)  # not what was traced before
     with pytest.raises(AssertionError):
         check()
 
@@ -155,9 +156,9 @@ def test_what_is_stored_is_what_it_is_said_to_be(scheme):
 
 
 def test_the_even_channel_is_in_the_low_four_bits():
-    x = np.array([0, 15, 3, 7, 9], np.float32).reshape(1, 1, 5)
+    x = np.array([0, 15, 2, 7, 9], np.float32).reshape(1, 1, 5)
     got = quantize(x, Scheme("int4", channels=None))
-    np.testing.assert_array_equal(np.asarray(got.data)[0, 0], [0 + 15 * 16, 3 + 7 * 16, 9])
+    np.testing.assert_array_equal(np.asarray(got.data)[0, 0], [0 + 15 * 16, 2 + 7 * 16, 9])
     got = quantize(x - 7, Scheme("int4", True, channels=None))  # −7 … 8 in steps of 8/7
     np.testing.assert_array_equal(np.asarray(got.data)[0, 0], [10 + 7 * 16, 12 + 0 * 16, 2])
 
@@ -239,7 +240,7 @@ BAD = [
     (
         lambda: quantize(X, straight_through=1),
         TypeError,
-        "straight_through must be a Python bool (it is static), got 1",
+        "straight_through must be a Python bool (it is static)",
     ),
     (lambda: Scheme("nf4"), ValueError, "kind must be one of ('int8', 'int4', 'fp8'), got 'nf4'"),
     (lambda: Scheme("int8", 0), TypeError, "symmetric must be a Python bool (it is static), got 0"),
