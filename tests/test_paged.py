@@ -66,7 +66,8 @@ class Problem:
         laid_out = [x if isinstance(x, np.ndarray) else stored_numbers(x) for x in (self.key, self.value)]
         for b in range(B):
             at = slice(self.starts[b], self.starts[b + 1])
-            tokens = [x[self.tables[b, : self.used[b]]].reshape(1, -1, *x.shape[2:]) for x in laid_out]
+            length = self.used[b] * self.page
+            tokens = [x[self.tables[b, : self.used[b]]].reshape(1, length, *x.shape[2:]) for x in laid_out]
             own = {n: x[b] if getattr(x, "ndim", 0) == 2 else x for n, x in features.items()}
             own.setdefault("is_causal", True)
             yield (
@@ -172,18 +173,17 @@ def test_under_vmap_pools_and_tables_may_be_mapped_or_not(implementation):
     if refused(implementation):
         return
     a, b = Problem(schemes="int8"), Problem(schemes="int8", seed=1)
-    run = functools.partial(paged_attention, implementation=implementation.name)
+    run = quick_jit(functools.partial(paged_attention, implementation=implementation.name))
     both = lambda get: jax.tree.map(lambda *x: np.stack(x), *(get(p) for p in (a, b)))
     queries = np.stack([p.query[: B * 2].reshape(B, 2, N, H) for p in (a, b)])
     alone = [run(q, p.key, p.value, p.tables, p.lengths) for q, p in zip(queries, (a, b))]
-    mapped = jax.vmap(run)(
-        queries, both(lambda p: p.key), both(lambda p: p.value), both(lambda p: p.tables), both(lambda p: p.lengths)
-    )
+    arguments = [both(lambda p, name=name: getattr(p, name)) for name in ("key", "value", "tables", "lengths")]
+    mapped = jax.vmap(run)(queries, *arguments)
     np.testing.assert_allclose(mapped, alone, atol=1e-6)
     shared = jax.vmap(run, in_axes=(0, None, None, None, None))(queries, a.key, a.value, a.tables, a.lengths)
     np.testing.assert_allclose(shared[0], alone[0], atol=1e-6)
     one_pool = jax.vmap(run, in_axes=(0, None, 0, None, None))
-    mixed = one_pool(queries, a.key, both(lambda p: p.value), a.tables, a.lengths)
+    mixed = one_pool(queries, a.key, arguments[1], a.tables, a.lengths)
     np.testing.assert_allclose(mixed[0], alone[0], atol=1e-6)
 
 
@@ -225,17 +225,19 @@ def test_causality_by_the_row_of_a_table_is_found_out(monkeypatch):
 def test_entries_outside_of_the_pool_are_refused_clamped_or_reported(implementation):
     if refused(implementation):
         return
-    p = Problem()
+    p = Problem(lengths=(30, 3, 20))
     query, bad, near = p.query[:3].reshape(B, 1, N, H), p.tables.copy(), p.tables.copy()
     bad[0, 2], near[0, 2] = p.count + 5, p.count - 1
     bad[2, 0], near[2, 0] = -7, 0
     run = functools.partial(paged_attention, query, implementation=implementation.name)
+    jit = lambda **keywords: quick_jit(functools.partial(run, **keywords))
     message = rf"^block_tables must hold pages 0\.\.{p.count - 1} within context_lens, got {p.count + 5} at \[0, 2\]$"
     with pytest.raises(ValueError, match=message):
         run(p.key, p.value, bad, p.lengths)
     finite = [np.nan_to_num(x, posinf=1) for x in (p.key, p.value)]
-    clamped = jax.jit(run)(*finite, bad, p.lengths)
-    np.testing.assert_allclose(clamped, run(*finite, near, p.lengths), atol=1e-6)
+    silent, watched = jit(), jit(check_tables=True)
+    clamped = silent(*finite, bad, p.lengths)
+    np.testing.assert_array_equal(clamped, silent(*finite, near, p.lengths))
     with pytest.warns(
         RuntimeWarning, match=rf"block_tables: 2 entries outside of the pool's {p.count} pages.*\[0, 2\]"
     ):
@@ -243,7 +245,7 @@ def test_entries_outside_of_the_pool_are_refused_clamped_or_reported(implementat
         jax.effects_barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(*finite, p.tables, p.lengths, check_tables=True)
+        jax.block_until_ready(watched(*finite, p.tables, p.lengths))
         jax.effects_barrier()
 
 
@@ -260,23 +262,23 @@ BAD = [
     (
         {"query": f32(3, N, H)},
         ValueError,
-        "query must have shape [B, T, N, H] without query_start_locs, got [3, 4, 11]",
+        "query must have shape [B, T, N, H] without query_start_locs",
     ),
     (
         {"query": f32(B, 1, 3, H)},
         ValueError,
-        "the heads of query must be a multiple of those of key_pages, got 3 and 2",
+        "the heads of query must be a multiple of those of key_pages",
     ),
     (
         {"key_pages": f32(5, 8, K)},
         ValueError,
-        "key_pages must have shape [P, page, K, H], none of them 0, got [5, 8, 2]",
+        "key_pages must have shape [P, page, K, H], none of them 0",
     ),
     ({"key_pages": f32(5, 12, K, H)}, ValueError, "key_pages must have pages of 8, 16, 32, 64, 128, 256 tokens, got"),
     (
         {"key_pages": GOOD.key.astype(np.float16)},
         TypeError,
-        "key_pages must have the dtype of query, float32, got float16",
+        "key_pages must have the dtype of query, float32",
     ),
     ({"key_pages": GOOD.value}, ValueError, "key_pages must have the head size of query, H = 11"),
     ({"key_pages": None}, TypeError, "key_pages must be an array"),
@@ -326,13 +328,12 @@ def test_temporary_memory_is_that_of_tables_not_of_contexts(scheme, rows, ragged
         pages = pages if scheme is None else jax.eval_shape(lambda x: quantize(x, scheme), pages)
         query = abstract((rows, N, size) if ragged else (batch, rows, N, size), jnp.bfloat16)
         run = functools.partial(paged_attention, implementation="blockwise")
-        run = (
-            (lambda *x: paged_attention(*x[:-1], query_start_locs=x[-1], implementation="blockwise")) if ragged else run
-        )
+        of_ragged = lambda *x: run(*x[:-1], query_start_locs=x[-1])
         arguments = query, pages, pages, integers(batch, width), integers(batch), *([integers(batch + 1)] * ragged)
-        return jax.jit(run).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+        compiled = jax.jit(of_ragged if ragged else run).lower(*arguments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
 
-    small, large = temporary(128), temporary(2048)
+    small, large = temporary(512), temporary(2048)
     lots = 900 // 256 + batch if ragged else batch
     assert large - small <= 3 * 4 * 2048 * lots  # a few tables
     assert large < batch * 2048 * page * K * size  # less than a byte for each key

@@ -48,7 +48,8 @@ class Columns(Stored):
         first, taken = (0, 1) if heads == 1 else (w.head0 * size, c.key_heads)
 
         def one(index):
-            return lax.dynamic_slice(words, (index, 0, first), (1, entries, taken * size))[0]
+            start = (jnp.asarray(x, jnp.int32) for x in (index, 0, first))
+            return lax.dynamic_slice(words, tuple(start), (1, entries, taken * size))[0]
 
         found = jax.vmap(jax.vmap(one))(pages)  # [R|1, pages, entries, E|1 · size]
         if per > 1:
