@@ -41,6 +41,7 @@ class _Sequence:
     pages: list[int]
     length: int
     tokens: list[int]  # those known, from the first on; as many as `length` where all are
+    digests: list[bytes]  # of each full page of them
 
 
 class PageBook:
@@ -93,7 +94,7 @@ class PageBook:
         Returns:
           The number of the sequence.
         """
-        found = _Sequence([], 0, [])
+        found = _Sequence([], 0, [], [])
         given, digest = _integers("tokens", tokens), b""
         for start in range(0, len(given) - self.page_size, self.page_size):
             part = given[start : start + self.page_size]
@@ -104,6 +105,7 @@ class PageBook:
             self._hold(page)
             found.pages.append(page)
             found.tokens += part
+            found.digests.append(digest)
         found.length = len(found.tokens)
         return self._add(found)
 
@@ -112,7 +114,7 @@ class PageBook:
         own = self._of(sequence)
         for page in own.pages:
             self._hold(page)
-        return self._add(_Sequence(list(own.pages), own.length, list(own.tokens)))
+        return self._add(_Sequence(list(own.pages), own.length, list(own.tokens), list(own.digests)))
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets all tokens from `length` on."""
@@ -122,6 +124,7 @@ class PageBook:
         keep = -(-length // self.page_size)
         self._release(own.pages[keep:])
         own.pages, own.length, own.tokens = own.pages[:keep], length, own.tokens[:length]
+        own.digests = own.digests[: length // self.page_size]
 
     def free(self, sequence: int) -> None:
         """Ends a sequence: its pages are free where no other holds them."""
@@ -259,12 +262,11 @@ class PageBook:
 
     def _remember(self, x: _Sequence) -> None:
         """Full pages of known tokens may be found from now on."""
-        digest = b""
-        for i in range(len(x.tokens) // self.page_size):
-            page, known = x.pages[i], self._digest_of.get(x.pages[i])
-            digest = known or _digest(digest, x.tokens[i * self.page_size : (i + 1) * self.page_size])
-            if known is None and digest not in self._page_of:
-                self._digest_of[page], self._page_of[digest] = digest, page
+        for i in range(len(x.digests), len(x.tokens) // self.page_size):
+            digest = _digest(x.digests[-1] if i else b"", x.tokens[i * self.page_size : (i + 1) * self.page_size])
+            x.digests.append(digest)
+            if digest not in self._page_of:
+                self._digest_of[x.pages[i]], self._page_of[digest] = digest, x.pages[i]
 
 
 def _integers(name: str, x) -> list[int]:
