@@ -21,6 +21,11 @@ from jax_mfa.merging import merge
 from jax_mfa.metal.runtime import TARGETS, register_targets
 from jax_mfa.overriding import override_jax_nn
 from jax_mfa.packed import flash_attention_varlen
+from jax_mfa.page_book import OutOfPages, PageBook
+from jax_mfa.paged import paged_attention
+from jax_mfa.paged_cache import PagedKVCache
+from jax_mfa.quantization import quantize
+from jax_mfa.storage import QuantizedArray, Scheme
 
 __version__ = "0.1.0"
 
@@ -28,6 +33,11 @@ __all__ = [
     "DISABLE_EXPORT_CHECKS",
     "BlockMask",
     "Explanation",
+    "OutOfPages",
+    "PageBook",
+    "PagedKVCache",
+    "QuantizedArray",
+    "Scheme",
     "SequenceSharding",
     "cache",
     "context_parallel_attention",
@@ -39,6 +49,8 @@ __all__ = [
     "flash_attention_varlen",
     "merge",
     "override_jax_nn",
+    "paged_attention",
+    "quantize",
     "ring_attention",
     "sharded_append",
     "sharded_decode_attention",

@@ -125,7 +125,7 @@ def _attend(query, key, value, bias, mask, implementation, **keywords):
     implementation = _decided(implementation, spec, operands)
     b, t, n, _ = operands.query.shape
     lead, v = np.shape(query)[:-3], np.shape(value)[-1]
-    if 0 in (b, t, n, operands.key.shape[1]):  # nobody looks, or there is nothing to see
+    if 0 in (b, t, n, np.shape(key)[-3]):  # nobody looks, or there is nothing to see
         out = jnp.zeros((b, t, n, v), operands.query.dtype)
         lse = lambda: jnp.full((b, t, n), -jnp.inf, accumulation_dtype(out.dtype))
     elif implementation == "reference":
@@ -139,7 +139,7 @@ def _attend(query, key, value, bias, mask, implementation, **keywords):
     return out.reshape(*lead, t, n, v), lambda: lse().reshape(*lead, t, n)
 
 
-def _call(arguments, implementation, with_lse: bool) -> Any:
+def attend_by_name(arguments, implementation, with_lse: bool) -> Any:
     """The output, or with `with_lse` the output and the log-sum-exp, for arguments of `specify` by name."""
 
     def run(arguments):
@@ -272,8 +272,8 @@ def dot_product_attention(
     """
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **_keywords(locals())}
     if not return_residual:
-        return _call(arguments, implementation, False)
-    out, lse = _call(arguments, implementation, True)
+        return attend_by_name(arguments, implementation, False)
+    out, lse = attend_by_name(arguments, implementation, True)
     return out, jax.lax.stop_gradient(lse.astype(out.dtype))
 
 
@@ -304,7 +304,7 @@ def flash_attention(
     hint = "the log-sum-exp is always returned; leave it away, or call dot_product_attention"
     _refuse_unknown("flash_attention", keywords, {"return_residual": hint})
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    return _call(arguments, implementation, True)
+    return attend_by_name(arguments, implementation, True)
 
 
 @overload
@@ -400,7 +400,7 @@ def decode_attention(
         "key_value_seq_lengths": filled,
         **keywords,
     }
-    return _call(arguments, implementation, return_residual)
+    return attend_by_name(arguments, implementation, return_residual)
 
 
 def explain(

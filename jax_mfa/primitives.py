@@ -41,6 +41,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_mfa import blockwise, meshes, metal, reference
 from jax_mfa.sharding import partitioned
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
+from jax_mfa.storage import PARTS, field_of, pool_fields, stored
 
 # what the transpose takes after the operands
 BACKWARD_NAMES = ("out", "row_max", "row_sum", "d_out", "d_lse")
@@ -65,12 +66,19 @@ def log_sum_exp(row_max, row_sum):
 
 def _reference_of(arrays, spec: Specification, names, wanted):
     """The reference as a function of the wanted operands, and where."""
-    fixed = dict(zip(names, arrays))
+    spec, operands = reference.plain(spec, unpack(arrays, names))
+    fixed = operands._asdict()
 
     def fun(*varying):
         return reference.attention(spec, Operands(**{**fixed, **dict(zip(wanted, varying))}))
 
     return fun, tuple(fixed[name] for name in wanted)
+
+
+def _dtypes(arrays, spec: Specification, names, wanted):
+    """The dtypes of the cotangents of operands: of a quantised one, that of what it stands for."""
+    operands = stored(spec, unpack(arrays[: len(names)], names))
+    return [getattr(operands, name).dtype for name in wanted]
 
 
 # --- what each primitive computes
@@ -113,7 +121,8 @@ def _differentiable_tangent(*arrays, spec, names, wanted, implementation):
     """`_tangent` by the reference, for derivatives of derivatives."""
     _no_jnp(implementation)
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
-    return jax.jvp(fun, at, arrays[len(names) + len(RESIDUAL_NAMES) :])[1]
+    tangents = arrays[len(names) + len(RESIDUAL_NAMES) :]
+    return jax.jvp(fun, at, tuple(t.astype(x.dtype) for t, x in zip(tangents, at)))[1]
 
 
 def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
@@ -122,7 +131,8 @@ def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
     results, pullback = jax.vjp(fun, *at)
     cotangents = arrays[len(names) + len(RESIDUAL_NAMES) :]
-    return pullback(tuple(ct.astype(x.dtype) for ct, x in zip(cotangents, results)))
+    found = pullback(tuple(ct.astype(x.dtype) for ct, x in zip(cotangents, results)))
+    return tuple(x.astype(dtype) for x, dtype in zip(found, _dtypes(arrays, spec, names, wanted)))
 
 
 def _transpose_tangent(*arrays, spec, names, wanted, moving, implementation):
@@ -140,7 +150,7 @@ def _transpose_tangent(*arrays, spec, names, wanted, moving, implementation):
         return blockwise.backward(spec, operands, *(now[name] for name in BACKWARD_NAMES), wanted)
 
     results = jax.jvp(fun, tuple(given[name] for name in moving), tangents)[1]
-    return tuple(x.astype(arrays[names.index(name)].dtype) for x, name in zip(results, wanted))
+    return tuple(x.astype(dtype) for x, dtype in zip(results, _dtypes(arrays, spec, names, wanted)))
 
 
 def _differentiable_transpose_tangent(*arrays, spec, names, wanted, moving, implementation):
@@ -161,15 +171,15 @@ def _differentiable_transpose_tangent(*arrays, spec, names, wanted, moving, impl
 
 
 def _attention_shapes(*avals, spec, names, **_):
-    o = unpack(avals, names)
+    o = stored(spec, unpack(avals, names))
     b, t, n, _ = o.query.shape
     rows = o.query.update(shape=(b, t, n), dtype=accumulation_dtype(o.query.dtype), weak_type=False)
     return o.query.update(shape=(b, t, n, o.value.shape[-1]), weak_type=False), rows, rows
 
 
 def _transpose_shapes(*avals, spec, names, wanted, **_):
-    o = unpack(avals[: len(names)], names)
-    return tuple(getattr(o, name).update(weak_type=False) for name in wanted)
+    o = stored(spec, unpack(avals[: len(names)], names))
+    return tuple(o.query.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in (getattr(o, n) for n in wanted))
 
 
 def _transpose_tangent_shapes(*avals, moving, **params):
@@ -205,6 +215,13 @@ def _fold(x, size: int, batch: int, repeat: int):
     return x.reshape(size * x.shape[1], *x.shape[2:]), repeat
 
 
+def _parts_of_mapped(names, dims):
+    """The operands that belong to a quantised key or value of which something is mapped: rows of all are then alike."""
+    groups = [{field_of(name, part) for part in PARTS} for name in ("key", "value")]
+    moving = {name for name, dim in zip(names, dims) if dim is not None}
+    return {name for group in groups if group & moving for name in group}
+
+
 def _fold_operands(arrays, dims, size: int, spec: Specification, names, mapped=()):
     """Folds a mapped axis into the batch; the query and the operands in `mapped` get that axis if they lack it.
 
@@ -212,11 +229,23 @@ def _fold_operands(arrays, dims, size: int, spec: Specification, names, mapped=(
     """
     query = names.index("query")
     batch = _rows(arrays[query], dims[query])
+    mapped = {*mapped, *_parts_of_mapped(names, dims)}
     repeats = dict(zip(Operands._fields, spec.repeats))
     folded = []
+    pools, pages = pool_fields(names), 0
+    if any(dim is not None for name, dim in zip(names, dims) if name in pools):  # they then follow one another
+        mapped |= {*pools, "block_tables"}
+        key = names.index("key")
+        pages = _rows(arrays[key], dims[key])
     for name, x, dim in zip(names, arrays, dims):
         if dim is not None or name == "query" or name in mapped:
-            x, repeats[name] = _fold(_mapped(x, dim, size), size, batch, repeats[name])
+            x = _mapped(x, dim, size)
+            if name in pools:
+                x = x.reshape(-1, *x.shape[2:])
+            else:
+                if name == "block_tables":
+                    x = x + pages * jnp.arange(size, dtype=x.dtype).reshape(-1, 1, 1)
+                x, repeats[name] = _fold(x, size, batch, repeats[name])
         folded.append(x)
     return folded, dataclasses.replace(spec, repeats=tuple(repeats[name] for name in Operands._fields)), batch
 
@@ -303,14 +332,21 @@ def _transpose_tangent_batching(arrays, dims, size: int, *, spec, names, wanted,
 
 # --- derivatives
 
+_ORIGINALS = {f"{name}_original": name for name in ("key", "value")}
+
 
 def _attention_jvp(primals, tangents, *, spec, names, implementation):
     static = {"spec": spec, "names": names, "implementation": implementation}
     results = attention_p.bind(*primals, **static)
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, RESIDUAL_NAMES))
-    moving = [(name, t) for name, t in zip(names, tangents) if type(t) is not ad.Zero]
+    # an original's tangent is that of what is stored; itself it is not kept for the backward pass
+    moving = [(_ORIGINALS.get(name, name), t) for name, t in zip(names, tangents) if type(t) is not ad.Zero]
     wanted = tuple(name for name, _ in moving)
-    t_out, t_lse = tangent_p.bind(*primals, *results, *(t for _, t in moving), **static, wanted=wanted)
+    if spec.page_size is not None and {"key", "value"} & {*wanted}:
+        raise NotImplementedError("key_pages, value_pages: attention has no derivative with respect to pages")
+    kept = [(name, x) for name, x in zip(names, primals) if name not in _ORIGINALS]
+    static["names"] = tuple(name for name, _ in kept)
+    t_out, t_lse = tangent_p.bind(*(x for _, x in kept), *results, *(t for _, t in moving), **static, wanted=wanted)
     return results, (t_out, t_lse, ad.Zero(t_lse.aval))
 
 

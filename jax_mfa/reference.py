@@ -23,14 +23,48 @@ all, make the row's softmax, and so its output and its log-sum-exp, NaN.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_mfa.philox import keep_mask
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand
+from jax_mfa.storage import Stored, is_part, stored, straight_through
+
+
+def plain(spec: Specification, operands: Operands) -> tuple[Specification, Operands]:
+    """The same problem with plain keys and values: all of them read from their pages and dequantised."""
+    if spec.is_plain:
+        return spec, operands
+    repeats = Operands(*spec.repeats)
+    if spec.page_size is not None:  # what is read has the rows of the tables
+        repeats = repeats._replace(key=repeats.block_tables, value=repeats.block_tables)
+    views = stored(spec, operands)
+    parts: dict = {x: None for x in Operands._fields if is_part(x)}
+    both = {x: _all_of(getattr(views, x), getattr(operands, f"{x}_original")) for x in ("key", "value")}
+    spec = dataclasses.replace(spec, key_storage=None, value_storage=None, page_size=None, repeats=tuple(repeats))
+    return spec, operands._replace(**parts, **both, block_tables=None)
+
+
+def _all_of(x, original):
+    """`[rows, S, K, H]` of an array or of `Stored`: as wide as sums are, where it was quantised."""
+    if not isinstance(x, Stored):
+        return x
+    token = np.arange(x.shape[1])
+
+    def along(part, a):  # a row of it for each token, or one for all
+        per = x.tokens_of(part)
+        if x.page_size is None:
+            return a if a.shape[1] == 1 else a[:, token // per]
+        return a[x.tables[:, token // x.page_size], token % x.page_size // per]
+
+    dtype = x.dtype if x.storage is None else accumulation_dtype(x.dtype)
+    values = x.decoded({part: along(part, a) for part, a in x.parts.items()}, dtype)
+    return values if original is None else straight_through(values, original.astype(dtype))
 
 
 def visible(spec: Specification, operands: Operands):
@@ -97,7 +131,7 @@ def attention(spec: Specification, operands: Operands):
       out: [B, T, N, V] of the query's dtype.
       lse: [B, T, N] float32 (float64 for float64 inputs); −inf for a row that sees nothing.
     """
-    spec, o = expand(spec, operands)
+    spec, o = expand(*plain(spec, operands))
     batch, t, n, _ = o.query.shape
     group = n // o.key.shape[2]
     acc = accumulation_dtype(o.query.dtype)

@@ -28,10 +28,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.specification import Operands, Specification
+from jax_mfa.storage import is_part, pool_fields
 
 # the axis of heads, where an array has one; batch rows are always the first
+_OF_KEYS = tuple(name for name in Operands._fields if name in ("key", "value") or is_part(name))
 _HEAD_AXIS = {
-    **dict.fromkeys(("query", "key", "value", "out", "row_max", "row_sum", "d_out", "d_lse"), 2),
+    **dict.fromkeys(("query", *_OF_KEYS, "out", "row_max", "row_sum", "d_out", "d_lse"), 2),
     **dict.fromkeys(("bias", "mask", "block_mask", "alibi_slopes", "sinks"), 1),
 }
 # the axis of tokens, of queries but where an array is of keys; of bias and masks the columns are not split
@@ -64,7 +66,7 @@ class _Problem:
 
     def has_rows(self, name: str) -> bool:
         """Whether an array has rows of its own for each share of the batch; else it serves every share alike."""
-        return self.shapes[name][0] > 1 and self.span(name) == self.batch
+        return self.shapes[name][0] > 1 and self.span(name) == self.batch and name not in pool_fields(self.shapes)
 
     def has_heads(self, name: str) -> bool:
         return name in _HEAD_AXIS and self.shapes[name][_HEAD_AXIS[name]] > 1
@@ -77,7 +79,8 @@ class _Problem:
             rows, share = self.shapes[name][0], self.batch // parts
             return rows % parts == 0 if self.has_rows(name) else rows == 1 or share % self.span(name) == 0
 
-        return self.batch % parts == 0 and all(fits(name) for name in self.shapes)
+        with_rows = {*self.shapes} - {*pool_fields(self.shapes)}
+        return self.batch % parts == 0 and all(fits(name) for name in with_rows)
 
     def heads_split(self, parts: int) -> bool:
         heads = [shape[_HEAD_AXIS[name]] for name, shape in self.shapes.items() if self.has_heads(name)]
@@ -120,8 +123,7 @@ class _Problem:
                 size, letter = tokens[name in _OF_KEYS]
                 found[_TOKEN_AXIS[name]] = f"(p {letter})" if size > 1 else "p"
             if self.has_heads(name):
-                of_keys = name in ("key", "value")
-                found[_HEAD_AXIS[name]] = "k" if of_keys or k == n else "(k g)" if grouped else "g"
+                found[_HEAD_AXIS[name]] = "k" if name in _OF_KEYS or k == n else "(k g)" if grouped else "g"
             return " ".join(found)
 
         listed = lambda names: ", ".join(factors(name) for name in names)

@@ -20,6 +20,7 @@ import numpy as np
 
 from jax_mfa import checks
 from jax_mfa.block_mask import BlockMask
+from jax_mfa.storage import PagedArray, QuantizedArray, Storage, as_operands, page_size_of, storage_of
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # lengths and offsets stay below this, so that the distance of any two positions fits 32 bits
@@ -48,10 +49,18 @@ class Operands(NamedTuple):
     key_ranges: Any = None  # [rows, T, 2], int32: first visible column, and the one after the last
     alibi_slopes: Any = None  # [rows, N], float
     sinks: Any = None  # [rows, N], float
-    dropout: Any = (
-        None  # [rows, 6], uint32: two words of seed, then where the random counter starts: batch index, head,
-    )
-    # row and column
+    # [rows, 6], uint32: two words of seed, then where the random counter starts: batch index, head, row and column
+    dropout: Any = None
+    # of keys and values that are quantised, in pages or both: see `storage`. Keys and values are then what is stored
+    key_scales: Any = None
+    key_zeros: Any = None
+    key_means: Any = None
+    key_original: Any = None  # gets the gradient of a quantised key, and is never read
+    value_scales: Any = None
+    value_zeros: Any = None
+    value_means: Any = None
+    value_original: Any = None
+    block_tables: Any = None  # [rows, pages], int32, all within the pool
 
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "alibi_slopes", "sinks")
@@ -68,7 +77,15 @@ class Specification:
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
     mask_block: tuple[int, int] | None = None  # rows and columns of one entry of operands.block_mask
+    key_storage: Storage | None = None  # of quantised keys
+    value_storage: Storage | None = None
+    page_size: int | None = None  # tokens of a page, where operands.block_tables says which
     repeats: tuple[int, ...] = (1,) * len(Operands._fields)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether keys and values are plain arrays, neither quantised nor in pages."""
+        return self.key_storage is None and self.value_storage is None and self.page_size is None
 
     @property
     def band(self) -> tuple[int | None, int | None]:
@@ -183,9 +200,14 @@ def as_array(name: str, x, kinds: str, expected: str):
     return jnp.asarray(x)
 
 
+def _as_columns(name: str, x, expected: str):
+    """A key or value as an array, unless it is quantised or in pages."""
+    return x if isinstance(x, (QuantizedArray, PagedArray)) else as_array(name, x, "f", expected)
+
+
 def _with_columns(x):
     """`x`, with one column of zeros where a head has size 0: they add nothing to a product."""
-    return x if x.shape[-1] else jnp.zeros((*x.shape[:-1], 1), x.dtype)
+    return x if x.shape[-1] or isinstance(x, (QuantizedArray, PagedArray)) else jnp.zeros((*x.shape[:-1], 1), x.dtype)
 
 
 def _in_range(name: str, x, low: int, high: int) -> None:
@@ -339,9 +361,10 @@ def specify(
     only where they are known: traced lengths, offsets and ranges are clipped to what is allowed, of traced 64-bit
     segment ids the low 32 bits count.
     """
+    query = query.dequantize() if isinstance(query, QuantizedArray) else query
     query = as_array("query", query, "f", "floating [..., T, N, H]")
-    key = as_array("key", key, "f", "floating [..., S, K, H]")
-    value = as_array("value", value, "f", "floating [..., S, K, V]")
+    key = _as_columns("key", key, "floating [..., S, K, H]")
+    value = _as_columns("value", value, "floating [..., S, K, V]")
     if query.ndim < 3:
         raise ValueError(f"query must have shape [..., T, N, H], got {list(query.shape)}")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -472,12 +495,14 @@ def specify(
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         mask_block=mask_block,
+        key_storage=storage_of(key),
+        value_storage=storage_of(value),
+        page_size=page_size_of(key),
     )
     query, key, value = (_with_columns(x) for x in (query, key, value))
     operands = Operands(
         query=query.reshape(batch, *query.shape[-3:]),
-        key=key.reshape(batch, *key.shape[-3:]),
-        value=value.reshape(batch, *value.shape[-3:]),
+        **{**as_operands("key", key, batch), **as_operands("value", value, batch)},
         bias=bias,
         mask=mask,
         block_mask=block_mask,

@@ -7,6 +7,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step, add, finite
 from jax_mfa.blockwise.tiling import backward_tiling
 from jax_mfa.specification import Operands, Specification, reduce_rows, row_index
@@ -19,8 +20,10 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
       out, row_max, row_sum: results of `forward`.
       d_out: [B, T, N, V]; d_lse: [B, T, N]. What they hold for rows that see nothing is ignored.
     """
+    operands = with_columns(spec, operands)
     c = backward_tiling(spec, operands)
     slope_gradient, bias_gradient = "alibi_slopes" in wanted, "bias" in wanted
+    of_columns = "key" in wanted or "value" in wanted
     if bias_gradient and operands.bias.shape[0] != 1:
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
     p = Problem(spec, operands, c)
@@ -58,14 +61,14 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
             if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
                 d_x = jnp.where(see, d_x, acc.type(0))
 
-            products = [
-                (w.product, d_x, keys_j),
-                (w.transposed_product, d_x, lambda: w.transposed_rows_of(query_transposed, i)),
-                (w.transposed_product, dropped, lambda: w.transposed_rows_of(d_transposed, i)),
-            ]
-            d_query_i, d_key_j, d_value_j = w.sums(products, i, j, careful)
+            products: list = [(w.product, d_x, keys_j)]
+            if of_columns:
+                products.append((w.transposed_product, d_x, lambda: w.transposed_rows_of(query_transposed, i)))
+                products.append((w.transposed_product, dropped, lambda: w.transposed_rows_of(d_transposed, i)))
+            d_query_i, *d_columns = w.sums(products, i, j, careful)
             d_query = w.add_rows(d_query, d_query_i, i)
-            d_key, d_value = w.add_columns(d_key, d_key_j, j), w.add_columns(d_value, d_value_j, j)
+            if of_columns:
+                d_key, d_value = (w.add_columns(x, part, j) for x, part in zip((d_key, d_value), d_columns))
             if slope_gradient:
                 moment = (d_x * w.merged(w.distance(i, j))).sum(3)
                 d_slopes = w.add_heads(d_slopes, moment.reshape(*moment.shape[:2], p.g, -1).sum(3))
@@ -76,7 +79,8 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
         return w.unless_empty(i, j, visit, results)
 
     # keys and values stay transposed till the end: XLA transposes a whole array several times as fast as a part of one
-    shapes = (p.batch, p.k, p.g, p.t, p.h), (p.batch, p.k, p.h, p.s), (p.batch, p.k, p.v, p.s), (p.batch, p.k, p.g)
+    columns_shapes = ((p.batch, p.k, p.h, p.s), (p.batch, p.k, p.v, p.s)) if of_columns else ((), ())
+    shapes = (p.batch, p.k, p.g, p.t, p.h), *columns_shapes, (p.batch, p.k, p.g)
     zeros = [jnp.zeros(shape, acc) for shape in (*shapes, operands.bias.shape if bias_gradient else ())]
     init = tuple(zeros[:3]), tuple(zeros[3:])
 

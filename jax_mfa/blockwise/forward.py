@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step
 from jax_mfa.blockwise.tiling import FEW_ROWS, forward_tiling
 from jax_mfa.specification import Operands, Specification
@@ -20,6 +21,7 @@ def forward(spec: Specification, operands: Operands):
       row_sum: [B, T, N], the sum of exp(score − row_max); 0 for a row that sees nothing, NaN for one whose softmax is
         not defined. Both are float32 (float64).
     """
+    operands = with_columns(spec, operands)
     few_rows = operands.query.shape[1] * operands.query.shape[2] <= FEW_ROWS
     p = Problem(spec, operands, forward_tiling(spec, operands), few_rows)
     acc = p.acc

@@ -95,17 +95,17 @@ def _slice(x, start, size: int, axis: int):
     return _cut(x, shape, *(start if k == axis else 0 for k in range(x.ndim)))
 
 
-def _as_words(x, index):
+def as_words(x, index):
     """Numbers of 16 bits as integers, made within the loop of this index: XLA then cuts a part of them before it
     converts that. Numbers it would convert all, and before the loop."""
     if x.dtype.itemsize > 2:
         return x
     x, _ = lax.optimization_barrier((x, index))
-    return lax.bitcast_convert_type(x, jnp.uint16)
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
-def _as_numbers(x, dtype):
-    """What `_as_words` took, again."""
+def as_numbers(x, dtype):
+    """What `as_words` took, again."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(lax.optimization_barrier(x), dtype)
 
 
@@ -183,8 +183,10 @@ class Problem:
         return x.reshape(*x.shape[:2], self.n, *x.shape[4:])
 
     def columns_by_head(self, x):
-        """[rows, S, K, ...] as [rows, K, S, ...] in the accumulation dtype; or as it is where it is `met_once`."""
-        return x if self.met_once else jnp.moveaxis(x, 2, 1).astype(self.acc)
+        """[rows, S, K, ...] as [rows, K, S, ...] in the accumulation dtype; or as it is where it is `met_once`, or no
+        plain array."""
+        as_it_is = self.met_once or not isinstance(x, jax.Array)
+        return x if as_it_is else jnp.moveaxis(x, 2, 1).astype(self.acc)
 
     def per_batch_row(self, name: str, x):
         """`[rows, ...]` of the operand of this name, or like it, as `[B|1, ...]` in the accumulation dtype."""
@@ -382,11 +384,14 @@ class Step:
           x: what `columns_by_head` made of the operand.
         """
         c = self.p.tiles
+        if not isinstance(x, jax.Array):  # quantised or in pages: `Columns`
+            columns = x.tile(self, j)
+            return columns if self.p.heads_in_one else jnp.moveaxis(columns, 2, 1)
         if not self.p.met_once:
             return self.rows(name, _slice(_slice(x, self.column_start(j), c.columns, 2), self.head0, c.key_heads, 1))
-        words = _slice(_as_words(x, j), self.column_start(j), c.columns, 1)
+        words = _slice(as_words(x, j), self.column_start(j), c.columns, 1)
         words = self.rows(name, _slice(words, self.head0, c.key_heads, 2))
-        columns = _as_numbers(words, x.dtype).astype(self.p.acc)
+        columns = as_numbers(words, x.dtype).astype(self.p.acc)
         return columns if self.p.heads_in_one else jnp.moveaxis(columns, 2, 1)
 
     def by_head(self, columns):

@@ -7,6 +7,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step
 from jax_mfa.blockwise.tiling import forward_tiling
 from jax_mfa.specification import Operands, Specification
@@ -25,6 +26,7 @@ def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, want
     Returns:
       [B, T, N, V] of the query's dtype, and [B, T, N] float32 (float64).
     """
+    operands = with_columns(spec, operands)
     p = Problem(spec, operands, forward_tiling(spec, operands))
     acc, t = p.acc, Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
     empty = row_sum == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from jax_mfa.specification import Operands, Specification
+from jax_mfa.storage import Stored
 
 # A problem of no more scores than this, over all heads and batch rows, is one tile: loops cost more than they save.
 WHOLE_SCORES = 2**20
@@ -66,11 +67,17 @@ def _tiling(spec: Specification, operands: Operands, scores: int) -> Tiling:
     s, k, v = operands.value.shape[1:]
     known = isinstance(batch, int)  # not of a program that is exported for any batch
     cache = operands.key_lengths is not None and s > COLUMNS  # what lies behind its length is not even read
-    if known and batch * n * t * s <= WHOLE_SCORES and not cache:
+    is_stored = any(isinstance(x, Stored) for x in (operands.key, operands.value))
+    copied = known and is_stored and batch * s * k * max(h, v) > scores  # by a step: a tile is read into an array
+    if known and batch * n * t * s <= WHOLE_SCORES and not cache and not copied:
         return Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
     size = 1 if spec.is_causal or spec.window != (None, None) else 2
     rows = tile_size(t, max(size * ROWS // (n // k), 1))
-    columns = tile_size(s, 4 * COLUMNS if t * n <= COLUMNS else size * COLUMNS)
+    columns = 4 * COLUMNS if t * n <= COLUMNS else size * COLUMNS
+    if spec.page_size is None:
+        columns = tile_size(s, columns)
+    else:  # whole pages
+        columns = min(max(columns // spec.page_size, 1) * spec.page_size, s)
     units = max(scores // (columns * max(n // k * rows, h, v)), 1)
     key_heads = _largest_divisor(k, units)
     batch_rows = _largest_divisor(batch, units // k) if key_heads == k and known else 1

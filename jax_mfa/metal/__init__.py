@@ -27,6 +27,11 @@ class Failed(RuntimeError):
 
 def lacking(spec: Specification, operands: Operands) -> str:
     """Which argument of a problem the kernels do not take; empty where they take it. Knows no device."""
+    if operands.block_tables is not None:
+        return "block_tables: Metal has no kernels for pages yet"
+    for name, storage in (("key", spec.key_storage), ("value", spec.value_storage)):
+        if storage is not None:
+            return f"{name}: Metal has no kernels for quantised keys and values yet, got {storage.scheme.kind}"
     dtype = operands.query.dtype.name
     if dtype not in DTYPES:
         return f"query: Metal has no {dtype}; it takes {', '.join(DTYPES)}"

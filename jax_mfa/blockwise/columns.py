@@ -1,0 +1,63 @@
+"""Keys and values that are no plain array: how a tile of them is read from pages, and dequantised, within the loop.
+
+Nothing but a tile is ever read or dequantised at a time, so that memory does not grow with the context.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_mfa.blockwise.step import Step, as_numbers, as_words
+from jax_mfa.specification import Operands, Specification
+from jax_mfa.storage import Stored, field_of, spread, stored
+
+
+def with_columns(spec: Specification, operands: Operands) -> Operands:
+    """The operands, with `Columns` in place of keys and values that are no plain array."""
+    return stored(spec, operands, Columns)
+
+
+class Columns(Stored):
+    """Keys or values whose tiles are read one at a time."""
+
+    def tile(self, w: Step, j):
+        """The columns of tile `j`, [R|1, columns, E, size] in the accumulation dtype."""
+        read = self._of_row if self.page_size is None else self._of_pages
+        return self.decoded({part: read(w, part, x, j) for part, x in self.parts.items()}, w.p.acc)
+
+    def _of_row(self, w: Step, part: str, x, j):
+        start, count, per = w.column_start(j), w.p.tiles.columns, self.tokens_of(part)
+        words = as_words(x, j)
+        if per == 1:
+            words = _slice(words, start, count, 1)
+        elif x.shape[1] > 1:
+            words = jnp.take(words, (start + jnp.arange(count, dtype=jnp.int32)) // np.int32(per), axis=1, mode="clip")
+        words = _slice(words, w.head0, w.p.tiles.key_heads, 2)
+        return as_numbers(w.rows(field_of(self.name, part), words), x.dtype)
+
+    def _of_pages(self, w: Step, part: str, x, j):
+        page, per = self.page_size, self.tokens_of(part)
+        assert page is not None
+        c, (_, entries, heads, size) = w.p.tiles, x.shape
+        pages = w.rows("block_tables", self.tables)
+        pages = lax.dynamic_slice_in_dim(pages, w.column_start(j) // page, c.columns // page, 1)
+        words = as_words(x, j).reshape(-1, entries, heads * size)
+        first, taken = (0, 1) if heads == 1 else (w.head0 * size, c.key_heads)
+
+        def one(index):
+            start = (jnp.asarray(x, jnp.int32) for x in (index, 0, first))
+            return lax.dynamic_slice(words, tuple(start), (1, entries, taken * size))[0]
+
+        found = jax.vmap(jax.vmap(one))(pages)  # [R|1, pages, entries, E|1 · size]
+        if per > 1:
+            found = spread(found, per, page, 2)
+            found = jnp.broadcast_to(found, (*found.shape[:2], page, taken * size))
+        return as_numbers(found.reshape(found.shape[0], c.columns, taken, size), x.dtype)
+
+
+def _slice(x, start, size: int, axis: int):
+    """`size` elements along `axis` from `start`; an axis of size 1 broadcasts and is kept."""
+    return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)

@@ -1,0 +1,281 @@
+"""Which page of a pool belongs to which sequences: plain Python, on the host, without an array of JAX.
+
+A sequence is a number, a list of pages and a length. Pages may belong to several sequences (a fork, a common prefix);
+one that is written while others hold it is copied first. A page that nobody holds is free; if the tokens in it are
+known it keeps them till it is needed, so that a later sequence with the same beginning finds them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_mfa import checks
+
+
+class OutOfPages(RuntimeError):
+    """The pool has not enough pages for what was asked; nothing has changed."""
+
+
+class Write(NamedTuple):
+    """Where new tokens go: a pytree of numpy arrays, which may be traced.
+
+    Attributes:
+      slots: int32 `[T]`: page · page_size + place within the page, for each of the new tokens of all sequences.
+      sources, targets: int32 `[C]`: pages to be copied before that, from and to. Both may be empty.
+    """
+
+    slots: np.ndarray
+    sources: np.ndarray
+    targets: np.ndarray
+
+
+@dataclasses.dataclass
+class _Sequence:
+    pages: list[int]
+    length: int
+    tokens: list[int]  # those known, from the first on; as many as `length` where all are
+    digests: list[bytes]  # of each full page of them
+
+
+class PageBook:
+    """The pages of a pool and their owners.
+
+    Args:
+      pages: of the pool.
+      page_size: tokens of a page.
+
+    Raises:
+      ValueError, TypeError: in every method, naming the argument.
+    """
+
+    def __init__(self, pages: int, page_size: int):
+        self.pages = checks.integer("pages", pages, least=1)
+        self.page_size = checks.integer("page_size", page_size, least=1)
+        self._sequences: dict[int, _Sequence] = {}
+        self._numbers = itertools.count()
+        self._owners = [0] * self.pages
+        self._empty = list(range(self.pages))[::-1]  # nobody's, and nothing worth keeping
+        self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()  # nobody's, longest so first
+        self._digest_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages belong to no sequence."""
+        return len(self._empty) + len(self._kept)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return tuple(self._sequences)
+
+    def length(self, sequence: int) -> int:
+        """How many tokens a sequence has."""
+        return self._of(sequence).length
+
+    def pages_of(self, sequence: int) -> tuple[int, ...]:
+        return tuple(self._of(sequence).pages)
+
+    # --- sequences
+
+    def allocate(self, tokens: Sequence[int] | np.ndarray = ()) -> int:
+        """A new sequence, which begins with those pages of known tokens that `tokens` begin with.
+
+        Args:
+          tokens: integers, the prompt that will be appended. Of its whole pages those that the pool holds are shared,
+            all but the page of its last token, of which a model needs the query: append from `length` on.
+
+        Returns:
+          The number of the sequence.
+        """
+        found = _Sequence([], 0, [], [])
+        given, digest = _integers("tokens", tokens), b""
+        for start in range(0, len(given) - self.page_size, self.page_size):
+            part = given[start : start + self.page_size]
+            digest = _digest(digest, part)
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            self._hold(page)
+            found.pages.append(page)
+            found.tokens += part
+            found.digests.append(digest)
+        found.length = len(found.tokens)
+        return self._add(found)
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence of the same tokens, which shares all pages till either is appended to."""
+        own = self._of(sequence)
+        for page in own.pages:
+            self._hold(page)
+        return self._add(_Sequence(list(own.pages), own.length, list(own.tokens), list(own.digests)))
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets all tokens from `length` on."""
+        own = self._of(sequence)
+        if checks.integer("length", length, least=0) > own.length:
+            raise ValueError(f"length must be at most the {own.length} tokens of sequence {sequence}, got {length}")
+        keep = -(-length // self.page_size)
+        self._release(own.pages[keep:])
+        own.pages, own.length, own.tokens = own.pages[:keep], length, own.tokens[:length]
+        own.digests = own.digests[: length // self.page_size]
+
+    def free(self, sequence: int) -> None:
+        """Ends a sequence: its pages are free where no other holds them."""
+        self._release(self._of(sequence).pages)
+        del self._sequences[sequence]
+
+    def reserve(
+        self,
+        sequences: Sequence[int],
+        counts: Sequence[int],
+        tokens: Sequence[Sequence[int] | np.ndarray] | None = None,
+    ) -> Write:
+        """Room for new tokens behind those of sequences; they then count as there, and must be written.
+
+        Args:
+          sequences: numbers of sequences, each once.
+          counts: how many tokens come for each.
+          tokens: which, `counts` integers each, for later sequences to find them; None where that is not known.
+
+        Returns:
+          A `Write`, for every pool that this book serves, of the tokens of the first sequence, then of the next.
+
+        Raises:
+          OutOfPages: where the pool has not the room; nothing has changed.
+        """
+        own = [self._of(x) for x in sequences]
+        if len({*sequences}) < len(own):
+            raise ValueError(f"sequences must be named once each, got {list(sequences)}")
+        if len(counts) != len(own):
+            raise ValueError(f"counts must have one number for each of {len(own)} sequences, got {len(counts)}")
+        coming = [checks.integer("counts", n, least=0) for n in counts]
+        known = None if tokens is None else [_integers("tokens", x) for x in tokens]
+        if known is not None and [len(x) for x in known] != coming:
+            raise ValueError(f"tokens must hold {coming} integers, got {[len(x) for x in known]}")
+
+        shared = self._shared_ends(own, coming)
+        missing = [-(-(x.length + n) // self.page_size) - len(x.pages) for x, n in zip(own, coming)]
+        needed = sum(missing) + sum(shared)
+        if needed > self.free_pages:
+            raise OutOfPages(f"{needed} pages are needed for {sum(coming)} tokens, and {self.free_pages} are free")
+
+        copies, slots = [], []
+        for i, (x, n) in enumerate(zip(own, coming)):
+            if n and x.length % self.page_size:
+                last = x.pages[-1]
+                if shared[i]:
+                    x.pages[-1] = self._take()
+                    copies.append((last, x.pages[-1]))
+                    self._release([last])
+                else:
+                    self._forget(last)
+            x.pages += [self._take() for _ in range(missing[i])]
+            place = np.arange(x.length, x.length + n)
+            slots.append(np.array(x.pages, np.int64)[place // self.page_size] * self.page_size + place % self.page_size)
+            if known is not None and len(x.tokens) == x.length:
+                x.tokens += known[i]
+            x.length += n
+            self._remember(x)
+        moved = np.array(copies, np.int32).reshape(-1, 2)
+        return Write(np.concatenate([np.zeros(0), *slots]).astype(np.int32), moved[:, 0], moved[:, 1])
+
+    def tables(self, sequences: Sequence[int], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """What `jax_mfa.paged_attention` reads.
+
+        Args:
+          width: how many pages a row of the table has; the next power of two if None, for few shapes of programs.
+
+        Returns:
+          block_tables: int32 `[B, width]`, −1 behind the pages of a sequence.
+          context_lens: int32 `[B]`.
+        """
+        own = [self._of(x) for x in sequences]
+        most = max([len(x.pages) for x in own], default=0)
+        width = 1 << max(most - 1, 0).bit_length() if width is None else checks.integer("width", width, least=0)
+        if width < most:
+            raise ValueError(f"width must be at least {most}, the pages of the longest sequence, got {width}")
+        table = np.full((len(own), width), -1, np.int32)
+        for row, x in zip(table, own):
+            row[: len(x.pages)] = x.pages
+        return table, np.array([x.length for x in own], np.int32)
+
+    # --- pages
+
+    def _of(self, sequence: int) -> _Sequence:
+        found = self._sequences.get(sequence)
+        if found is None:
+            raise ValueError(f"sequence must be one that was allocated and not freed, got {sequence!r}")
+        return found
+
+    def _add(self, sequence: _Sequence) -> int:
+        number = next(self._numbers)
+        self._sequences[number] = sequence
+        return number
+
+    def _shared_ends(self, own: list[_Sequence], coming: list[int]) -> list[bool]:
+        """Whose last page must be copied before tokens are written to it: of those who share one, all but the last."""
+        left: dict[int, int] = {}
+        shared = []
+        for x, n in zip(own, coming):
+            written = n > 0 and x.length % self.page_size > 0
+            page = x.pages[-1] if written else -1
+            holders = left.get(page, self._owners[page]) if written else 1
+            shared.append(holders > 1)
+            if holders > 1:
+                left[page] = holders - 1
+        return shared
+
+    def _hold(self, page: int) -> None:
+        self._owners[page] += 1
+        self._kept.pop(page, None)
+
+    def _release(self, pages: list[int]) -> None:
+        for page in reversed(pages):  # of what is kept, the end of a sequence goes first: it is found by its beginning
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                if page in self._digest_of:
+                    self._kept[page] = None
+                else:
+                    self._empty.append(page)
+
+    def _take(self) -> int:
+        if self._empty:
+            page = self._empty.pop()
+        else:
+            page, _ = self._kept.popitem(last=False)
+            self._forget(page)
+        self._owners[page] = 1
+        return page
+
+    def _forget(self, page: int) -> None:
+        """What a page holds is about to change."""
+        digest = self._digest_of.pop(page, None)
+        if digest is not None:
+            del self._page_of[digest]
+
+    def _remember(self, x: _Sequence) -> None:
+        """Full pages of known tokens may be found from now on."""
+        for i in range(len(x.digests), len(x.tokens) // self.page_size):
+            digest = _digest(x.digests[-1] if i else b"", x.tokens[i * self.page_size : (i + 1) * self.page_size])
+            x.digests.append(digest)
+            if digest not in self._page_of:
+                self._digest_of[x.pages[i]], self._page_of[digest] = digest, x.pages[i]
+
+
+def _integers(name: str, x) -> list[int]:
+    array = np.asarray(x)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"{name} must be integers in a row, got {array.dtype.name}{list(array.shape)}")
+    return [int(i) for i in array]
+
+
+def _digest(before: bytes, tokens: list[int]) -> bytes:
+    """Of the tokens of a page, and of all pages before it."""
+    return hashlib.blake2b(before + np.array(tokens, np.int64).tobytes(), digest_size=16).digest()

@@ -1,0 +1,275 @@
+"""Attention through pages: the tokens of a sequence lie in pages of a pool that many sequences share.
+
+This knows where rows and tokens stand and hands on a `PagedArray`; implementations know how its tiles are read. The
+pool is never copied, nor is the context of a sequence put together.
+
+Dimension letters: B sequences, T new tokens, P pages of the pool, `page` tokens of a page, N query heads, K key/value
+heads, H head size of queries and keys, V of values.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_mfa import checks
+from jax_mfa.api import Implementation, Numbers, attend_by_name
+from jax_mfa.specification import as_array, clipped, concrete, known_integers, known_lengths
+from jax_mfa.storage import PagedArray, QuantizedArray, dtype_of
+
+PAGE_SIZES = tuple(2**i for i in range(3, 9))
+# rows of the query that are taken together are of one sequence, and no more than this
+MOST_ROWS = 512
+
+
+def paged_attention(
+    query: ArrayLike | QuantizedArray,
+    key_pages: ArrayLike | QuantizedArray,
+    value_pages: ArrayLike | QuantizedArray,
+    block_tables: Numbers[ArrayLike],
+    context_lens: Numbers[ArrayLike],
+    *,
+    query_start_locs: Numbers[ArrayLike] | None = None,
+    is_causal: bool = True,
+    scale: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Numbers[ArrayLike] | None = None,
+    sinks: Numbers[ArrayLike] | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    check_tables: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Attention of the newest tokens of sequences over all of their tokens, which lie in pages (Kwon et al.,
+    arXiv:2309.06180).
+
+    Token p of sequence b is token `p % page` of page `block_tables[b, p // page]`. With T_b new tokens of it in the
+    query, row t of these has position `context_lens[b] − T_b + t`: causality, windows and ALiBi go by positions, so
+    whole prompts, chunks of them and single tokens may be mixed. Pages and entries of a table behind a context's length
+    are never read, whatever they hold.
+
+    Args:
+      query: `[B, T, N, H]`, float16, bfloat16, float32 or float64: T new tokens of each sequence. With
+        query_start_locs `[T, N, H]`: those of all sequences, one after another.
+      key_pages: `[P, page, K, H]` of the query's dtype (bfloat16 also as its bits, uint16, as a `PagedKVCache` holds
+        it), or quantised as such an array. `page` is a power of two from 8 to 256.
+      value_pages: `[P, page, K, V]`, plain or quantised, perhaps by another scheme.
+      block_tables: integers `[B, pages]`, of any width that holds the longest context. A traced entry outside of the
+        pool is taken for the nearest page.
+      context_lens: integers `[B]`: how many tokens each sequence has, the new ones included, which the pages must
+        already hold. A traced length is clipped to what its table holds.
+      query_start_locs: integers `[B + 1]` that do not fall: sequence b has the rows `query_start_locs[b]` …
+        `query_start_locs[b + 1] − 1` of the query. Other rows see nothing.
+      is_causal: False lets each row see the whole context.
+      alibi_slopes, sinks: `[N]` or `[B, N]`.
+      scale, local_window_size, logits_soft_cap, implementation: as in `jax_mfa.dot_product_attention`.
+      return_residual: also return the log-sum-exp.
+      check_tables: warn (`RuntimeWarning`) when the program runs with entries outside of the pool. Costs a callback.
+
+    Returns:
+      `[B, T, N, V]` or `[T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp, `[B, T, N]` or
+      `[T, N]` float32 (float64 for float64). Differentiable in query, scale, alibi_slopes and sinks.
+
+    Raises:
+      ValueError, TypeError: naming the argument, what was seen and what was expected; also for entries outside of the
+        pool where they and context_lens are known.
+      NotImplementedError: where a named implementation cannot run the call, and for derivatives of pages.
+    """
+    ragged = query_start_locs is not None
+    given: Any = query.dequantize() if isinstance(query, QuantizedArray) else query
+    new = as_array("query", given, "f", "floating [T, N, H]" if ragged else "floating [B, T, N, H]")
+    if new.ndim != (3 if ragged else 4):
+        letters = "[T, N, H] with query_start_locs" if ragged else "[B, T, N, H] without query_start_locs"
+        raise ValueError(f"query must have shape {letters}, got {list(new.shape)}")
+    keys, values = _pages(new, key_pages, value_pages)
+    count, page = keys.shape[:2]
+    tables = known_integers("block_tables", block_tables, -(2**31), 2**31 - 1, "integers [B, pages]")
+    if tables.ndim != 2 or not (ragged or tables.shape[0] == new.shape[0]):
+        letters = "[B, pages]" if ragged else f"[B, pages] with B = {new.shape[0]}"
+        raise ValueError(f"block_tables must have shape {letters}, got {list(tables.shape)}")
+    batch, width = tables.shape
+    lengths = known_lengths("context_lens", context_lens, width * page)
+    if lengths.shape != (batch,):
+        raise ValueError(f"context_lens must have shape [B] = [{batch}], got {list(lengths.shape)}")
+    _refuse_outside(tables, lengths, count, page)
+    tables = jnp.asarray(clipped(tables, -(2**31), 2**31 - 1))
+    lengths = jnp.asarray(clipped(lengths, 0, width * page))
+    if checks.boolean("check_tables", check_tables):
+        outside = _outside(tables, lengths, count, page)
+        jax.debug.callback(_report, outside.sum(), tables, outside, count)
+    tables = _read_tables(tables, lengths, count, page)
+
+    names = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    per_head = {name: as_array(name, x, "f", "floating [N]") for name, x in names.items() if x is not None}
+    for name, x in per_head.items():
+        if x.shape not in ((new.shape[-2],), (batch, new.shape[-2])):
+            raise ValueError(
+                f"{name} must have shape [N] = [{new.shape[-2]}] or [B, N], B = {batch}, got {list(x.shape)}"
+            )
+    arguments: dict[str, Any] = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "local_window_size": local_window_size,
+        "logits_soft_cap": logits_soft_cap,
+    }
+    rows = None
+    if query_start_locs is not None:
+        rows = _Rows(new.shape[0], _starts(query_start_locs, batch, new.shape[0]), batch)
+        new = rows.together(new)
+        per_head = {name: x if x.ndim == 1 else x[rows.sequence] for name, x in per_head.items()}
+        tables, lengths = tables[rows.sequence], lengths[rows.sequence]
+        arguments |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
+    else:
+        arguments["query_offset"] = lengths - new.shape[1]
+    results = attend_by_name(
+        {
+            "query": new,
+            "key": PagedArray(keys, tables),
+            "value": PagedArray(values, tables),
+            "bias": None,
+            "mask": None,
+            "key_value_seq_lengths": lengths,
+            **arguments,
+            **per_head,
+        },
+        implementation,
+        return_residual,
+    )
+    if rows is None:
+        return results
+    if return_residual:
+        return rows.apart(results[0], 0), rows.apart(results[1], -jnp.inf)
+    return rows.apart(results, 0)
+
+
+def _pages(query, key_pages, value_pages):
+    """The pages as they are or as arrays, of shapes that fit."""
+    n, h = query.shape[-2:]
+    pages = []
+    for name, x, letters in (
+        ("key_pages", key_pages, "[P, page, K, H]"),
+        ("value_pages", value_pages, "[P, page, K, V]"),
+    ):
+        if not isinstance(x, QuantizedArray) and getattr(x, "dtype", None) != np.uint16:
+            x = as_array(name, x, "f", f"floating {letters} or quantised")
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(f"{name} must have shape {letters}, none of them 0, got {list(x.shape)}")
+        if x.shape[1] not in PAGE_SIZES:
+            raise ValueError(f"{name} must have pages of {', '.join(map(str, PAGE_SIZES))} tokens, got {list(x.shape)}")
+        if dtype_of(x) != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, {query.dtype.name}, got {x.dtype.name}")
+        pages.append(x)
+    key, value = pages
+    if key.shape[-1] != h:
+        raise ValueError(f"key_pages must have the head size of query, H = {h}, got shape {list(key.shape)}")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(
+            f"value_pages must have the shape of key_pages, {list(key.shape)}, but for the head size, "
+            f"got {list(value.shape)}"
+        )
+    if n % key.shape[2]:
+        raise ValueError(f"the heads of query must be a multiple of those of key_pages, got {n} and {key.shape[2]}")
+    return key, value
+
+
+# --- tables
+
+
+def _outside(tables, lengths, count: int, page: int):
+    """Which entries within the lengths are no pages of the pool."""
+    numpy: Any = jnp if isinstance(tables, jax.Array) else np
+    used = numpy.arange(tables.shape[1]) * page < lengths[:, None]
+    return used & ((tables < 0) | (tables >= count))
+
+
+def _refuse_outside(tables, lengths, count: int, page: int) -> None:
+    tables, lengths = concrete(tables), concrete(lengths)
+    if tables is None or lengths is None:
+        return
+    outside = np.argwhere(_outside(tables, lengths, count, page))
+    if len(outside):
+        at = tuple(int(i) for i in outside[0])
+        raise ValueError(
+            f"block_tables must hold pages 0..{count - 1} within context_lens, got {tables[at]} at {list(at)}"
+        )
+
+
+def _report(wrong, tables, outside, count) -> None:
+    if wrong:
+        at = [int(i) for i in np.argwhere(outside)[0]]
+        warnings.warn(
+            f"block_tables: {int(wrong)} entries outside of the pool's {int(count)} pages, the first "
+            f"{int(tables[tuple(at)])} at {at}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _read_tables(tables, lengths, count: int, page: int):
+    """Tables of which every entry may be read: behind a length they repeat its last page."""
+    if tables.shape[1] == 0:
+        return tables
+    last = jnp.maximum(-(-lengths // page) - 1, 0)
+    tables = jnp.take_along_axis(tables, jnp.minimum(jnp.arange(tables.shape[1]), last[:, None]), axis=1)
+    return jnp.clip(jnp.where(lengths[:, None] > 0, tables, 0), 0, count - 1)
+
+
+# --- rows of unequal sequences
+
+
+def _starts(query_start_locs, batch: int, total: int):
+    starts = known_integers("query_start_locs", query_start_locs, 0, total, "integers [B + 1]")
+    if starts.shape != (batch + 1,):
+        raise ValueError(f"query_start_locs must have shape [B + 1] = [{batch + 1}], got {list(starts.shape)}")
+    values = concrete(starts)
+    if values is not None and (values[1:] < values[:-1]).any():
+        raise ValueError(f"query_start_locs must not fall from one sequence to the next, got {values.tolist()}")
+    return jnp.asarray(clipped(starts, 0, total))
+
+
+class _Rows:
+    """Rows of sequences of unequal lengths, put together by equal numbers: each lot has rows of one sequence, and
+    there is the room that the worst lengths need, a lot for each sequence more than without padding.
+
+    Attributes:
+      sequence: which sequence each lot belongs to, [lots].
+      counts: how many rows it has, [lots]; the others are padding.
+      after: how many rows of its sequence there are from its first on, [lots].
+    """
+
+    def __init__(self, total: int, starts, batch: int):
+        self.total, self.starts = total, starts
+        # as many rows as sequences have on average; up to a power of two, for few shapes of programs
+        self.size = min(1 << (max(-(-total // max(batch, 1)), 1) - 1).bit_length(), MOST_ROWS)
+        lots = (total + batch * (self.size - 1)) // self.size
+        rows = jnp.maximum(starts[1:] - starts[:-1], 0)
+        self.ends = jnp.cumsum(-(-rows // self.size))
+        lot = jnp.arange(lots, dtype=jnp.int32)
+        self.sequence = jnp.clip(jnp.searchsorted(self.ends, lot, side="right").astype(jnp.int32), 0, max(batch - 1, 0))
+        self.first_lot = jnp.concatenate([jnp.zeros(1, self.ends.dtype), self.ends[:-1]])[:batch]
+        before = (lot - self.first_lot[self.sequence]) * self.size
+        self.after = rows[self.sequence] - before
+        self.counts = jnp.clip(self.after, 0, self.size)
+        self.first = starts[self.sequence] + before
+
+    def together(self, x):
+        """[T, ...] as [lots, size, ...]."""
+        at = self.first[:, None] + jnp.arange(self.size, dtype=jnp.int32)
+        return jnp.take(x, at, axis=0, mode="clip")
+
+    def apart(self, x, nothing):
+        """[lots, size, ...] as [T, ...]; `nothing` in rows of no sequence."""
+        row = jnp.arange(self.total, dtype=jnp.int32)
+        sequence = jnp.searchsorted(self.starts[1:], row, side="right").astype(jnp.int32)
+        inside = (row >= self.starts[0]) & (sequence < len(self.starts) - 1)
+        sequence = jnp.clip(sequence, 0, max(len(self.starts) - 2, 0))
+        within = row - self.starts[sequence]
+        at = jnp.where(inside, (self.first_lot[sequence] + within // self.size) * self.size + within % self.size, 0)
+        found = jnp.take(x.reshape(-1, *x.shape[2:]), at, axis=0, mode="clip")
+        return jnp.where(inside.reshape(-1, *(1,) * (x.ndim - 2)), found, nothing)

@@ -1,0 +1,199 @@
+"""How arrays are quantised: blocks, their scales and zeros, means. What the results mean says `storage`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from jax_mfa import checks
+from jax_mfa.specification import DTYPES, as_array
+from jax_mfa.storage import LEVELS, PARTS, SYMMETRIC_LEVELS, QuantizedArray, Scheme, as_scheme, spread
+
+CHECKPOINT_NAME = "jax_mfa_quantized"  # of everything that is stored, for policies of `jax.checkpoint`
+
+
+def quantize(x: ArrayLike, scheme: Scheme | str = "int8", *, straight_through: bool = False) -> QuantizedArray:
+    """Stores an array by a scheme; `jax_mfa.dot_product_attention` takes the result as query, key or value.
+
+    Each batch row is quantised for itself. The scale of a block is the least one of its dtype that reaches all of its
+    numbers, so that none is clipped.
+
+    Args:
+      x: `[..., S, K, H]`, float16, bfloat16, float32 or float64.
+      scheme: a `Scheme`, or "int8", "int4" or "fp8" for the `Scheme` of that name.
+      straight_through: gradients pass to x as if it were not rounded (Bengio et al., arXiv:1308.3432). The result then
+        also holds x, which no derivative of attention reads: under `jit` it need not be kept. Otherwise x gets no
+        gradient.
+
+    Returns:
+      A `QuantizedArray`. Under `jax.checkpoint`, policies know what it stores as "jax_mfa_quantized".
+
+    Raises:
+      ValueError, TypeError: naming the argument, what was seen and what was expected.
+    """
+    scheme = as_scheme("scheme", scheme)
+    checks.boolean("straight_through", straight_through)
+    given = as_array("x", x, "f", "floating [..., S, K, H]")
+    if given.ndim < 3 or given.shape[-1] == 0:
+        raise ValueError(f"x must have shape [..., S, K, H] with H > 0, got {list(given.shape)}")
+    if given.dtype.name not in DTYPES:
+        raise TypeError(f"x must be of a dtype of {', '.join(DTYPES)}, got {given.dtype.name}")
+    parts = _stored(given, scheme)
+    named = {name: checkpoint_name(parts[name], CHECKPOINT_NAME) if name in parts else None for name in PARTS}
+    original = given if straight_through else None
+    return QuantizedArray(**named, original=original, scheme=scheme, size=given.shape[-1], dtype=np.dtype(given.dtype))
+
+
+def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
+    """Quantised arrays one after another, along their tokens.
+
+    Args:
+      arrays: of one scheme, dtype and shape but for the number of tokens, which in all but the last is a multiple of
+        the scheme's `tokens` and `center`.
+
+    Raises:
+      ValueError, TypeError: naming what does not fit; also for a scheme whose blocks hold all tokens.
+    """
+    arrays = list(arrays)
+    if not arrays or not all(isinstance(x, QuantizedArray) for x in arrays):
+        raise TypeError(f"arrays must be one or more QuantizedArrays, got {[type(x).__name__ for x in arrays]}")
+    first = arrays[0]
+    if first.scheme.tokens is None and len(arrays) > 1:
+        raise ValueError("arrays must have blocks of a number of tokens, got a scheme with tokens = None")
+    facts = lambda x: (x.scheme, x.dtype, x.shape[:-3], x.shape[-2:], x.original is None)
+    for x in arrays[1:]:
+        if facts(x) != facts(first):
+            raise ValueError(
+                f"arrays must be alike but for their tokens, got {first.dtype.name}{list(first.shape)} by "
+                f"{first.scheme} and {x.dtype.name}{list(x.shape)} by {x.scheme}"
+            )
+    for x in arrays[:-1]:
+        for name in ("tokens", "center"):
+            per = getattr(first.scheme, name) or 1
+            if x.shape[-3] % per:
+                raise ValueError(f"arrays before the last must hold a multiple of {name} = {per}, got {x.shape[-3]}")
+    whole: dict[str, Any] = {
+        name: jnp.concatenate([getattr(x, name) for x in arrays], axis=-3) for name in first.parts()
+    }
+    if first.original is not None:
+        whole["original"] = jnp.concatenate([x.original for x in arrays], axis=-3)
+    return dataclasses.replace(first, **whole)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="scheme")
+def _stored(x, scheme: Scheme) -> dict[str, Any]:
+    """The parts of `QuantizedArray`."""
+    dtype, (s, _, h) = x.dtype, x.shape[-3:]
+    values = lax.stop_gradient(x).astype(np.promote_types(dtype, np.float32))
+    parts = {}
+    if scheme.center is not None:
+        parts["means"] = _mean_of_tokens(values, scheme.center).astype(dtype)
+        values = values - spread(parts["means"], scheme.center, s, -3).astype(values.dtype)
+    low, high = (_over_blocks(values, scheme, reduce) for reduce in (jnp.min, jnp.max))
+    scales, zeros = _scales(scheme, low, high, dtype)
+    if zeros is not None:
+        parts["zeros"] = zeros
+        values = values - _spread_blocks(zeros, scheme, s, h).astype(values.dtype)
+    data = _encoded(scheme, values / _spread_blocks(scales, scheme, s, h).astype(values.dtype))
+    return {"data": data, "scales": scales, **parts}
+
+
+def _spread_blocks(x, scheme: Scheme, s: int, h: int):
+    return spread(spread(x, scheme.tokens, s, -3), scheme.channels, h, -1)
+
+
+def _padded(x, per: int, axis: int):
+    """`x` with its last entry repeated, up to a multiple of `per`."""
+    missing = -x.shape[axis] % per
+    if not missing:
+        return x
+    last = lax.slice_in_dim(x, x.shape[axis] - 1, x.shape[axis], axis=axis)
+    return jnp.concatenate([x, jnp.repeat(last, missing, axis=axis)], axis=axis)
+
+
+def _over_blocks(x, scheme: Scheme, reduce):
+    """`reduce` of each block: `[..., S / tokens, K, H / channels]`, or `[..., 1, 1, 1]` of everything."""
+    s, k, h = x.shape[-3:]
+    tokens, channels = min(scheme.tokens or s, max(s, 1)) or 1, min(scheme.channels or h, h)
+    if scheme.whole:
+        return reduce(x, axis=(-3, -2, -1), keepdims=True) if s * k else x[..., :1, :1, :1]
+    x = _padded(_padded(x, tokens, -3), channels, -1)
+    x = x.reshape(*x.shape[:-3], -1 if s else 0, tokens, k, x.shape[-1] // channels, channels)
+    return reduce(x, axis=(-4, -1))
+
+
+def _mean_of_tokens(x, per: int):
+    """The mean of each run of `per` tokens, of which the last may be shorter: `[..., S / per, K, H]`."""
+    s = x.shape[-3]
+    per = min(per, max(s, 1))
+    count = -(-s // per)
+    short = count * per - s
+    whole = jnp.concatenate([x, jnp.zeros((*x.shape[:-3], short, *x.shape[-2:]), x.dtype)], axis=-3)
+    sums = whole.reshape(*x.shape[:-3], count, per, *x.shape[-2:]).sum(-3)
+    sizes = np.full(count, per) - np.where(np.arange(count) == count - 1, short, 0)
+    return sums / sizes.astype(x.dtype).reshape(-1, 1, 1)
+
+
+def _scales(scheme: Scheme, low, high, dtype):
+    """Scales and zeros (None where symmetric) of blocks that reach from `low` to `high`."""
+    wide, info = low.dtype, jnp.finfo(dtype)
+    flat = low == high
+    zeros = None
+    if scheme.symmetric:
+        # of numbers that are all alike, the scale is the number
+        reach = jnp.maximum(jnp.abs(low), jnp.abs(high))
+        scales = jnp.where(flat, reach, reach / SYMMETRIC_LEVELS[scheme.kind])
+    elif scheme.kind == "fp8":  # as many numbers on both sides of its zero, and most of them near it
+        zeros = (low / 2 + high / 2).astype(dtype)
+        centre = zeros.astype(wide)
+        scales = jnp.maximum(high - centre, centre - low) / SYMMETRIC_LEVELS["fp8"]
+    else:
+        zeros = _rounded(low, dtype, up=False)
+        levels = LEVELS[scheme.kind]
+        scales = high / levels - zeros.astype(wide) / levels
+    # no scale is 0, nor so small that a processor takes it for 0
+    least = float(info.smallest_subnormal) if dtype == np.float16 else float(info.tiny)
+    scales = jnp.where(scales < least, least if zeros is not None else jnp.where(scales == 0, 1, least), scales)
+    scales = jnp.where(jnp.isfinite(scales), scales, np.nan).astype(wide)
+    return _rounded(scales, dtype, up=True), zeros
+
+
+def _rounded(x, dtype, up: bool):
+    """`x` in a dtype, rounded up or down."""
+    y = x.astype(dtype)
+    if y.dtype.itemsize > 2:
+        return y
+    bits = lax.bitcast_convert_type(y, np.uint16)
+    negative = bits >= 2**15
+    beyond = jnp.where(negative == up, bits - np.uint16(1), bits + np.uint16(1))
+    wrong = y.astype(x.dtype) < x if up else y.astype(x.dtype) > x
+    return lax.bitcast_convert_type(jnp.where(wrong, beyond, bits), dtype)
+
+
+def _encoded(scheme: Scheme, x):
+    """Numbers in units of their block's scale, as they are stored."""
+    most = SYMMETRIC_LEVELS[scheme.kind] if scheme.symmetric or scheme.kind == "fp8" else LEVELS[scheme.kind]
+    least = 0 if not scheme.symmetric and scheme.kind != "fp8" else -most
+    x = jnp.clip(x, least, most)
+    if scheme.kind == "fp8":
+        return lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), np.uint8)
+    x = jnp.where(jnp.isnan(x), 0, jnp.round(x))
+    if scheme.kind == "int8":
+        return x.astype(np.int8 if scheme.symmetric else np.uint8)
+    x = x.astype(np.int8).astype(np.uint8) & np.uint8(15)
+    if x.shape[-1] % 2:
+        x = jnp.concatenate([x, jnp.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1)
+    pair = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    return pair[..., 0] | pair[..., 1] << np.uint8(4)
