@@ -187,10 +187,10 @@ _WIDE = Tiles(
 # (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory
 STAGED = {
     (64, 2): Tiles(
-        ForwardTiles(2, 8, 32, 2, True), QueryTiles(2, 4, 32, 2, 1, True, True), KeyTiles(2, 4, 32, 1, 1, True, True)
+        ForwardTiles(2, 8, 64, 1, True), QueryTiles(2, 8, 32, 2, 1, True, True), KeyTiles(2, 8, 32, 1, 1, True, True)
     ),
     (128, 2): Tiles(
-        ForwardTiles(2, 4, 16, 2, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
+        ForwardTiles(2, 8, 16, 2, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
     ),
     (256, 2): Tiles(
         ForwardTiles(1, 4, 16, 1, True), QueryTiles(1, 4, 8, 1, 1, True, False), KeyTiles(1, 4, 8, 1, 1, True, False, 2)
