@@ -221,7 +221,11 @@ MUTATIONS = {
     "a tile is read before it is there, one place": (without_barrier(2), LARGE, "race"),
     "a tile in use is overwritten, one place": (without_barrier(1), LARGE, "race"),
     "a tile in use is overwritten, two places": (without_barrier(2), HALF, "race"),
-    "the ragged end is read": (replacing("uint(min(i, last))", "uint(i)"), Problem(h=13), "bounds"),
+    "the ragged end is read": (
+        replacing("min(uint(i) * stride, uint(last) * stride)", "uint(i) * stride"),
+        Problem(h=13),
+        "bounds",
+    ),
     "the ragged end is written": (
         replacing("if (lane.row < rows && lane.column < columns)", "if (lane.column < columns)"),
         Problem(),
