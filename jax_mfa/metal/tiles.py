@@ -5,8 +5,10 @@ GPUs (github.com/philipturner/metal-benchmarks); `FRAGMENT_BUDGET` of them may g
 addresses, row statistics and operands on their way. Threadgroup memory is 32,768 bytes.
 
 Starting points were the published block tables of metal-flash-attention and MLX (16 to 32 rows × 64 to 128 columns on
-chips that read device memory directly, tiles of 32 × 16 … 32 in threadgroup memory on others); what stands here
-follows from the budgets and from counting bytes per multiply-accumulate. Not seen on Apple hardware.
+chips that read device memory directly, tiles of 32 × 16 … 32 in threadgroup memory on others), which give a simdgroup 8
+rows. Here it has 16 where registers allow: a fragment loaded from threadgroup memory then serves two products instead
+of one, for twice the registers, and a core holds fewer simdgroups. `python tests/metal/compiled.py` prints what each
+entry comes to, and what the matrix unit's share of the cycles would be by public figures. Not seen on Apple hardware.
 """
 
 from __future__ import annotations
@@ -187,10 +189,10 @@ _WIDE = Tiles(
 # (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory
 STAGED = {
     (64, 2): Tiles(
-        ForwardTiles(2, 8, 32, 2, True), QueryTiles(2, 4, 32, 2, 1, True, True), KeyTiles(2, 4, 32, 1, 1, True, True)
+        ForwardTiles(2, 8, 64, 1, True), QueryTiles(2, 8, 32, 2, 1, True, True), KeyTiles(2, 8, 32, 1, 1, True, True)
     ),
     (128, 2): Tiles(
-        ForwardTiles(2, 4, 16, 2, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
+        ForwardTiles(2, 8, 16, 2, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
     ),
     (256, 2): Tiles(
         ForwardTiles(1, 4, 16, 1, True), QueryTiles(1, 4, 8, 1, 1, True, False), KeyTiles(1, 4, 8, 1, 1, True, False, 2)

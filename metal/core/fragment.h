@@ -11,6 +11,7 @@ using namespace metal;
 #define INLINED inline __attribute__((always_inline))
 #define UNROLLED _Pragma("clang loop unroll(full)")
 #define ROLLED _Pragma("clang loop unroll(disable)")
+#define FEW _Pragma("clang loop unroll_count(4)")  // rounds at once, so that loads overlap
 
 template <typename T>
 using Fragment = simdgroup_matrix<T, 8, 8>;

@@ -185,12 +185,17 @@ struct Staged {
 
     // Whether all elements of the tile are finite, as a simdgroup finds out together.
     INLINED bool finite(ushort lane) const {
-      bool result = true;
-      ROLLED
-      for (int i = lane; i < ROWS * width; i += 32) {
-        result = result && is_finite(float(rows[FORMS & straight_form ? i / width * straight_stride + i % width : 0]));
+      float zero = 0;  // or NaN
+      FEW
+      for (int i = lane; i < ROWS * width / 4; i += 32) {
+        const vec<Operand, 4> x = *reinterpret_cast<threadgroup const vec<Operand, 4>*>(
+            rows + i / (width / 4) * straight_stride + i % (width / 4) * 4);
+        UNROLLED
+        for (int e = 0; e < 4; ++e) {
+          zero = fma(float(x[e]), 0.0f, zero);
+        }
       }
-      return simd_all(result);
+      return simd_all(zero == 0);
     }
   };
 
@@ -245,12 +250,17 @@ struct Direct {
     }
 
     INLINED bool finite(ushort lane) const {
-      bool result = true;
-      ROLLED
-      for (int i = lane; i < min(ROWS, tile.last + 1) * size; i += 32) {
-        result = result && is_finite(float(tile.row(i / size)[i % size]));
+      constexpr int wide = size % 4 == 0 ? 4 : 1;
+      float zero = 0;
+      FEW
+      for (int i = lane; i < min(ROWS, tile.last + 1) * (size / wide); i += 32) {
+        const vec<Storage, 4> x = tile.template load<wide>(i / (size / wide), i % (size / wide) * wide);
+        UNROLLED
+        for (int e = 0; e < wide; ++e) {
+          zero = fma(float(x[e]), 0.0f, zero);
+        }
       }
-      return simd_all(result);
+      return simd_all(zero == 0);
     }
   };
 

@@ -1,14 +1,14 @@
-"""What a compiler for GPUs makes of the kernels: `python tests/metal/compiled.py` compiles every instantiation of the tile
-tables to LLVM's intermediate representation and prints, for each kernel, what decides whether it can be fast.
+"""What a compiler for GPUs makes of the kernels: `python tests/metal/compiled.py` compiles every instantiation of the
+tile tables to LLVM's intermediate representation and prints, for each kernel, what decides whether it can be fast.
 
-The text is the one that Metal compiles, with `gpu/metal_stdlib` in place of Metal's headers: a simdgroup matrix is an opaque
-value of 64 elements there, and what threads do together is a call. Clang optimises it as it would for a GPU (`-O2`); no
-machine code is made. Counted is one round of the interior loop, whose tiles are wholly visible: every instruction of its
-blocks once, those of an inner loop as often as the products of a tile say; loops without products are left out, since they
-run only where tiles or heads change. Branches not taken are counted too, so shares are estimates from below.
+The text is the one that Metal compiles, with `gpu/metal_stdlib` in place of Metal's headers: a simdgroup matrix is an
+opaque value of 64 elements there, and what threads do together is a call. Clang optimises it as for a GPU (`-O2`); no
+machine code is made. Counted is one round of the interior loop, whose tiles are wholly visible: every instruction of
+its blocks once, those of an inner loop as often as the products of a tile say. Loops without products are left out:
+they run only where tiles or heads change. Branches not taken are counted, so shares are estimates from below.
 
-`CYCLES` are public figures for Apple's M1, in cycles of a scheduler for 32 lanes. The predicted share of the matrix unit
-counts issue only: no waiting for memory, no barriers. Not seen on Apple hardware.
+`CYCLES` are public figures for Apple's M1, in cycles of a scheduler for 32 lanes. The predicted share of the matrix
+unit counts issue only: no waiting for memory, no barriers. Not seen on Apple hardware.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ class Graph:
 
     @functools.cached_property
     def folded(self) -> frozenset[str]:
-        """Addresses that are part of the loads and stores that use them: a base and a 32-bit offset in a register, as the
-        machine's own take them (dougallj.github.io/applegpu/docs.html, device_load)."""
+        """Addresses that are part of the loads and stores that use them: a base and a 32-bit offset in a register, as
+        the machine's own take them (dougallj.github.io/applegpu/docs.html, device_load)."""
         everything = [line for body in self.lines.values() for line in body]
         narrow = {line.split(" = ")[0] for line in everything if re.search(r" = (?:zext|sext)(?: nneg)? i32 ", line)}
         uses = collections.defaultdict(list)
