@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from jax_mfa import metal, primitives, reference, sharding
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.specification import accumulation_dtype, known_lengths, specify, specify_abstract
+from jax_mfa.storage import QuantizedArray
 
 IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
 _OPEN = ("metal", "blockwise")  # what leaves the choice between the two to lowering, which knows platform and sizes
@@ -26,6 +27,10 @@ Implementation: TypeAlias = _Name | tuple[_Name, ...]
 AbstractArray: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
 _Array = TypeVar("_Array", bound=AbstractArray)
 Numbers: TypeAlias = _Array | Sequence["Numbers[_Array]"]
+
+
+# an array, or one that `jax_mfa.quantize` has made of it
+Columns: TypeAlias = ArrayLike | QuantizedArray
 
 
 class _Features(TypedDict, Generic[_Array], total=False):
@@ -158,9 +163,9 @@ def _refuse_unknown(function: str, keywords, hints: dict[str, str]) -> None:
 
 @overload
 def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Columns,
+    key: Columns,
+    value: Columns,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
@@ -170,9 +175,9 @@ def dot_product_attention(
 ) -> Array: ...
 @overload
 def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Columns,
+    key: Columns,
+    value: Columns,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
@@ -182,9 +187,9 @@ def dot_product_attention(
 ) -> tuple[Array, Array]: ...
 @overload
 def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Columns,
+    key: Columns,
+    value: Columns,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
@@ -193,9 +198,9 @@ def dot_product_attention(
     **keywords: Unpack[_Keywords[ArrayLike]],
 ) -> Array | tuple[Array, Array]: ...
 def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Columns,
+    key: Columns,
+    value: Columns,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
@@ -231,9 +236,9 @@ def dot_product_attention(
     may be missing, and more leading axes may stand in its place.
 
     Args:
-      query: `[B, T, N, H]`, float16, bfloat16, float32 or float64.
-      key: `[B, S, K, H]` of the query's dtype.
-      value: `[B, S, K, V]` of the query's dtype.
+      query: `[B, T, N, H]`, float16, bfloat16, float32 or float64; may be quantised (`jax_mfa.quantize`).
+      key: `[B, S, K, H]` of the query's dtype; may be quantised, and is then read and dequantised a tile at a time.
+      value: `[B, S, K, V]` of the query's dtype; may be quantised, also by another scheme than the key.
       bias: floating, broadcastable to `[B, N, T, S]`; added to the scaled scores, before any soft cap.
       mask: bool, broadcastable to `[B, N, T, S]`; True where a score counts.
       scale: number or traced scalar; default 1/√H.
@@ -278,9 +283,9 @@ def dot_product_attention(
 
 
 def flash_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Columns,
+    key: Columns,
+    value: Columns,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
@@ -309,9 +314,9 @@ def flash_attention(
 
 @overload
 def decode_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Columns,
+    key: Columns,
+    value: Columns,
     lengths: Numbers[ArrayLike],
     *,
     bias: ArrayLike | None = None,
@@ -322,9 +327,9 @@ def decode_attention(
 ) -> Array: ...
 @overload
 def decode_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Columns,
+    key: Columns,
+    value: Columns,
     lengths: Numbers[ArrayLike],
     *,
     bias: ArrayLike | None = None,
@@ -335,9 +340,9 @@ def decode_attention(
 ) -> tuple[Array, Array]: ...
 @overload
 def decode_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Columns,
+    key: Columns,
+    value: Columns,
     lengths: Numbers[ArrayLike],
     *,
     bias: ArrayLike | None = None,
@@ -347,9 +352,9 @@ def decode_attention(
     **keywords: Unpack[_Features[ArrayLike]],
 ) -> Array | tuple[Array, Array]: ...
 def decode_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Columns,
+    key: Columns,
+    value: Columns,
     lengths: Numbers[ArrayLike],
     *,
     bias: ArrayLike | None = None,
@@ -383,7 +388,7 @@ def decode_attention(
     if taken:
         raise ValueError(f"{sorted(taken)[0]} must not be given: decode_attention derives it from lengths")
     _refuse_unknown("decode_attention", keywords, {})
-    if np.ndim(query) < 3 or np.ndim(key) < 3:
+    if min(len(np.shape(query)), len(np.shape(key))) < 3:
         specify(query, key, value)  # says what is wrong with them
     lead = np.shape(query)[:-3]
     filled = known_lengths("lengths", lengths, np.shape(key)[-3])
@@ -404,9 +409,9 @@ def decode_attention(
 
 
 def explain(
-    query: AbstractArray,
-    key: AbstractArray,
-    value: AbstractArray,
+    query: AbstractArray | QuantizedArray,
+    key: AbstractArray | QuantizedArray,
+    value: AbstractArray | QuantizedArray,
     bias: AbstractArray | None = None,
     mask: AbstractArray | None = None,
     *,

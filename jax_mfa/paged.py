@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.api import Implementation, Numbers, attend_by_name
+from jax_mfa.api import Columns, Implementation, Numbers, attend_by_name
 from jax_mfa.specification import as_array, clipped, concrete, known_integers, known_lengths
 from jax_mfa.storage import PagedArray, QuantizedArray, dtype_of
 
@@ -29,9 +29,9 @@ MOST_ROWS = 512
 
 
 def paged_attention(
-    query: ArrayLike | QuantizedArray,
-    key_pages: ArrayLike | QuantizedArray,
-    value_pages: ArrayLike | QuantizedArray,
+    query: Columns,
+    key_pages: Columns,
+    value_pages: Columns,
     block_tables: Numbers[ArrayLike],
     context_lens: Numbers[ArrayLike],
     *,

@@ -42,10 +42,10 @@ class Problem:
         for row, used in zip(self.tables, self.used):
             row[:used] = [next(free) for _ in range(used)]
         pages = [rng.standard_normal((self.count, page, K, size)).astype(dtype) for size in (H, V)]
-        for x, row, used, length in zip([pages] * B, self.tables, self.used, self.lengths):
-            for part in x:
-                if length % page and schemes == "plain":
-                    part[row[used - 1], length % page :] = np.nan
+        for row, used, length in zip(self.tables, self.used, self.lengths):
+            if length % page and schemes == "plain":
+                for x in pages:
+                    x[row[used - 1], length % page :] = np.nan
         for unused in free:
             pages[0][unused], pages[1][unused] = np.nan, np.inf
         self.key, self.value = (
@@ -66,15 +66,15 @@ class Problem:
         laid_out = [x if isinstance(x, np.ndarray) else stored_numbers(x) for x in (self.key, self.value)]
         for b in range(B):
             at = slice(self.starts[b], self.starts[b + 1])
-            length = self.used[b] * self.page
-            tokens = [x[self.tables[b, : self.used[b]]].reshape(1, length, *x.shape[2:]) for x in laid_out]
+            tokens = [x[self.tables[b, : max(self.used[b], 1)] % self.count] for x in laid_out]
             own = {n: x[b] if getattr(x, "ndim", 0) == 2 else x for n, x in features.items()}
             own.setdefault("is_causal", True)
             yield (
                 at,
                 oracle.attention(
                     self.query[None, at],
-                    *(x[:, : self.lengths[b]] for x in tokens),
+                    *(np.nan_to_num(x).reshape(1, -1, *x.shape[2:]) for x in tokens),
+                    key_value_seq_lengths=self.lengths[b],
                     query_offset=int(self.lengths[b] - self.rows[b]),
                     d_out=None if d_out is None else d_out[None, at],
                     **own,
@@ -317,9 +317,7 @@ abstract = jax.ShapeDtypeStruct
 integers = lambda *shape: abstract(shape, jnp.int32)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "rows", "ragged"), [(None, 1, False), ("int8", 600, False), (Scheme("int4", True, center=16), 900, True)]
-)
+@pytest.mark.parametrize(("scheme", "rows", "ragged"), [(None, 1, False), (Scheme("int4", True, center=16), 900, True)])
 def test_temporary_memory_is_that_of_tables_not_of_contexts(scheme, rows, ragged):
     page, size, batch = 16, 64, 4
 
@@ -330,7 +328,7 @@ def test_temporary_memory_is_that_of_tables_not_of_contexts(scheme, rows, ragged
         run = functools.partial(paged_attention, implementation="blockwise")
         of_ragged = lambda *x: run(*x[:-1], query_start_locs=x[-1])
         arguments = query, pages, pages, integers(batch, width), integers(batch), *([integers(batch + 1)] * ragged)
-        compiled = jax.jit(of_ragged if ragged else run).lower(*arguments).compile()
+        compiled = quick_jit(of_ragged if ragged else run).lower(*arguments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     small, large = temporary(512), temporary(2048)

@@ -129,8 +129,11 @@ def test_a_common_prefix_is_found_shared_and_copied_when_written():
 # --- on the device
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("schemes", [(None, None), (Scheme("int8"), Scheme("int4", True, channels=2))], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "schemes"),
+    [("bfloat16", (None, None)), ("float32", (Scheme("int8"), Scheme("int4", True, channels=2)))],
+    ids=["plain", "quantised"],
+)
 def test_what_was_appended_is_attended_to(schemes, dtype):
     rng = np.random.default_rng(0)
     cache = PagedKVCache.create(16, PAGE, K, H, V, dtype=dtype, key_scheme=schemes[0], value_scheme=schemes[1])

@@ -47,16 +47,15 @@ def stored_numbers(x: QuantizedArray):
 @functools.cache
 def errors(scheme: simulation.Simulated):
     """Of the package, for each distribution: round trip of the keys, and the output."""
-    q, k, v = (np.stack(x)[:, :, None] for x in zip(*(simulation.numbers(x) for x in simulation.DISTRIBUTIONS)))
+    run = quick_jit(lambda x: quantize(x, Scheme(**dataclasses.asdict(scheme))).dequantize())
 
-    @quick_jit
-    def run(q, k, v):
-        keys, values = (quantize(x, Scheme(**dataclasses.asdict(scheme))) for x in (k, v))
-        return keys.dequantize(), jax_mfa.dot_product_attention(q, keys, values, implementation="blockwise")
+    def of(distribution):
+        q, k, v = simulation.numbers(distribution)
+        key, value = np.asarray(run(np.stack([k, v])[:, :, None].astype(np.float32)))[:, :, 0]
+        out, wanted = simulation.attention(q, key, value), simulation.attention(q, k, v)
+        return simulation.error(key, k), simulation.error(out, wanted)
 
-    keys, out = run(*(x.astype(np.float32) for x in (q, k, v)))
-    wanted = [simulation.attention(*(x[i, :, 0] for x in (q, k, v))) for i in range(len(q))]
-    return [(simulation.error(keys[i], k[i]), simulation.error(out[i, :, 0], w)) for i, w in enumerate(wanted)]
+    return [of(x) for x in simulation.DISTRIBUTIONS]
 
 
 @pytest.mark.parametrize("scheme", simulation.SCHEMES, ids=lambda x: x.label)
@@ -69,6 +68,19 @@ def test_the_error_of_groups_of_32_is_what_theory_says():
     # √12 levels of the range of 32 normal numbers, whose ends are exact
     for kind, round_trip in (("int8", 0.0046), ("int4", 0.078)):
         np.testing.assert_allclose(errors(simulation.Simulated(kind))[0][0], round_trip, rtol=0.02)
+
+
+def test_the_error_of_the_output_is_that_of_the_numbers_and_of_nothing_else():
+    scheme, numbers = simulation.Simulated("int4"), simulation.numbers("gaussian")
+    q, k, v = (x[None, :, None].astype(np.float32) for x in numbers)
+
+    @jax.jit
+    def run(q, k, v):
+        keys, values = (quantize(x, Scheme(**dataclasses.asdict(scheme))) for x in (k, v))
+        return jax_mfa.dot_product_attention(q, keys, values, implementation="blockwise")
+
+    found = simulation.error(np.asarray(run(q, k, v))[0, :, 0], simulation.attention(*numbers))
+    np.testing.assert_allclose(found, errors(scheme)[0][1], rtol=1e-3)
 
 
 def test_centring_and_finer_groups_help_where_they_do():
