@@ -42,7 +42,7 @@ _TOKEN_AXIS = {
     **dict.fromkeys(("bias", "mask", "block_mask"), 2),
     **dict.fromkeys(("key", "value", "key_segment_ids"), 1),
 }
-_OF_KEYS = ("key", "value", "key_segment_ids")
+_OF_COLUMNS = ("key", "value", "key_segment_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Problem:
         return name in _HEAD_AXIS and self.shapes[name][_HEAD_AXIS[name]] > 1
 
     def has_tokens(self, name: str) -> bool:
-        return name in _TOKEN_AXIS and (self.shapes[name][_TOKEN_AXIS[name]] > 1 or name in _OF_KEYS)
+        return name in _TOKEN_AXIS and (self.shapes[name][_TOKEN_AXIS[name]] > 1 or name in _OF_COLUMNS)
 
     def batch_splits(self, parts: int) -> bool:
         def fits(name):
@@ -87,6 +87,8 @@ class _Problem:
         return self.has_heads("query") and all(n % parts == 0 for n in heads)
 
     def length_splits(self, parts: int) -> bool:
+        if any(is_part(name) for name in self.shapes) or pool_fields(self.shapes):
+            return False  # what is stored otherwise does not travel
         t, s = self.shapes["query"][1], self.shapes["key"][1]
         rows, columns = self.spec.mask_block or (1, 1)
         return parts > 1 and t % (parts * rows) == 0 and s % (parts * columns) == 0 and min(t, s) > 0
@@ -120,7 +122,7 @@ class _Problem:
             if self.has_rows(name) and self.shapes[name][0] == self.batch:
                 found[0] = "b"
             if parts > 1 and self.has_tokens(name) and name != "block_mask":
-                size, letter = tokens[name in _OF_KEYS]
+                size, letter = tokens[name in _OF_COLUMNS]
                 found[_TOKEN_AXIS[name]] = f"(p {letter})" if size > 1 else "p"
             if self.has_heads(name):
                 found[_HEAD_AXIS[name]] = "k" if name in _OF_KEYS or k == n else "(k g)" if grouped else "g"

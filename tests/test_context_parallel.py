@@ -219,7 +219,9 @@ def test_nothing_is_gathered_and_memory_is_a_share():
     totals = {}
     for devices in (2, 8):
         n = 2**18
-        _, run, x = traced(devices, True, per_device=n // devices, H=64, is_causal=True, ordered="zigzag")
+        _, run, x = traced(
+            devices, True, per_device=n // devices, H=64, is_causal=True, ordered="zigzag", implementation="blockwise"
+        )
         program = quick_jit(run).lower(*x).compile()
         assert not re.search(r"all-gather|all-to-all", program.as_text())
         memory = program.memory_analysis()
@@ -661,3 +663,19 @@ def test_modules_and_attention_fn_take_an_axis_for_the_sequence():
         close(run(plain), run(None))
         with pytest.raises(NotImplementedError, match=r"sequence_axis=.*broadcast_dropout"):
             room.attention_fn(query, key, value, sequence_axis=plain, dropout_rate=0.5, dropout_rng=jax.random.key(0))
+
+
+def test_quantised_arrays_do_not_travel():
+    query, key, value = qkv(B=1, T=8, S=8, N=4, K=4, H=32)
+    stored = jax_mfa.quantize(key, jax_mfa.Scheme("int8"))
+    place = {"mesh": mesh_of(4), "axis_name": "ring"}
+    calls = {
+        "ring_attention": lambda: jax_mfa.ring_attention(query, stored, value, **place),
+        "ulysses_attention": lambda: jax_mfa.ulysses_attention(query, key, stored, **place),
+        "context_parallel_attention": lambda: jax_mfa.context_parallel_attention(query, stored, stored, **place),
+        "explain_context_parallel": lambda: jax_mfa.explain_context_parallel(query, stored, value, devices=4),
+        "sharded_decode_attention": lambda: jax_mfa.sharded_decode_attention(query[:, :1], stored, stored, 8, **place),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"{name} takes no QuantizedArray, got one as (key|value)"):
+            call()

@@ -27,6 +27,7 @@ from jax_mfa.context_parallel.costs import Machine, Problem
 from jax_mfa.context_parallel.order import Order
 from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.specification import Operands, concrete, known_integers, specify, specify_abstract
+from jax_mfa.storage import QuantizedArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +276,7 @@ def explain_context_parallel(
     checks.integer("devices", devices, least=1)
     if heads_devices is not None and devices % checks.integer("heads_devices", heads_devices, least=1):
         raise ValueError(f"heads_devices must divide devices = {devices}, got {heads_devices}")
+    refuse_quantised("explain_context_parallel", query=query, key=key, value=value)
     spec, o = specify_abstract(query=query, key=key, value=value, bias=bias, mask=mask, **keywords)
     return choose(_problem(spec, o), devices, order, machine or Machine(), heads_devices)
 
@@ -286,9 +288,17 @@ def _problem(spec, o: Operands, parts: int = 1) -> Problem:
     return Problem(batch, parts * t, parts * s, n, k, h, v, o.query.dtype.itemsize, spec)
 
 
+def refuse_quantised(function: str, **arguments) -> None:
+    """Raises `NotImplementedError` for a query, key or value that is a `QuantizedArray`: plain arrays alone travel."""
+    for name, x in arguments.items():
+        if isinstance(x, QuantizedArray):
+            raise NotImplementedError(f"{function} takes no QuantizedArray, got one as {name}: pass an array")
+
+
 def _chosen(axis, mesh, order: str, machine, head_axis, batch_axis, arguments: dict) -> Choice:
     """The form for what a device holds, or without a mesh for whole arrays."""
     given = {name: x for name, x in arguments.items() if x is not None}
+    refuse_quantised("context_parallel_attention", **arguments)
     if mesh is None:
         devices = meshes.axis_size(axis, "axis_name")
         return choose(_problem(*specify(**given, parts=devices), parts=devices), devices, order, machine or Machine())
@@ -309,6 +319,7 @@ def _chosen(axis, mesh, order: str, machine, head_axis, batch_axis, arguments: d
 def _call(layout: _Layout, arguments: dict, mesh, positions, implementation, return_residual: bool):
     api._refuse_unknown(layout.function, {k: x for k, x in arguments.items() if k not in _ARRAYS}, {})
     api.names_of(implementation)  # what is no name is said first
+    refuse_quantised(layout.function, **arguments)
     if mesh is None:
         out, lse = _of_own_share(layout, arguments, positions, implementation)
     else:

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import api, cache, meshes, primitives
 from jax_mfa.api import Implementation, Numbers
+from jax_mfa.context_parallel.api import refuse_quantised
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.specification import accumulation_dtype, known_lengths, specify
 
@@ -59,6 +60,7 @@ def sharded_decode_attention(
             raise TypeError(
                 f"sharded_decode_attention() got an unexpected keyword argument {name!r}: it takes {_TAKEN}"
             )
+    refuse_quantised("sharded_decode_attention", query=query, key=key, value=value)
     if min(np.ndim(query), np.ndim(key), np.ndim(value)) < 3:
         specify(query, key, value)  # says what is wrong with them
     columns = np.shape(key)[-3]
