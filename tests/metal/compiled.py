@@ -92,12 +92,12 @@ def text_of(plan: Plan, dispatch: Dispatch) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def representation(text: str, target: str = TARGETS[0]) -> str:
-    """LLVM's intermediate representation of a program, optimised."""
+def representation(text: str, target: str = TARGETS[0], *more: str) -> str:
+    """LLVM's intermediate representation of a program, optimised; `more` are flags."""
     with tempfile.TemporaryDirectory() as work:
         source, out = pathlib.Path(work, "program.cc"), pathlib.Path(work, "program.ll")
         source.write_text(text, encoding="utf-8")
-        flags = ["-x", "c++", "-std=c++17", "-O2", "-ffp-contract=on", "-nostdinc", "-Wno-everything", f"-I{HEADERS}"]
+        flags = ["-x", "c++", "-std=c++17", "-O2", "-ffp-contract=on", "-nostdinc", "-Wno-everything", f"-I{HEADERS}", *more]
         command = [build.zig(), "clang", f"--target={target}", *flags, "-S", "-emit-llvm", str(source), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

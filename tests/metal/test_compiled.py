@@ -44,3 +44,10 @@ def test_a_rolled_loop_over_fragments_is_noticed():
     assert text.count(f"  UNROLLED\n{loop}") == 1
     graph = compiled.Graph.of(compiled.representation(text.replace(f"  UNROLLED\n{loop}", f"  ROLLED\n{loop}")))
     assert any(" = alloca " in line for body in graph.lines.values() for line in body)
+
+
+@pytest.mark.parametrize("variant", tiles.VARIANTS)
+def test_a_compiler_without_address_spaces_takes_the_text(variant):
+    """Other GPUs' compilers do, with headers of their own: no two functions differ by an address space alone."""
+    for plan, dispatch in compiled.kernels_of(variant, 64):
+        assert " = alloca " not in compiled.representation(compiled.text_of(plan, dispatch), "spir64", "-DGPU_FLAT")
