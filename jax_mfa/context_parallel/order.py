@@ -75,7 +75,7 @@ def _taken(x, devices: int, axis: int, inverse: bool):
         raise ValueError(f"axis must be one of x, whose shape is {list(x.shape)}, got {axis}")
     places = zigzag_permutation(x.shape[axis], devices)
     places = np.argsort(places) if inverse else places
-    return x.take(places, axis=axis)
+    return x.take(places.astype(np.int32), axis=axis)
 
 
 def positions_of(order: str, devices: int, device, length: int):
