@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 
 from jax_mfa import api, cache, meshes, primitives
 from jax_mfa.api import Implementation, Numbers
-from jax_mfa.context_parallel.api import refuse_quantised
 from jax_mfa.context_parallel import ring as rings
+from jax_mfa.context_parallel.api import refuse_quantised
 from jax_mfa.specification import accumulation_dtype, known_lengths, specify
 
 
