@@ -97,7 +97,17 @@ def representation(text: str, target: str = TARGETS[0], *more: str) -> str:
     with tempfile.TemporaryDirectory() as work:
         source, out = pathlib.Path(work, "program.cc"), pathlib.Path(work, "program.ll")
         source.write_text(text, encoding="utf-8")
-        flags = ["-x", "c++", "-std=c++17", "-O2", "-ffp-contract=on", "-nostdinc", "-Wno-everything", f"-I{HEADERS}", *more]
+        flags = [
+            "-x",
+            "c++",
+            "-std=c++17",
+            "-O2",
+            "-ffp-contract=on",
+            "-nostdinc",
+            "-Wno-everything",
+            f"-I{HEADERS}",
+            *more,
+        ]
         command = [build.zig(), "clang", f"--target={target}", *flags, "-S", "-emit-llvm", str(source), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
