@@ -143,6 +143,7 @@ template <
     ushort lane_index [[thread_index_in_simdgroup]]) {
   constexpr int H = KeySource::size;
   constexpr int V = ValueSource::size;
+  static_assert(KEYS / 8 % COLUMNS == 0, "parts of a tile are alike");
   constexpr int rows_of_group = SIMDGROUPS * BLOCKS * 8;
   constexpr int h_fragments = slice_fragments(H, SLICES);
   using Tiles = KeyValueTilesOfQueries<KeySource, ValueSource, T, KEYS, SIMDGROUPS * 32, (BUFFERS > 0)>;
@@ -555,6 +556,7 @@ template <
     ushort lane_index [[thread_index_in_simdgroup]]) {
   constexpr int H = KeySource::size;
   constexpr int V = ValueSource::size;
+  static_assert(QUERIES / 8 % COLUMNS == 0, "parts of a tile are alike");
   constexpr int keys_of_group = SIMDGROUPS * BLOCKS * 8;
   constexpr int parts = SLICES > 1 ? SLICES / 2 : 1;
   constexpr int h_fragments = slice_fragments(H, parts);

@@ -74,8 +74,8 @@ INLINED void accumulate(
   for (int c = 0; c < COLUMNS; ++c) {
     UNROLLED
     for (int i = 0; i < COUNT; ++i) {
-      // the last slice may be narrower
-      if (WIDTH % COUNT == 0 || from + i < WIDTH) {
+      // the last slice may be narrower, unless all are alike
+      if ((COUNT < WIDTH && WIDTH % COUNT == 0) || from + i < WIDTH) {
         const auto operand = tile.straight(c, from + i);
         UNROLLED
         for (int block = 0; block < BLOCKS; ++block) {
@@ -99,7 +99,7 @@ INLINED void accumulate_present(
   for (int c = 0; c < COLUMNS; ++c) {
     ROLLED
     for (int i = 0; i < COUNT; ++i) {
-      if (WIDTH % COUNT == 0 || from + i < WIDTH) {
+      if ((COUNT < WIDTH && WIDTH % COUNT == 0) || from + i < WIDTH) {
         const auto operand = tile.straight(c, from + i);
         const float left = float(operand.thread_elements()[0]);
         const float right = float(operand.thread_elements()[1]);

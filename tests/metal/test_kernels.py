@@ -71,14 +71,14 @@ SETTINGS = [
     tiles.Tiles(
         tiles.ForwardTiles(blocks, simdgroups, keys, buffers, cached, slices),
         tiles.QueryTiles(blocks, simdgroups, keys, columns, buffers, cached, not cached, slices),
-        tiles.KeyTiles(blocks, simdgroups, queries, columns, buffers, not cached, cached, key_slices),
+        tiles.KeyTiles(blocks, simdgroups, queries, columns, min(buffers, 1), not cached, cached, key_slices),
     )
     for blocks, simdgroups, keys, buffers, cached, columns, queries, slices, key_slices in [
         (1, 1, 8, 1, False, 1, 8, 1, 2),
-        (2, 2, 16, 2, False, 2, 16, 1, 1),
-        (1, 4, 32, 2, True, 4, 32, 2, 4),
-        (1, 2, 32, 0, False, 1, 24, 1, 2),
-        (4, 1, 24, 1, True, 3, 24, 1, 1),
+        (2, 2, 8, 2, False, 1, 8, 1, 1),
+        (1, 4, 16, 1, True, 2, 16, 2, 4),
+        (1, 2, 32, 0, False, 2, 32, 1, 2),
+        (4, 1, 16, 1, True, 2, 16, 1, 1),
     ]
 ]
 
