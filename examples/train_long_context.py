@@ -261,10 +261,10 @@ class Checkpoints:
 
 
 class Watch:
-    """Ends this process with an error when a step has taken too long: another process then is gone, or hangs."""
+    """Ends this process with an error when something has taken too long: another process then is gone, or hangs."""
 
-    def __init__(self, seconds: float):
-        self.seconds, self.doing, self.since = seconds, "", math.inf
+    def __init__(self, number: int, seconds: float):
+        self.number, self.seconds, self.doing, self.since = number, seconds, "", math.inf
         threading.Thread(target=self.look, daemon=True).start()
 
     def begins(self, doing: str) -> None:
@@ -277,17 +277,14 @@ class Watch:
         while True:
             time.sleep(min(self.seconds / 4, 1))
             if time.monotonic() - self.since > self.seconds:
-                leave(f"no answer from the other processes for {self.seconds:g} s while {self.doing}")
+                self.leave(f"no answer from the other processes for {self.seconds:g} s while {self.doing}")
 
-
-def leave(what: str) -> None:
-    """Ends the process at once: within JAX a thread may wait for ever for one that is gone."""
-    print(
-        f"error: process {jax.process_index()}: {what}. Start the same command again to go on",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(DIED)
+    def leave(self, what: str) -> None:
+        """Ends the process at once: within JAX a thread may wait for ever for one that is gone."""
+        print(
+            f"error: process {self.number}: {what}. Start the same command again to go on", file=sys.stderr, flush=True
+        )
+        os._exit(DIED)
 
 
 def plot_losses(path: Path, losses: Sequence[float], title: str) -> None:
@@ -304,7 +301,7 @@ def plot_losses(path: Path, losses: Sequence[float], title: str) -> None:
     plt.close(figure)
 
 
-def train(options: argparse.Namespace, settings: Settings) -> None:
+def train(options: argparse.Namespace, settings: Settings, watch: Watch) -> None:
     """One process of the run; `ValueError` carries a message for the user."""
     devices = jax.device_count()
     settings.check(devices)
@@ -312,15 +309,12 @@ def train(options: argparse.Namespace, settings: Settings) -> None:
     first = jax.process_index() == 0
     say = functools.partial(print, flush=True) if first else lambda *_: None
     trainer = Trainer(settings, read_text(settings.text))
-    watch = Watch(options.timeout)
+    watch.begins("reading checkpoints and compiling")
     folder = options.out / "checkpoints"
     checkpoints = Checkpoints(folder, settings)
     step, state, losses = checkpoints.latest(trainer.start())
     say(f"mesh        data {settings.data} × sequence {trainer.ring}, {jax.process_count()} process(es)")
     say(f"memory      {arithmetic}")
-    watch_from = options.start_timeout  # the first step compiles
-    watch.seconds = watch_from
-    watch.begins("compiling")
     program = trainer.update.lower(state, *trainer.batch(step)).compile()
     found = program.memory_analysis()
     taken = found.argument_size_in_bytes + found.temp_size_in_bytes
@@ -342,7 +336,7 @@ def train(options: argparse.Namespace, settings: Settings) -> None:
                     checkpoints.save(step, state, losses)
                 watch.ends()
     except (RuntimeError, ValueError, OSError) as error:  # what gloo and orbax say of a process that is gone
-        leave(f"another process is gone, or the run failed, after step {step}: {str(error).splitlines()[0]}")
+        watch.leave(f"another process is gone, or the run failed, after step {step}: {str(error).splitlines()[0]}")
     if first:
         plot_losses(options.out / "loss.png", losses, f"{settings.context:,} tokens over {devices} devices")
     say(f"loss        {losses[0]:.6f} at first, {losses[-1]:.6f} at last, in {options.out / 'loss.png'}")
@@ -446,12 +440,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             refuse_what_does_not_fit(settings, options.processes, options.budget)
             own = [x for x in argv if x != "--overwrite"]
             sys.exit(launch(without(own, "--processes"), options.processes))
+        watch = Watch(options.host_id, options.start_timeout)
         if options.hosts > 1:
+            watch.begins("connecting")
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            # JAX ends a process without a word to the user when it gives up: the watch comes first
+            patience = int(options.start_timeout) + 60
             jax.distributed.initialize(
-                options.coordinator, options.hosts, options.host_id, initialization_timeout=int(options.start_timeout)
+                options.coordinator, options.hosts, options.host_id, initialization_timeout=patience
             )
-        train(options, settings)
+        train(options, settings, watch)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except RuntimeError as error:  # of jax.distributed
