@@ -24,6 +24,7 @@ from jax.typing import ArrayLike
 from jax_mfa import checks
 from jax_mfa.api import Implementation, Numbers, dot_product_attention
 from jax_mfa.specification import MAX_POSITION, clipped, concrete, known_lengths
+from jax_mfa.storage import as_bits, from_bits
 
 __all__ = ["append", "attend"]
 
@@ -40,7 +41,8 @@ def append(
 ) -> tuple[Array, Array, Array]:
     """Writes each batch row's new tokens behind those that its cache holds, for `jax_mfa.decode_attention`.
 
-    Costs O(T), whatever S, where the caches are donated to `jit`. Tokens that a plain cache has no column for are
+    Costs O(T), whatever S, where the caches are donated to `jit` (but XLA's CPU backend copies caches of bfloat16; those
+    of float16 and float32, and pages of a `PagedKVCache`, it does not). Tokens that a plain cache has no column for are
     dropped, yet counted: a returned length above S says so (and is refused where it is known). A ring drops its oldest.
 
     Args:
@@ -74,7 +76,9 @@ def _append(key_cache, value_cache, key, value, start, count, ring: bool) -> tup
         if ring:
             column, counts = column % columns, counts & (tokens >= count - columns)
         # there is no column `columns`: what goes there is dropped, as is what lies beyond
-        return cache.at[jnp.where(counts, column, columns)].set(new.astype(cache.dtype), mode="drop")
+        at = jnp.where(counts, column, columns)
+        # as bits: XLA's CPU backend would convert a whole cache of bfloat16 to float32 and back
+        return from_bits(as_bits(cache).at[at].set(as_bits(new.astype(cache.dtype)), mode="drop"))
 
     for _ in start.shape:
         write = jax.vmap(write)
