@@ -41,9 +41,9 @@ def append(
 ) -> tuple[Array, Array, Array]:
     """Writes each batch row's new tokens behind those that its cache holds, for `jax_mfa.decode_attention`.
 
-    Costs O(T), whatever S, where the caches are donated to `jit`; but XLA's CPU backend copies caches of bfloat16, which it
-    does not with the pages of a `PagedKVCache`. Tokens that a plain cache has no column for are dropped, yet counted: a
-    returned length above S says so (and is refused where it is known). A ring drops its oldest.
+    Costs O(T), whatever S, where the caches are donated to `jit`; but XLA's CPU backend copies caches of bfloat16,
+    which it does not with the pages of a `PagedKVCache`. Tokens that a plain cache has no column for are dropped, yet
+    counted: a returned length above S says so (and is refused where it is known). A ring drops its oldest.
 
     Args:
       key_cache: `[B, S, K, H]`, floating.
