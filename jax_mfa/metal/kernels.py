@@ -61,7 +61,7 @@ BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 UNUSED = b"\0" * 4  # bound where a launch lacks an operand
 PORTABLE_COST = 16  # multiply-accumulates of the matrix unit in the time of one without it: a guess, rather too high
 
-# `struct Parameters` of metal/parameters.h: names and struct codes in order
+# `struct Parameters` of metal/attention/operands.h: names and struct codes in order
 PARAMETERS = (
     *((name, "i") for name in ("queries", "keys", "heads", "key_heads", "batch", "limits_stride", "numbers_stride")),
     *((f"{x}.{part}", "i") for x in ("key", "value") for part in ("rows", "repeat")),
