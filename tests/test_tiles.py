@@ -6,10 +6,10 @@ The only tests that reach into `blockwise`: its tile sizes are module constants.
 import jax
 import numpy as np
 import pytest
-from attention_cases import CASES, Case
+from attention_cases import BY_NAME, CASES, Case
 from harness import BY_NAME_OF_IMPLEMENTATION, check_case, cotangents, evaluate
 
-from jax_mfa.blockwise import tiling
+from jax_mfa.blockwise import step, tiling
 
 BLOCKWISE = BY_NAME_OF_IMPLEMENTATION["blockwise"]
 
@@ -32,10 +32,38 @@ def tiles(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# one case at least of what asks for the place of a row or column, or changes what is kept from tile to tile
+TOLD_BY_PLACE = (
+    "bert_padding_mask",
+    "block_sparse",
+    "bloom",
+    "decode",
+    "everything",
+    "gemma2",
+    "gpt_oss",
+    "mla_wide_keys",
+    "negative_offset",
+    "packed_documents",
+    "ranges",
+    "swin_shifted_window",
+    "t5_relative_bias",
+    "window_left_only",
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, id=x.name, marks=() if x.name in TOLD_BY_PLACE else pytest.mark.sweep) for x in CASES],
+)
 def test_many_tiles_give_the_same_answer(tiles, case):
     tiles(4, 5, 4 * 5)
     check_case(BLOCKWISE, case)
+
+
+def test_turns_that_are_too_many_for_a_list_give_the_same_answer(tiles, monkeypatch):
+    monkeypatch.setattr(step, "LISTED_TURNS", 0)
+    tiles(4, 5, 4 * 5)
+    check_case(BLOCKWISE, BY_NAME["mistral_window"])
 
 
 RAGGED = Case(
