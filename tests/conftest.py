@@ -63,10 +63,23 @@ NOT_QUICK = (
 )
 
 
+# where the definition is held to the oracle and to stock; elsewhere it is jnp like any other, and runs in sweeps
+FILES_OF_THE_DEFINITION = (
+    "test_contract.py",
+    "test_jax_parity.py",
+    "test_paged.py",
+    "test_quantized_attention.py",
+    "test_transformations.py",
+    "test_zero_sizes.py",
+)
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         implementation = getattr(params.get("implementation"), "name", "")
+        if implementation == "reference" and item.path.name not in FILES_OF_THE_DEFINITION:
+            item.add_marker("sweep")
         quick = item.path.name in QUICK_FILES and item.originalname not in NOT_QUICK
         if quick and implementation in ("", "blockwise"):
             item.add_marker("quick")
