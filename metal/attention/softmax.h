@@ -33,7 +33,8 @@ struct FinishedRow {
   // the row sees nothing, NaN where its softmax is not defined. The sum alone has not the digits of scores that are huge all, nor
   // has their log-sum-exp. Of scores that are NaN the largest is too: further columns, on other devices, leave it so.
   INLINED void store(device float* row_maxima, device float* row_totals, ulong at) const {
-    row_maxima[at] = row_sum != row_sum ? NAN : (!empty && is_finite(row_max) ? row_max : 0.0f);
+    const float undefined_or_finite = row_sum != row_sum ? NAN : (is_finite(row_max) ? row_max : 0.0f);
+    row_maxima[at] = empty ? 0.0f : undefined_or_finite;
     row_totals[at] = empty ? 0.0f : (row_sum == 0 ? NAN : row_sum);
   }
 };
