@@ -72,7 +72,8 @@ def _append(key_cache, value_cache, key, value, start, count, ring: bool) -> tup
     columns, tokens = key_cache.shape[-3], jnp.arange(key.shape[-3], dtype=jnp.int32)
 
     def write(cache, new, start, count):  # of one batch row
-        column, counts = start + tokens, tokens < count
+        column = start + tokens
+        counts = (tokens < count) & (column >= 0)  # what stands before belongs to another device
         if ring:
             column, counts = column % columns, counts & (tokens >= count - columns)
         # there is no column `columns`: what goes there is dropped, as is what lies beyond

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import Operands, Specification
+from jax_mfa.specification import Operands, Specification, counted_from
 from jax_mfa.storage import is_part, pool_fields
 
 # the axis of heads, where an array has one; batch rows are always the first
@@ -161,7 +161,7 @@ class _Division:
             return arrays
         own = dict(zip(names, arrays))
         first = lax.axis_index(self.heads) * own["query"].shape[_HEAD_AXIS["query"]]
-        own["dropout"] = own["dropout"].at[:, 3].add(first.astype(own["dropout"].dtype))
+        own["dropout"] = counted_from(own["dropout"], head=first)
         return tuple(own.values())
 
     def shared(self, name: str) -> tuple[str, ...]:

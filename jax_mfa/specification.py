@@ -133,6 +133,14 @@ def accumulation_dtype(dtype) -> Any:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
+def counted_from(dropout, **places):
+    """The operand `dropout` of a part of a problem, whose batch rows, heads, rows or columns begin at these places."""
+    for name, place in places.items():
+        word = 2 + ("batch", "head", "row", "column").index(name)
+        dropout = dropout.at[:, word].add(jnp.asarray(place).astype(dropout.dtype))
+    return dropout
+
+
 def row_index(b, repeat: int, rows: int):
     """The operand row that batch row `b` reads."""
     return (b // repeat) % rows

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mfa.blockwise.step import Step, as_numbers, as_words
+from jax_mfa.blockwise.step import Step, as_numbers, as_words, slice_axis
 from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import Stored, field_of, spread, stored
 
@@ -32,10 +32,10 @@ class Columns(Stored):
         start, count, per = w.column_start(j), w.p.tiles.columns, self.tokens_of(part)
         words = as_words(x, j)
         if per == 1:
-            words = _slice(words, start, count, 1)
+            words = slice_axis(words, start, count, 1)
         elif x.shape[1] > 1:
             words = jnp.take(words, (start + jnp.arange(count, dtype=jnp.int32)) // np.int32(per), axis=1, mode="clip")
-        words = _slice(words, w.head0, w.p.tiles.key_heads, 2)
+        words = slice_axis(words, w.head0, w.p.tiles.key_heads, 2)
         return as_numbers(w.rows(field_of(self.name, part), words), x.dtype)
 
     def _of_pages(self, w: Step, part: str, x, j):
@@ -56,8 +56,3 @@ class Columns(Stored):
             found = spread(found, per, page, 2)
             found = jnp.broadcast_to(found, (*found.shape[:2], page, taken * size))
         return as_numbers(found.reshape(found.shape[0], c.columns, taken, size), x.dtype)
-
-
-def _slice(x, start, size: int, axis: int):
-    """`size` elements along `axis` from `start`; an axis of size 1 broadcasts and is kept."""
-    return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)

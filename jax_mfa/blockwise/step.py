@@ -87,7 +87,7 @@ def add(x, part, *start):
     return put(x, _cut(x, part.shape, *start) + part, *start)
 
 
-def _slice(x, start, size: int, axis: int):
+def slice_axis(x, start, size: int, axis: int):
     """`size` elements along `axis` from `start`; an axis of size 1 broadcasts and is kept."""
     if x.shape[axis] == 1:
         return x
@@ -129,8 +129,8 @@ def _sums_of_others(products, see):
         def add_terms(k, sums, mine=mine):
             for i in mine:
                 left, right, weights = products[i]
-                both = left, right = _slice(left, k, 1, 3), _slice(right, k, 1, 2)
-                counts = _slice(see, k, 1, 2 if weights else 3) & ~jnp.isfinite(both[1 - weights])
+                both = left, right = slice_axis(left, k, 1, 3), slice_axis(right, k, 1, 2)
+                counts = slice_axis(see, k, 1, 2 if weights else 3) & ~jnp.isfinite(both[1 - weights])
                 sums[i] = sums[i] + jnp.where(counts, left * right, 0)
             return sums
 
@@ -245,7 +245,7 @@ class Problem:
         def place(index):  # in numbers without a sign: quotients of others are long programs
             step, rest = _divmod(index, each)
             row = (ends <= rest).sum(dtype=jnp.uint32)
-            i, j = _divmod(row, self.row_tiles)[1], rest + _slice(shift, row, 1, 0)[0]
+            i, j = _divmod(row, self.row_tiles)[1], rest + slice_axis(shift, row, 1, 0)[0]
             if lists == 1:
                 batch_step, head_step = _divmod(step, self.head_steps)
             else:
@@ -270,7 +270,7 @@ class Problem:
         def turn(index, carry):
             # what is the same in every turn is no array
             place = (
-                int(x[0]) if (x == x[0]).all() else _slice(jnp.asarray(x, jnp.int32), index, 1, 0)[0] for x in lists
+                int(x[0]) if (x == x[0]).all() else slice_axis(jnp.asarray(x, jnp.int32), index, 1, 0)[0] for x in lists
             )
             batch_step, head_step, i, j = place
             return body(Step(self, batch_step, head_step), i, j, carry)
@@ -337,14 +337,14 @@ class Step:
         if rows == 1 or (rows == size == self.p.batch and repeat == 1):
             return x
         if size == 1:
-            return _slice(x, row_index(self.row0, repeat, rows), 1, 0)
+            return slice_axis(x, row_index(self.row0, repeat, rows), 1, 0)
         return x[row_index(self.row0 + jnp.arange(size), repeat, rows)]
 
     def per_head(self, name: str, x):
         """`[rows, N]` as `[R|1, E, G, 1, 1]`."""
         x = self.rows(name, x).astype(self.p.acc)
         x = x.reshape(x.shape[0], self.p.k, self.p.g, 1, 1)
-        return _slice(x, self.head0, self.p.tiles.key_heads, 1)
+        return slice_axis(x, self.head0, self.p.tiles.key_heads, 1)
 
     def scores_like(self, name: str, x):
         """`[rows, 1|N, 1|T, 1|S]` as `[R|1, 1|E, 1|G, 1|T, 1|S]`; None as None."""
@@ -352,7 +352,7 @@ class Step:
             return None
         x = self.rows(name, x)
         heads = (1, 1) if x.shape[1] == 1 else (self.p.k, self.p.g)
-        return _slice(x.reshape(x.shape[0], *heads, *x.shape[2:]), self.head0, self.p.tiles.key_heads, 1)
+        return slice_axis(x.reshape(x.shape[0], *heads, *x.shape[2:]), self.head0, self.p.tiles.key_heads, 1)
 
     def rows_of(self, x, i):
         """The rows of tile `i` of `[B, K, G, T, ...]`: `[R, E, M, ...]`."""
@@ -388,9 +388,11 @@ class Step:
             columns = x.tile(self, j)
             return columns if self.p.heads_in_one else jnp.moveaxis(columns, 2, 1)
         if not self.p.met_once:
-            return self.rows(name, _slice(_slice(x, self.column_start(j), c.columns, 2), self.head0, c.key_heads, 1))
-        words = _slice(as_words(x, j), self.column_start(j), c.columns, 1)
-        words = self.rows(name, _slice(words, self.head0, c.key_heads, 2))
+            return self.rows(
+                name, slice_axis(slice_axis(x, self.column_start(j), c.columns, 2), self.head0, c.key_heads, 1)
+            )
+        words = slice_axis(as_words(x, j), self.column_start(j), c.columns, 1)
+        words = self.rows(name, slice_axis(words, self.head0, c.key_heads, 2))
         columns = as_numbers(words, x.dtype).astype(self.p.acc)
         return columns if self.p.heads_in_one else jnp.moveaxis(columns, 2, 1)
 
@@ -487,13 +489,13 @@ class Step:
 
     def segments(self, i, j):
         return (
-            _slice(self.query_segments, self.row_start(i), self.p.tiles.rows, 1),
-            _slice(self.key_segments, self.column_start(j), self.p.tiles.columns, 1),
+            slice_axis(self.query_segments, self.row_start(i), self.p.tiles.rows, 1),
+            slice_axis(self.key_segments, self.column_start(j), self.p.tiles.columns, 1),
         )
 
     def ranges(self, i):
         """First visible column of tile `i`'s rows and the one after the last: [R|1, rows] each."""
-        x = _slice(self.key_ranges, self.row_start(i), self.p.tiles.rows, 1)
+        x = slice_axis(self.key_ranges, self.row_start(i), self.p.tiles.rows, 1)
         return x[..., 0], x[..., 1]
 
     def unless_empty(self, i, j, body, carry):
@@ -518,8 +520,8 @@ class Step:
         return lax.cond(functools.reduce(jnp.logical_and, some), body, lambda x: x, carry)
 
     def tile_of(self, x, i, j):
-        x = _slice(x, self.row_start(i), self.p.tiles.rows, 3)
-        return _slice(x, self.column_start(j), self.p.tiles.columns, 4)
+        x = slice_axis(x, self.row_start(i), self.p.tiles.rows, 3)
+        return slice_axis(x, self.column_start(j), self.p.tiles.columns, 4)
 
     # --- products and scores
 
@@ -635,7 +637,7 @@ class Step:
         words = self.rows("dropout", o.dropout)
         seed0, seed1, batch, head0, row0, column0 = (words[:, w].reshape(-1, 1, 1, 1, 1) for w in range(6))
         head = jnp.arange(p.n, dtype=jnp.uint32).reshape(1, p.k, p.g, 1, 1)
-        head = head0 + _slice(head, self.head0, c.key_heads, 1)
+        head = head0 + slice_axis(head, self.head0, c.key_heads, 1)
         row = self.row_start(i) + jnp.arange(c.rows).reshape(1, 1, 1, -1, 1)
         row, column = row0 + row.astype(jnp.uint32), column0 + jnp.asarray(self.column_start(j), jnp.uint32)
         keep = keep_mask(p.spec.dropout_rate, (seed0, seed1), batch, head, row, column, c.columns)

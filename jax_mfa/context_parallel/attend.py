@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_mfa import meshes, primitives
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import DIFFERENTIABLE, Operands, accumulation_dtype
+from jax_mfa.specification import DIFFERENTIABLE, Operands, accumulation_dtype, counted_from
 
 
 def attention(ring: Ring, heads_axis: Any, operands: Operands):
@@ -151,7 +151,7 @@ class Exchange:
         dropout, own_rows = o.dropout, o.query.shape[1]
         if dropout is not None:
             first = lax.axis_index(self.axis) * (self.heads // self.devices)
-            dropout = dropout.at[:, 3].add(first.astype(dropout.dtype))
+            dropout = counted_from(dropout, head=first)
         return o._replace(
             query=self.by_head(o.query),
             key=self.of_keys(o.key),
@@ -173,7 +173,8 @@ def numbered(operands: Operands, batch_axis: Any, head_axis: Any) -> Operands:
     dropout = operands.dropout
     if dropout is None:
         return operands
-    for axis, word, size in ((batch_axis, 2, operands.query.shape[0]), (head_axis, 3, operands.query.shape[2])):
+    batch, _, heads, _ = operands.query.shape
+    for name, axis, size in (("batch", batch_axis, batch), ("head", head_axis, heads)):
         if axis is not None:
-            dropout = dropout.at[:, word].add((lax.axis_index(axis) * size).astype(dropout.dtype))
+            dropout = counted_from(dropout, **{name: lax.axis_index(axis) * size})
     return operands._replace(dropout=dropout)

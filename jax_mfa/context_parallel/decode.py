@@ -17,7 +17,7 @@ from jax_mfa import api, cache, meshes, primitives
 from jax_mfa.api import Implementation, Numbers
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.api import refuse_quantised
-from jax_mfa.specification import accumulation_dtype, known_lengths, specify
+from jax_mfa.specification import accumulation_dtype, counted_from, known_lengths, specify
 
 
 def sharded_decode_attention(
@@ -116,7 +116,7 @@ def _of_own_columns(query, key, value, filled, axis, devices: int, implementatio
     )
     if operands.dropout is not None:
         # rows count from 0 on, as on one device
-        operands = operands._replace(dropout=operands.dropout.at[:, 5].add(first.astype(jnp.uint32)))
+        operands = operands._replace(dropout=counted_from(operands.dropout, column=first))
     chosen = api._decided(implementation, spec, operands)
     if chosen == "reference":
         raise NotImplementedError(f"implementation={implementation!r} cannot run sharded_decode_attention")
@@ -173,18 +173,9 @@ def sharded_append(
     start, count = cache._counts(grown(arrays[0]), grown(arrays[1]), arrays[2], arrays[3], lengths, None, False)
 
     def run(key_cache, value_cache, key, value, start, count):
-        columns, tokens = key_cache.shape[-3], key.shape[-3]
-        first = lax.axis_index(axis_name) * columns
-
-        def write(cache, new, start):  # of one batch row
-            column = start - first + jnp.arange(tokens, dtype=jnp.int32)
-            # there is no column `columns`: what another device holds goes there and is dropped
-            column = jnp.where(column < 0, columns, column)
-            return cache.at[column].set(new.astype(cache.dtype), mode="drop")
-
-        for _ in start.shape:
-            write = jax.vmap(write)
-        return write(key_cache, key, start), write(value_cache, value, start), start + count
+        first = lax.axis_index(axis_name) * key_cache.shape[-3]
+        *caches, _ = cache._append(key_cache, value_cache, key, value, start - first, count, False)
+        return *caches, start + count
 
     if mesh is None:
         return run(*arrays, start, count)

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_mfa.blockwise.step import slice_axis
 from jax_mfa.context_parallel import order as orders
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows, reduce_rows
+from jax_mfa.specification import Operands, Specification, accumulation_dtype, counted_from, expand_rows, reduce_rows
 
 # what of the operands travels
 _TRAVELLING = ("key", "value", "key_segment_ids")
@@ -153,13 +154,13 @@ class _Pairs:
         block_rows, block_columns = spec.mask_block or (1, 1)
 
         def of_rows(x):
-            return None if x is None else _cut(x, place.row, rows, 1)
+            return None if x is None else slice_axis(x, place.row, rows, 1)
 
         def scores(x, row_block: int = 1, column_block: int = 1):  # of all columns, in the order as stored
             if x is None:
                 return None
-            x = _cut(x, place.row // row_block, rows // row_block, 2)
-            return _cut(x, place.column_of_all // column_block, columns // column_block, 3)
+            x = slice_axis(x, place.row // row_block, rows // row_block, 2)
+            return slice_axis(x, place.column_of_all // column_block, columns // column_block, 3)
 
         def length(x, start, most: int):
             return None if x is None else jnp.clip(x - start, 0, most)
@@ -171,11 +172,11 @@ class _Pairs:
             offset = jnp.asarray(offset, jnp.int32).reshape(-1)
         dropout = o.dropout
         if dropout is not None:
-            dropout = dropout.at[:, 4:].add(jnp.stack([row0, column0]).astype(jnp.uint32))
+            dropout = counted_from(dropout, row=row0, column=column0)
         ranges = of_rows(o.key_ranges)
         problem = Operands(
             query=of_rows(o.query),
-            **{name: _cut(x, place.column, columns, 1) for name, x in held.items()},
+            **{name: slice_axis(x, place.column, columns, 1) for name, x in held.items()},
             bias=scores(o.bias),
             mask=scores(o.mask),
             block_mask=scores(o.block_mask, block_rows, block_columns),
@@ -191,11 +192,6 @@ class _Pairs:
         return dataclasses.replace(spec, query_offset=0), problem
 
 
-def _cut(x, start, size: int, axis: int):
-    """`size` elements along an axis; an axis of size 1 broadcasts and is kept."""
-    return x if x.shape[axis] in (1, size) else lax.dynamic_slice_in_dim(x, start, size, axis)
-
-
 def _put(x, part, start, axis: int = 1):
     """`x` with `part` in it, from `start` on along an axis."""
     return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, start, axis)
@@ -203,7 +199,7 @@ def _put(x, part, start, axis: int = 1):
 
 def _add(x, part, start, axis: int = 1):
     """`x` with `part` added to it, from `start` on along an axis."""
-    return _put(x, _cut(x, start, part.shape[axis], axis) + part, start, axis)
+    return _put(x, slice_axis(x, start, part.shape[axis], axis) + part, start, axis)
 
 
 def _travelling(operands: Operands) -> dict:
@@ -276,7 +272,7 @@ def forward(ring: Ring, operands: Operands, attend: Callable, vary: Callable = l
     pairs = _Pairs(ring, o)
 
     def visit(problem, place, state):
-        own = [_cut(x, place.row, pairs.rows, 1) for x in state]
+        own = [slice_axis(x, place.row, pairs.rows, 1) for x in state]
         merged = merge_parts(own, part(*attend(*problem), acc))
         return tuple(_put(x, new, place.row) for x, new in zip(state, merged))
 
@@ -361,7 +357,7 @@ def backward(
 
     def visit(problem, place, state):
         spec, now = problem
-        found = transpose(spec, now, [_cut(x, place.row, pairs.rows, 1) for x in rows], parts)
+        found = transpose(spec, now, [slice_axis(x, place.row, pairs.rows, 1) for x in rows], parts)
         return {name: _gathered(name, state[name], x.astype(acc), place) for name, x in zip(parts, found)}
 
     def compute(source, held, state):
@@ -384,7 +380,7 @@ def _gathered(name: str, x, part, place: _Place):
         return _add(x, part, place.column)
     if name != "bias":
         return x + part
-    rows = _cut(x, place.row, part.shape[2], 2)  # or one for all, and of columns too
+    rows = slice_axis(x, place.row, part.shape[2], 2)  # or one for all, and of columns too
     return _put(x, _add(rows, part, place.column_of_all, 3), place.row, 2)
 
 
