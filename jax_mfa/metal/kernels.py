@@ -80,7 +80,7 @@ def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles | tiles.P
 
 
 def _select(variant: Variant, x: Problem) -> tiles.Tiles | tiles.Portable:
-    return tiles.select(variant, x.h, x.v, ITEM_SIZES[x.dtype]) if isinstance(variant, str) else variant
+    return tiles.select(variant, x.h, x.v, ITEM_SIZES[x.operand]) if isinstance(variant, str) else variant
 
 
 def forward(
@@ -93,10 +93,10 @@ def forward(
       variant: a key of `tiles.VARIANTS`, "portable", or tiles of one's own.
       rules: score and visibility, where they are not those of the specification.
     """
-    x = Problem.of(spec, arrays, rules)
+    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
     few = x.t <= tiles.DECODE_QUERIES and x.s >= tiles.DECODE_KEYS and not spec.dropout_rate
     if few and isinstance(variant, str) and variant in tiles.VARIANTS:
-        tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[x.dtype])
+        tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[x.operand])
         if tile is not None:
             return _decode(x, tile)
     return _forward(x, _select(variant, x))
@@ -114,5 +114,5 @@ def backward(
 
     Its inputs are those of the forward pass, then out, row_max, row_sum, d_out, d_lse.
     """
-    x = Problem.of(spec, arrays, rules)
+    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
     return _backward(x, wanted, _select(variant, x))

@@ -62,7 +62,7 @@ class TileLists:
     def dispatch(self, x: Problem) -> Dispatch:
         arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
         name = "attention_tile_lists"
-        kernel = _kernel(name, x, LIST_THREADS, arguments, 4 * LIST_THREADS, **self.constants)
+        kernel = _kernel(name, x, LIST_THREADS, arguments, 20 * LIST_THREADS, **self.constants)
         batch, heads, own, _ = self.buffer.shape
         bound = x.bound(name, {"lists": self.buffer.name})
         return Dispatch(kernel, (own, heads, batch), bound, batch * heads * x.t * x.s)
@@ -95,7 +95,7 @@ class Launch:
 
 
 def _tiled(name: str, x: Problem, tile, lists: TileLists | None = None, **more: Any) -> Kernel:
-    item = ITEM_SIZES[x.dtype]
+    item = ITEM_SIZES[x.operand]
     sizes = (tile.threadgroup_memory(x.h, x.v, item), tile.fragment_bytes(x.h, x.v, item))
     constants = {**(lists.constants if lists else {}), **more}
     return _kernel(name, x, tile.simdgroups * 32, tuple(vars(tile).values()), *sizes, **constants)

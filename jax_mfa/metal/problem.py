@@ -48,20 +48,28 @@ PLAIN = Rules()
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A specification, the arrays that a launch carries, by the names of `operands.CARRIED` and in that order, and what
-    scores and visibility are."""
+    """A specification and the arrays that a launch carries.
+
+    Attributes:
+      arrays: by the names of `operands.CARRIED` and in that order.
+      rules: what scores and visibility are.
+      decoded: whether bfloat16 becomes float32 on its way to the matrix unit, where its arithmetic is emulated.
+    """
 
     spec: Specification
     arrays: tuple[tuple[str, Shape], ...]
     rules: Rules = PLAIN
+    decoded: bool = False
 
     @classmethod
-    def of(cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN) -> Problem:
+    def of(cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN, decoded: bool = False) -> Problem:
         """From arrays or shapes by name, as `launch_arrays` gives them."""
         unknown = sorted(set(arrays) - set(operands.CARRIED))
         if unknown:
             raise TypeError(f"a launch carries {', '.join(operands.CARRIED)}, got {', '.join(unknown)}")
-        return cls(spec, tuple((name, Shape.of(arrays[name])) for name in operands.CARRIED if name in arrays), rules)
+        return cls(
+            spec, tuple((name, Shape.of(arrays[name])) for name in operands.CARRIED if name in arrays), rules, decoded
+        )
 
     @functools.cached_property
     def by_name(self) -> dict[str, Shape]:
@@ -77,6 +85,11 @@ class Problem:
     @property
     def dtype(self) -> str:
         return self.by_name["query"].dtype.name
+
+    @property
+    def operand(self) -> str:
+        """The dtype of matrix operands."""
+        return "float32" if self.decoded and self.dtype == "bfloat16" else self.dtype
 
     @property
     def b(self) -> int:
@@ -109,14 +122,16 @@ class Problem:
     @property
     def types(self) -> str:
         """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`."""
-        scalar = SCALARS[self.dtype]
+        scalar, rules = SCALARS[self.dtype], self.rules
         query, value = f"Dense<{scalar}, {self.h}>", f"Dense<{scalar}, {self.v}>"
-        return f"Attention<{scalar}, {query}, {query}, {value}, {value}, {self.rules.score}, {self.rules.visibility}>"
+        made_of = (SCALARS[self.operand], query, query, value, value, rules.score, rules.visibility)
+        return f"Attention<{', '.join(made_of)}>"
 
     @property
     def short(self) -> str:
         """The same in a kernel's name."""
-        return f"{_SHORT[self.dtype]}_h{self.h}_v{self.v}"
+        dtypes = dict.fromkeys((self.dtype, self.operand))
+        return f"{'_'.join(_SHORT[x] for x in dtypes)}_h{self.h}_v{self.v}"
 
     @property
     def pairs(self) -> int:
