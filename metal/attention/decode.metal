@@ -199,9 +199,12 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
   const auto values = values_of<Types>(features, value, batch, key_head, all.columns);
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
+  // columns that all rows see, where positions and lengths tell
+  const int whole_begin = all.column_begin(p.queries - 1);
+  const int whole_end = all.by_bands() && p.queries <= all.rows ? min(all.column_end(0, 0), end) : 0;
   ROLLED
   for (int tile = begin; tile < end; tile += KEYS) {
-    const bool whole = all.by_bands() && tile + KEYS <= end && all.band(0, p.queries, tile, KEYS) == all_visible;
+    const bool whole = tile >= whole_begin && tile + KEYS <= whole_end;
     float x[KEYS / 4][ROWS];
     bool seen[KEYS / 4][ROWS];
     UNROLLED
