@@ -200,7 +200,9 @@ def _decoding(variant: str) -> list[Problem]:
     found = []
     for dtype in DTYPES:
         sizes = decode_sizes(dtype)
-        some = [(*sizes[0], "everything"), (*sizes[0], "dense"), *((*size, "causal") for size in sizes)]
+        few = next(size for size in sizes if size[0] == 2)  # without the matrix unit
+        some = [(*size, feature) for size in (sizes[0], few) for feature in ("everything", "dense")]
+        some += [(*size, "causal") for size in sizes]
         found += [Problem(variant, dtype, h, v, feature, t, tiles.DECODE_KEYS + 18) for t, h, v, feature in some]
     return found
 
