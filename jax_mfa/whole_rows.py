@@ -22,12 +22,14 @@ def shift(out, d_out, d_lse, acc):
 
 def sink_probability(spec: Specification, operands: Operands, row_max, row_sum):
     """What of a row its sink takes, [B, T, N]; 0 in a row that sees nothing."""
-    empty, one = row_sum == 0, row_sum.dtype.type(1)
+    empty = row_sum == 0
     sinks = per_batch_row(spec, operands, "sinks", row_sum.dtype)[:, None]
-    return jnp.where(empty, 0 * one, jnp.exp(jnp.where(empty, row_max, sinks) - row_max) / jnp.where(empty, one, row_sum))
+    # where a row is empty, numbers without harm
+    shift, total = jnp.where(empty, 0, sinks - row_max), jnp.where(empty, 1, row_sum)
+    return jnp.where(empty, 0, jnp.exp(shift) / total)
 
 
 def sink_gradient(spec: Specification, operands: Operands, row_max, row_sum, shift):
     """The gradient of the sinks, of their own shape, in the dtype of the sums. A row that sees nothing has none."""
-    x = jnp.where(row_sum == 0, row_sum.dtype.type(0), sink_probability(spec, operands, row_max, row_sum) * shift)
+    x = jnp.where(row_sum == 0, 0, sink_probability(spec, operands, row_max, row_sum) * shift)
     return reduce_rows(-x.sum(1), Operands(*spec.repeats).sinks, operands.sinks.shape[0])

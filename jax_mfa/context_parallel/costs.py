@@ -165,13 +165,12 @@ def seconds(
     return max(compute, transfer) + (compute / cost.steps if transfer > compute else 0)
 
 
-def divides(problem: Problem, devices: int) -> str:
+def undivided(heads: int, key_heads: int, devices: int) -> str:
     """Why heads cannot be exchanged over so many devices; empty where they can."""
-    n, k = problem.heads, problem.key_heads
-    if n % devices:
-        return f"{devices} devices do not divide N = {n} heads"
-    if k % devices and devices % k:
-        return f"{devices} devices neither divide K = {k} key heads nor are a multiple of them"
+    if heads % devices:
+        return f"{devices} devices do not divide N = {heads} heads"
+    if key_heads % devices and devices % key_heads:
+        return f"{devices} devices neither divide K = {key_heads} key heads nor are a multiple of them"
     return ""
 
 

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jax_mfa import api, cache, meshes, primitives
 from jax_mfa.api import Implementation, Numbers
 from jax_mfa.context_parallel import partial
-from jax_mfa.context_parallel.api import refuse_quantised
+from jax_mfa.context_parallel.layout import decided, refuse_quantised
 from jax_mfa.specification import accumulation_dtype, counted_from, known_lengths, specify
 
 
@@ -117,9 +117,7 @@ def _of_own_columns(query, key, value, filled, axis, devices: int, implementatio
     if operands.dropout is not None:
         # rows count from 0 on, as on one device
         operands = operands._replace(dropout=counted_from(operands.dropout, column=first))
-    chosen = api._decided(implementation, spec, operands)
-    if chosen == "reference":
-        raise NotImplementedError(f"implementation={implementation!r} cannot run sharded_decode_attention")
+    chosen = decided("sharded_decode_attention", implementation, spec, operands)
     results = primitives.attention(spec, operands._replace(sinks=None), chosen)
     out, row_max, row_sum = _differentiable(*results)
     sums, row_max, row_sum = partial.weighed(out, row_max, row_sum, accumulation_dtype(operands.query.dtype))
