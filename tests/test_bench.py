@@ -9,7 +9,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jax_mfa import bench, bench_models
+from jax_mfa import bench, bench_devices, bench_models
 from jax_mfa.__main__ import main
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -264,3 +264,28 @@ def test_a_candidate_that_fails_on_a_model_is_listed_with_its_reason(
     said = capsys.readouterr().out
     assert "did not run B2 T5 S7 N4 K2 H8 forward: ValueError: not today" in said
     assert "| first | B2 T5 S7 N4 K2 H8 | forward |" in said
+
+
+def test_over_devices_what_is_sent_and_kept_stands_beside_the_formulas(tmp_path, capsys):
+    command = [*QUICK, "blockwise", "--lengths", "64", "--devices", "1,4", "--out", str(tmp_path)]
+    assert main(command) == 0
+    found = json.loads((tmp_path / "bench_devices.json").read_text())["rows"]
+    assert len(found) == 2 * (1 + len(bench_devices.FORMS)) and not any(row["failure"] for row in found)
+    for row in found:
+        assert row["seconds"] > 0 and row["memory"] > 0 and row["memory_formula"] > 0
+        assert row["bytes_sent"] == pytest.approx(row["bytes_formula"], rel=0.01)
+        assert (row["bytes_sent"] > 0) == (row["devices"] > 1)
+    keys = 64 // 4 * 2 * (8 + 8) * 4  # of one device, two heads of size 8
+    ring = {row["kind"]: row["bytes_sent"] for row in found if row["form"] == "ring"}
+    # three hops forward; back three more, and five of the sums of gradients, in float32
+    assert ring == {"forward": 3 * keys, "forward+backward": 11 * keys}
+    assert "| 64 | 4 | ulysses | forward+backward |" in capsys.readouterr().out
+
+
+def test_a_form_that_fails_is_listed_with_its_reason(tmp_path, capsys):
+    # two heads cannot be exchanged over four devices, and nine tokens not be split over them
+    command = [*QUICK, "blockwise", "--devices", "4", "--out", str(tmp_path), "--lengths"]
+    assert main([*command, "64", "--heads", "3"]) == 1
+    assert "ulysses did not run 64 over 4 devices, forward: ValueError: " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*command, "64", "--models", "resnet", "--devices", "4"])
