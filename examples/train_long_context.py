@@ -13,7 +13,7 @@ Attention is `jax_mfa.ring_attention` over a mesh data × sequence, in zigzag or
 (`jax.distributed`, with gloo between CPUs). One sees a progress bar with the loss; the folder `--out` receives orbax
 checkpoints and `loss.png`. If a process dies, the others end with an error within `--timeout` seconds (at once, where
 the connection closes), and the same command goes on from the last checkpoint, with the losses of a run that nothing
-disturbed.
+disturbed. Each process runs below a parent (`processes.py`), which says what became of it.
 """
 
 from __future__ import annotations

@@ -266,7 +266,8 @@ def test_a_candidate_that_fails_on_a_model_is_listed_with_its_reason(
     assert "| first | B2 T5 S7 N4 K2 H8 | forward |" in said
 
 
-def test_over_devices_what_is_sent_and_kept_stands_beside_the_formulas(tmp_path, capsys):
+def test_over_devices_what_is_sent_and_kept_stands_beside_the_formulas(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which is changed
     command = [*QUICK, "blockwise", "--lengths", "64", "--devices", "1,4", "--out", str(tmp_path)]
     assert main(command) == 0
     found = json.loads((tmp_path / "bench_devices.json").read_text())["rows"]
@@ -282,10 +283,9 @@ def test_over_devices_what_is_sent_and_kept_stands_beside_the_formulas(tmp_path,
     assert "| 64 | 4 | ulysses | forward+backward |" in capsys.readouterr().out
 
 
-def test_a_form_that_fails_is_listed_with_its_reason(tmp_path, capsys):
-    # two heads cannot be exchanged over four devices, and nine tokens not be split over them
-    command = [*QUICK, "blockwise", "--devices", "4", "--out", str(tmp_path), "--lengths"]
-    assert main([*command, "64", "--heads", "3"]) == 1
-    assert "ulysses did not run 64 over 4 devices, forward: ValueError: " in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main([*command, "64", "--models", "resnet", "--devices", "4"])
+def test_a_form_that_fails_is_listed_with_its_reason_and_the_others_go_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    command = [*QUICK, "blockwise", "--devices", "2", "--out", str(tmp_path), "--lengths", "16", "--heads", "3"]
+    assert main(command) == 1  # three heads cannot be exchanged over two devices
+    said = capsys.readouterr().out
+    assert "ulysses did not run 16 over 2 devices, forward: ValueError: " in said and "ring did not run" not in said
