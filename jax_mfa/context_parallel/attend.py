@@ -1,7 +1,8 @@
 """Attention of a device's own rows within `shard_map`, by ring, by an exchange of heads, or both.
 
-Operands in, output and log-sum-exp out. The ring has a derivative of its own, for JAX would keep the keys of every
-device; the exchange has JAX's.
+Operands in, output and log-sum-exp out. The ring has derivatives of its own, for JAX would keep the keys of every
+device: a tangent that goes around once more, as a primitive whose transpose is the backward pass. The exchange has
+JAX's.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _whole_or_ring(ring: Ring, o: Operands):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The ring's derivative
+# The ring's derivatives
 
 
 def _vary(operands: Operands):
@@ -79,8 +80,8 @@ def _ring_jvp(ring: Ring, primals, tangents):
     (operands,), (moving,) = primals, tangents
     results = _ring_attention(ring, operands)
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, primitives.RESIDUAL_NAMES))
-    still = (None, *(x for x in moving if isinstance(x, SymbolicZero)))
-    wanted = tuple(name for name in DIFFERENTIABLE if not any(getattr(moving, name) is x for x in still))
+    moves = lambda x: x is not None and not isinstance(x, SymbolicZero)
+    wanted = tuple(name for name in DIFFERENTIABLE if moves(getattr(moving, name)))
     zeros = _vary(operands)(tuple(map(jnp.zeros_like, results)))
     if not wanted:
         return results, zeros
@@ -144,6 +145,8 @@ def _ring_tangent_shapes(*avals, names, maps, **_):
     return of_result(len(names)), of_result(len(names) + 1)
 
 
+# (operands, results, tangents of the wanted operands) → tangents of (out, lse). `maps` has for each `vmap` around it the
+# mapped axes of operands and results; tangents are mapped along the first.
 ring_tangent_p = Primitive("jax_mfa_ring_tangent")
 ring_tangent_p.multiple_results = True
 ring_tangent_p.def_impl(_ring_tangent)

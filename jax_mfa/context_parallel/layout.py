@@ -146,8 +146,8 @@ def in_order(layout: Layout, positions, length: int, devices: int | None = None)
     if devices is None:
         return (layout.own_positions(length) == positions).all()
     wanted, values = orders.permutation(layout.order, length, devices), concrete(positions)
-    wrong = () if values is None else np.flatnonzero(values != wanted)
-    if len(wrong):
+    wrong = np.flatnonzero(wanted != (wanted if values is None else values))
+    if wrong.size:
         place = wrong[0]
         raise ValueError(
             f"positions must be those of order={layout.order!r} over {devices} devices: at place {place} token "
