@@ -145,7 +145,7 @@ def _ring_tangent_shapes(*avals, names, maps, **_):
     return of_result(len(names)), of_result(len(names) + 1)
 
 
-# (operands, results, tangents of the wanted operands) → tangents of (out, lse). `maps` has for each `vmap` around it the
+# (operands, results, tangents of the wanted operands) → tangents of (out, lse). `maps`: for each `vmap` around it the
 # mapped axes of operands and results; tangents are mapped along the first.
 ring_tangent_p = Primitive("jax_mfa_ring_tangent")
 ring_tangent_p.multiple_results = True
