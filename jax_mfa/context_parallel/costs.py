@@ -87,10 +87,11 @@ def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str
     query, out = (rows * p.heads * size * p.itemsize for size in (p.head_size, p.value_size))
     keys = columns * p.key_heads * (p.head_size + p.value_size) * p.itemsize
     arguments = query + keys + out
-    exchanged = 0.0
+    exchanged = exchanged_lse = 0.0
     if u > 1:
         keys *= max(u / p.key_heads, 1)  # fewer heads than devices are sent more than once
-        exchanged = (query + keys + out + ACCUMULATOR * rows * p.heads) * (u - 1) / u  # and the log-sum-exp
+        exchanged = (query + keys + out) * (u - 1) / u
+        exchanged_lse = ACCUMULATOR * rows * p.heads * (u - 1) / u  # nobody asks for its gradient, as a rule
     schedule = _schedule(p, n, u, order)
     travelling = keys * schedule.permutes
     wide = ACCUMULATOR / p.itemsize
@@ -106,7 +107,7 @@ def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str
     else:
         ahead, behind = layouts, 2 * layouts
     return Cost(
-        forward_bytes=exchanged + travelling,
+        forward_bytes=exchanged + exchanged_lse + travelling,
         backward_bytes=exchanged + travelling + sums,
         forward_memory=arguments + copies + ahead + 2 * statistics,
         backward_memory=2 * arguments + 2 * copies + behind + 4 * statistics,
