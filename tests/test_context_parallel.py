@@ -127,13 +127,13 @@ RUNS = {
         OverDevices((2,), form="ulysses"),
     ),
     "hybrid": (
-        problem("cp hybrid", 6, 8, N=4, K=2, query_lengths=(47, 9), key_lengths=(48, 30), **EVERYTHING),
+        problem("cp hybrid", 6, 8, query_lengths=(47, 9), key_lengths=(48, 30), block=(3, 3), **EVERYTHING),
         OverDevices((4, 2), form="hybrid", order="zigzag"),
     ),
 }
 
 
-EVERY_RUN = ("window", "everything", "everything zigzag", "heads", "hybrid")
+EVERY_RUN = ("window", "everything", "hybrid")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in EVERY_RUN else pytest.mark.sweep) for x in RUNS])
@@ -295,7 +295,7 @@ MODES = {
     )(x["query"]),
     "vmap of forward": lambda f, x, t: jax.jacfwd(lambda s: f({**x, "sinks": s})[1])(x["sinks"]),
 }
-EVERY_DAY = ("forward", "a Hessian's product", "reverse of reverse")
+EVERY_DAY = ("a Hessian's product", "reverse of reverse")  # the first is forward mode, of the backward pass
 
 
 @pytest.mark.parametrize("mode", [pytest.param(x, marks=() if x in EVERY_DAY else pytest.mark.sweep) for x in MODES])
@@ -316,21 +316,15 @@ def test_every_mode_of_derivatives_is_that_of_one_device(mode):
 
 def test_forward_mode_keeps_a_share_of_the_memory():
     """No device has all keys, or their tangents."""
-    program = {}
-    for devices in (2, 8):
-        n = 2**14
-        split = NamedSharding(mesh_of(devices), P(None, "ring"))
-        x = [jax.ShapeDtypeStruct((1, n, 1, 64), jnp.float32, sharding=split)] * 6
-        run = lambda *x, m=split.mesh: jax.jvp(
-            functools.partial(jax_mfa.ring_attention, mesh=m, axis_name="ring", implementation="blockwise"),
-            x[:3],
-            x[3:],
-        )
-        program[devices] = quick_jit(run).lower(*x).compile()
-        assert not re.search(r"all-gather|all-to-all", program[devices].as_text())
-    two, eight = (program[devices].memory_analysis().temp_size_in_bytes for devices in (2, 8))
-    tiles = 2**21  # of scores, whatever the number of devices
-    assert eight < 0.4 * two + tiles, (two, eight)
+    devices, n = 8, 2**18
+    split = NamedSharding(mesh_of(devices), P(None, "ring"))
+    x = [jax.ShapeDtypeStruct((1, n, 1, 64), jnp.float32, sharding=split)] * 6
+    attend = functools.partial(jax_mfa.ring_attention, mesh=split.mesh, axis_name="ring", implementation="blockwise")
+    program = quick_jit(lambda *x: jax.jvp(attend, x[:3], x[3:])).lower(*x).compile()
+    assert not re.search(r"all-gather|all-to-all", program.as_text())
+    memory, tiles = program.memory_analysis(), 2**25  # whatever the length
+    assert memory.argument_size_in_bytes == 6 * n * 64 * 4 // devices
+    assert memory.temp_size_in_bytes < 2 * memory.argument_size_in_bytes + tiles  # keys alone are four times as much
 
 
 def simulated(query, key, value, d_out, places):
@@ -375,13 +369,11 @@ def test_each_device_holds_what_the_published_ring_gives_it(ordered):
     devices = 4
     places = np.stack([order.positions_of(ordered, devices, i, 6) for i in range(devices)])
     *x, d_out = arrays(*[(24, 3, 8)] * 4)
-    wanted = simulated(*x, d_out, places)
     run = functools.partial(
         jax_mfa.ring_attention, mesh=mesh_of(devices), axis_name="ring", order=ordered, is_causal=True
     )
-    out, pull = jax.vjp(quick_jit(run), *(a[places.reshape(1, -1)] for a in x))
-    for got, each in zip((out, *pull(jnp.asarray(d_out[places.reshape(1, -1)]))), wanted):
-        shards = sorted(got.addressable_shards, key=lambda shard: shard.index[1].start)
-        assert len(shards) == devices
-        for shard, own in zip(shards, each):
-            np.testing.assert_allclose(shard.data[0], own, rtol=0, atol=1e-6 * np.abs(each).max())
+    both = quick_jit(lambda d, *x: (lambda out, pull: (out, *pull(d)))(*jax.vjp(run, *x)))
+    found = both(*(a[places.reshape(1, -1)] for a in (d_out, *x)))
+    for got, wanted in zip(found, simulated(*x, d_out, places), strict=True):
+        got = np.asarray(got).reshape(wanted.shape)
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
