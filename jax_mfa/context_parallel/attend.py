@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -75,21 +74,19 @@ def _ring_attention(ring: Ring, operands: Operands):
     return _forward(ring, operands)
 
 
-@functools.partial(_ring_attention.defjvp, symbolic_zeros=True)
+@_ring_attention.defjvp  # without symbolic zeros, which `shard_map` does not know
 def _ring_jvp(ring: Ring, primals, tangents):
     (operands,), (moving,) = primals, tangents
     results = _ring_attention(ring, operands)
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, primitives.RESIDUAL_NAMES))
-    moves = lambda x: x is not None and not isinstance(x, SymbolicZero)
-    wanted = tuple(name for name in DIFFERENTIABLE if moves(getattr(moving, name)))
-    zeros = _vary(operands)(tuple(map(jnp.zeros_like, results)))
-    if not wanted:
-        return results, zeros
+    wanted = tuple(name for name in DIFFERENTIABLE if getattr(moving, name) is not None)
     arrays, names = primitives.pack(operands)
     changes = (getattr(moving, name) for name in wanted)
     arrays = primitives._vary_alike((*arrays, *results, *changes))
     t_out, t_lse = ring_tangent_p.bind(*arrays, ring=ring, names=names, wanted=wanted, maps=())
-    return results, (t_out, t_lse, zeros[2])
+    zeros = jnp.zeros_like(results[2])
+    zeros = jnp.where(results[2] == 0, zeros, zeros)  # `shard_map` sees them vary as the sums do
+    return results, (t_out, t_lse, zeros)
 
 
 def _tangent(ring: Ring, names, wanted, *arrays):
