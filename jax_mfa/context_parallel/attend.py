@@ -36,7 +36,7 @@ def attention(ring: Ring, heads_axis: Any, operands: Operands):
     Returns:
       out: [B, T, N, V] of the query's dtype; lse: [B, T, N].
     """
-    axes = meshes.varying_of((operands, *(lax.axis_index(x) for x in (ring.axis, heads_axis) if x is not None)))
+    axes = meshes.varying_of(operands) | meshes.varying_along(ring.axis, heads_axis)
     operands = meshes.vary(operands, axes)
     if heads_axis is None:
         return _whole_or_ring(ring, operands)

@@ -89,7 +89,7 @@ def refuse_quantised(function: str, **arguments) -> None:
 
 def check_that_keys_are_split(layout: Layout, arguments: dict) -> None:
     """Refuses arrays that `shard_map` knows to be the same on all devices."""
-    account = meshes.varying_of(lax.axis_index(layout.sequence[0]))
+    account = meshes.varying_along(layout.sequence[0])
     for name in ("query", "key", "value"):
         missing = [axis for axis in layout.sequence if account and axis not in meshes.varying_of(arguments[name])]
         if missing:

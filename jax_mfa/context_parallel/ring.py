@@ -102,11 +102,16 @@ def _in_band(spec: Specification, row, rows: int, column, columns: int, least_of
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where chunks begin: rows and columns among those that are here, and the columns among all that there are."""
+    """Where chunks begin: rows and columns among those that are here, the columns among all as they are stored, and the
+    positions of both. What depends on the device is a function: XLA's partitioner, of JAX 0.4, takes no index of a
+    device that nobody uses.
+    """
 
     row: Any
     column: Any
-    column_of_all: Any
+    column_of_all: Callable[[], Any]
+    row_position: Callable[[], Any]
+    column_position: Callable[[], Any]
 
 
 class _Pairs:
@@ -114,40 +119,46 @@ class _Pairs:
 
     def __init__(self, ring: Ring, operands: Operands):
         self.ring, self.operands = ring, operands
-        self.me = lax.axis_index(ring.axis)
         self.rows, self.columns = (x.shape[1] // ring.chunks for x in (operands.query, operands.key))
 
     def over(self, source, held: dict, visit: Callable, state):
         """`visit(problem, place, state)` for each chunk of rows and of columns that may see each other.
 
         Args:
-          source: the device that the columns belong to.
+          source: gives the device that the columns belong to.
           held: the travelling operands that are here.
         """
         ring, chunks = self.ring, self.ring.chunks
 
         def turn(pair, state):
             a, b = pair // chunks, pair % chunks
-            row0 = ring.start_of(self.me, a, self.rows)
-            column0 = ring.start_of(source, b, self.columns)
-            place = _Place(a * self.rows, b * self.columns, (source * chunks + b) * self.columns)
-            go = lambda state: visit(self.problem(held, row0, column0, place), place, state)
-            sees = self.may_see(row0, column0)
+            place = _Place(
+                row=a * self.rows,
+                column=b * self.columns,
+                column_of_all=lambda: (source() * chunks + b) * self.columns,
+                row_position=lambda: ring.start_of(lax.axis_index(ring.axis), a, self.rows),
+                column_position=lambda: ring.start_of(source(), b, self.columns),
+            )
+            go = lambda state: visit(self.problem(held, place), place, state)
+            sees = self.may_see(place)
             return go(state) if sees is True else lax.cond(sees, go, lambda state: state, state)
 
         return turn(0, state) if chunks == 1 else lax.fori_loop(0, chunks * chunks, turn, state)
 
-    def may_see(self, row0, column0):
-        """Whether the chunks that start at these positions may see each other; True where that is known."""
+    def may_see(self, place: _Place):
+        """Whether the chunks at a place may see each other; True where that is known."""
         o, spec = self.operands, self.ring.spec
         least = most = spec.query_offset
         if o.query_offset is not None:
             least, most = o.query_offset.min(), o.query_offset.max()
-        sees = _in_band(spec, row0, self.rows, column0, self.columns, least, most)
+        sees: Any = True
+        if spec.band != (None, None):
+            starts = place.row_position(), self.rows, place.column_position(), self.columns
+            sees = _in_band(spec, *starts, least, most)
         if o.key_lengths is not None:
-            sees = sees & (column0 < o.key_lengths.max())
+            sees = sees & (place.column_position() < o.key_lengths.max())
         if o.query_lengths is not None:
-            sees = sees & (row0 < o.query_lengths.max())
+            sees = sees & (place.row_position() < o.query_lengths.max())
         return sees
 
     def cut(self, o: Operands, held: dict, place: _Place) -> Operands:
@@ -162,7 +173,7 @@ class _Pairs:
             if x is None:
                 return None
             x = slice_axis(x, place.row // row_block, rows // row_block, 2)
-            return slice_axis(x, place.column_of_all // column_block, columns // column_block, 3)
+            return slice_axis(x, place.column_of_all() // column_block, columns // column_block, 3)
 
         return o._replace(
             query=of_rows(o.query),
@@ -175,17 +186,19 @@ class _Pairs:
             sinks=None,  # those of whole rows
         )
 
-    def problem(self, held: dict, row0, column0, place: _Place) -> tuple[Specification, Operands]:
+    def problem(self, held: dict, place: _Place) -> tuple[Specification, Operands]:
         """The rows of one chunk against the columns of another, as a problem of its own."""
         o, spec, rows, columns = self.operands, self.ring.spec, self.rows, self.columns
 
-        def length(x, start, most: int):
-            return None if x is None else jnp.clip(x - start, 0, most)
+        row0, column0 = place.row_position, place.column_position
+
+        def length(x, start: Callable, most: int):
+            return None if x is None else jnp.clip(x - start(), 0, most)
 
         # where nothing asks for places, a problem without an offset is the simpler one
         offset = None
         if spec.band != (None, None) or o.alibi_slopes is not None:
-            offset = (spec.query_offset if o.query_offset is None else o.query_offset) + (row0 - column0)
+            offset = (spec.query_offset if o.query_offset is None else o.query_offset) + (row0() - column0())
             offset = jnp.asarray(offset, jnp.int32).reshape(-1)
         here = self.cut(o, held, place)
         here = here._replace(
@@ -193,7 +206,7 @@ class _Pairs:
             query_lengths=length(o.query_lengths, row0, rows),
             key_lengths=length(o.key_lengths, column0, columns),
             key_ranges=length(here.key_ranges, column0, columns),
-            dropout=None if o.dropout is None else counted_from(o.dropout, row=row0, column=column0),
+            dropout=None if o.dropout is None else counted_from(o.dropout, row=row0(), column=column0()),
         )
         return dataclasses.replace(spec, query_offset=0), here
 
@@ -219,13 +232,13 @@ def _walk(ring: Ring, schedule: Schedule, travelling, passengers, compute: Calla
       The passengers, at home, and the state.
     """
     n, hops = ring.devices, schedule.hops
-    me = lax.axis_index(ring.axis)
 
     def send(tree, by: int):
         return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, [(i, (i + by) % n) for i in range(n)]), tree)
 
     def stop(step, travelling, passengers, state):
-        found, state = compute((me - schedule.start - step) % n, travelling, state)
+        source = lambda: (lax.axis_index(ring.axis) - schedule.start - step) % n
+        found, state = compute(source, travelling, state)
         return jax.tree.map(jnp.add, passengers, found), state
 
     def turn(step, carry):
@@ -335,7 +348,7 @@ def _gathered(name: str, x, part, place: _Place):
     if name != "bias":
         return x + part
     rows = slice_axis(x, place.row, part.shape[2], 2)  # or one for all, and of columns too
-    return put_axis(x, add_axis(rows, part, place.column_of_all, 3), place.row, 2)
+    return put_axis(x, add_axis(rows, part, place.column_of_all(), 3), place.row, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
