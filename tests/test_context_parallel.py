@@ -133,7 +133,7 @@ RUNS = {
 }
 
 
-EVERY_RUN = ("window", "everything", "hybrid")
+EVERY_RUN = ("window", "hybrid")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in EVERY_RUN else pytest.mark.sweep) for x in RUNS])
@@ -171,7 +171,7 @@ def test_each_feature_over_each_number_of_devices(devices, ordered, name):
     assert_matches_oracle(OverDevices((devices,), order=ordered), case.arguments(), jit=quick_jit)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float64", marks=pytest.mark.sweep)])
 def test_other_dtypes(dtype):
     case = problem("cp dtype", 6, 4, is_causal=True, sinks=True)
     run = OverDevices((4,), order="zigzag")
@@ -301,12 +301,9 @@ EVERY_DAY = ("a Hessian's product", "reverse of reverse")  # the first is forwar
 @pytest.mark.parametrize("mode", [pytest.param(x, marks=() if x in EVERY_DAY else pytest.mark.sweep) for x in MODES])
 def test_every_mode_of_derivatives_is_that_of_one_device(mode):
     """Of the output and the log-sum-exp, along all that moves, some of it with the keys."""
-    names = ("query", "key", "value", "bias", "sinks", "alibi_slopes")
-    x, t = (
-        dict(zip(names, arrays((1, 6, 2, 4), (1, 6, 1, 4), (1, 6, 1, 4), (1, 2, 6, 6), (2,), (2,), seed=seed)))
-        for seed in (0, 1)
-    )
-    facts = dict(is_causal=True, logits_soft_cap=3.0, key_value_seq_lengths=[5], dropout_rate=0.2, dropout_seed=3)
+    names = ("query", "key", "value", "sinks")
+    x, t = (dict(zip(names, arrays((1, 6, 2, 4), (1, 6, 1, 4), (1, 6, 1, 4), (2,), seed=seed))) for seed in (0, 1))
+    facts = dict(is_causal=True, key_value_seq_lengths=[5])
     over = lambda x: jax_mfa.ring_attention(**x, **facts, mesh=mesh_of(3), axis_name="ring", return_residual=True)
     one = lambda x: jax_mfa.flash_attention(**x, **facts)
     got, wanted = (quick_jit(functools.partial(MODES[mode], f))(x, t) for f in (over, one))
