@@ -256,7 +256,7 @@ def spoilt(path: list[Any], value: Any) -> str:
         (["library", "source"], 7, "library.source must be a string"),
         (["library", "source"], "0" * 64, "no source is registered under 0000"),
         (["library", "language"], [3], "library.language must have 2 entries"),
-        (["buffers", 0, "role"], "both", "must be input, output or scratch"),
+        (["buffers", 0, "role"], "both", "must be input, output, scratch or updated"),
         (["buffers", 0, "dtype"], "float8", "not a known dtype"),
         (["buffers", 0, "shape"], [-1], r"buffers\[0\].shape\[0\] must be an integer from 0"),
         (["buffers", 0, "shape"], [2**40, 2**40], "too large"),
