@@ -37,6 +37,7 @@ class Kernel:
       threads: per threadgroup.
       threadgroup_memory: bytes that its arrays take, for readers; the compiler allocates them.
       fragment_bytes: registers per thread that its fragments take, for readers and tests (see `tiles.py`).
+      definitions: MSL that the template's arguments need beside the base text.
     """
 
     name: str
@@ -45,9 +46,14 @@ class Kernel:
     threads: int
     threadgroup_memory: int = 0
     fragment_bytes: int = 0
+    definitions: str = ""
 
     @property
     def instantiation(self) -> str:
+        return self.definitions + self.explicit
+
+    @property
+    def explicit(self) -> str:
         function, *arguments = self.template
         spelt = ", ".join(str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
         whole = f"{function}<{spelt}>"
@@ -100,7 +106,8 @@ class Plan:
 
     @property
     def instantiations(self) -> str:
-        return "".join(dict.fromkeys(d.kernel.instantiation for d in self.dispatches))
+        kernels = [d.kernel for d in self.dispatches]
+        return "".join(dict.fromkeys([*(k.definitions for k in kernels), *(k.explicit for k in kernels)]))
 
     @functools.cached_property
     def json(self) -> str:

@@ -7,7 +7,10 @@ import hashlib
 import pathlib
 import re
 
+from jax_mfa.metal import operands
+
 ENTRY_FILES = tuple(f"attention/{name}.metal" for name in ("tile_lists", "forward", "decode", "backward", "portable"))
+GENERATED = {"attention/operands.h": operands.text}
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 
 
@@ -26,7 +29,8 @@ def _lines(name: str, seen: set[str]):
         return
     seen.add(name)
     yield f"// ---- {name}"
-    for line in (folder() / name).read_text(encoding="utf-8").splitlines():
+    text = GENERATED[name]() if name in GENERATED else (folder() / name).read_text(encoding="utf-8")
+    for line in text.splitlines():
         include = _INCLUDE.match(line)
         if include:
             yield from _lines(include[1], seen)

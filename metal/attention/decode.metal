@@ -21,21 +21,21 @@ struct GroupRow {
 };
 
 // The query rows of a simdgroup in registers; those outside are zero, and are not stored.
-template <typename T, int H, int BLOCKS>
+template <typename Operand, int H, int BLOCKS>
 struct GroupRows {
   static constant constexpr int count = padded(H) / 8;
-  Fragment<T> kept[BLOCKS][count];
+  Fragment<Operand> kept[BLOCKS][count];
 
-  INLINED Fragment<T> at(int block, int i) const {
+  INLINED Fragment<Operand> at(int block, int i) const {
     return kept[block][i];
   }
 };
 
 // The rows of a group, each of its own head, as `attend` asks about them.
-template <int BLOCKS>
+template <typename Types, int BLOCKS>
 struct GroupRules {
-  Visibility visibility[BLOCKS];
-  Score score[BLOCKS];
+  typename Types::Visibility visibility[BLOCKS];
+  typename Types::Score score[BLOCKS];
   int row[BLOCKS];
 
   template <bool MASKED>
@@ -43,27 +43,25 @@ struct GroupRules {
     return (!MASKED || visibility[block].visible(row[block], column)) && score[block].of(product, row[block], column, x);
   }
 
-  INLINED bool may_hide() const {
-    return score[0].may_hide();
+  INLINED bool may_be_masked() const {
+    return score[0].may_be_masked();
   }
 
   template <int COLUMNS>
   INLINED void factors(int, int, thread float2 (&)[COLUMNS]) const {}
 };
 
-template <typename T, typename KeySource, typename ValueSource, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
+template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode(
-    ATTENTION_OPERANDS,
-    device float* split_out [[buffer(12)]],    // [B, K, splits, G·T, V], not normalised
-    device float* split_state [[buffer(13)]],  // [B, K, splits, G·T, 2]: maximum, sum; -0 where nothing is visible
-    constant int& splits [[buffer(14)]],
-    constant int& split_keys [[buffer(15)]],   // columns of a split, a multiple of KEYS
+    DECODE_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (splits / SIMDGROUPS, tile of rows and slice, key head and batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
-  constexpr int H = KeySource::size;
-  constexpr int V = ValueSource::size;
+  using Operand = typename Types::Operand;
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
   constexpr int v_fragments = slice_fragments(V, SLICES);
+  const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const Lane lane(lane_index);
   const int split = int(group.x) * SIMDGROUPS + simdgroup;
@@ -76,40 +74,38 @@ template <typename T, typename KeySource, typename ValueSource, int BLOCKS, int 
     return;
   }
 
-  const Visibility all(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, key_head, lane_index);
-  GroupRows<T, H, BLOCKS> q;
-  GroupRules<BLOCKS> rules;
+  const typename Types::Visibility all(features, batch, key_head, lane_index);
+  GroupRows<Operand, H, BLOCKS> q;
+  GroupRules<Types, BLOCKS> rules;
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     const GroupRow own(p, key_head, first + block * 8 + lane.row);
     rules.row[block] = own.row;
-    rules.visibility[block] =
-        Visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, own.head, lane_index);
-    rules.score[block] = Score(p, numbers, bias, batch, own.head, all.offset);
-    device const T* at =
-        Dense<T, H>(query, batch, p.queries, p.heads, own.head, p.queries).tile(own.row).rows + lane.column;
+    rules.visibility[block] = typename Types::Visibility(features, batch, own.head, lane_index);
+    rules.score[block] = typename Types::Score(features, batch, own.head, all.offset);
+    const auto at = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
     UNROLLED
     for (int i = 0; i < padded(H) / 8; ++i) {
-      q.kept[block][i] = fragment_of<T>(T(0), T(0));
+      q.kept[block][i] = fragment_of<Operand>(Operand(0), Operand(0));
       if (own.inside) {
-        q.kept[block][i] = load_within<T, H>(at + i * 8, lane.column + i * 8);
+        q.kept[block][i] = converted<Operand>(at.pair(0, lane.column + i * 8));
       }
     }
   }
 
-  using Keys = Direct<KeySource, T, KEYS>;
-  using Values = Direct<ValueSource, T, KEYS>;
-  const KeySource key_source(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, all.columns);
-  const ValueSource value_source(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, all.columns);
+  using Keys = Direct<typename Types::Key, Operand, KEYS>;
+  using Values = Direct<typename Types::Value, Operand, KEYS>;
+  const auto key_source = keys_of<Types>(features, key, batch, key_head, all.columns);
+  const auto value_source = values_of<Types>(features, value, batch, key_head, all.columns);
   Running<BLOCKS, v_fragments> running;
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
   int column = begin;
   // masks may differ among the rows of a simdgroup
-  for (; only_bands() && column < end && all.band(0, p.queries, column, KEYS) == all_visible; column += KEYS) {
+  for (; all.by_bands() && column < end && all.band(0, p.queries, column, KEYS) == all_visible; column += KEYS) {
     const auto keys = Keys(lane).reader(key_source, column, 0);
     const auto values = Values(lane).reader(value_source, column, 0);
-    const bool spoilt = rules.may_hide() && !values.finite(lane_index);
+    const bool spoilt = rules.may_be_masked() && !values.finite(lane_index);
     attend<false, KEYS / 8>(running, q, rules, keys, values, column, slice * v_fragments, spoilt, lane);
   }
   ROLLED
@@ -144,19 +140,15 @@ template <typename T, typename KeySource, typename ValueSource, int BLOCKS, int 
 }
 
 // One simdgroup for each row: its splits become one output, maximum and sum.
-template <typename T, int V, int SIMDGROUPS>
+template <typename Types, int SIMDGROUPS>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_merge(
-    device const float* split_out [[buffer(0)]],
-    device const float* split_state [[buffer(1)]],
-    device const float* numbers [[buffer(2)]],
-    device T* out [[buffer(3)]],              // [B, T, N, V]
-    device float* row_maximum [[buffer(4)]],  // [B, T, N]
-    device float* row_total [[buffer(5)]],    // [B, T, N]
-    constant Parameters& p [[buffer(6)]],
-    constant int& splits [[buffer(7)]],
+    MERGE_OPERANDS,
     uint3 group [[threadgroup_position_in_grid]],  // (SIMDGROUPS rows, key head, batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  using T = typename Types::T;
+  constexpr int V = Types::V;
+  const Features features = FEATURES;
   const int key_head = group.y;
   const int batch = group.z;
   const int rows = p.heads / p.key_heads * p.queries;
@@ -177,8 +169,7 @@ template <typename T, int V, int SIMDGROUPS>
     device const float* state = split_state + ((first + split) * rows + r) * 2;
     sum += state[1] * weight_of(state[0], from);
   }
-  const float sink = has_sinks ? numbers[(ulong(batch) * p.heads + own.head) * p.numbers_stride + 2] : -INFINITY;
-  const FinishedRow row(largest, sum, sink);
+  const FinishedRow row(largest, sum, typename Types::Score(features, batch, own.head, 0).sink(own.head));
   const ulong at = (ulong(batch) * p.queries + own.row) * p.heads + own.head;
   for (int i = lane; i < V; i += 32) {
     float x = 0;
@@ -189,6 +180,6 @@ template <typename T, int V, int SIMDGROUPS>
     out[at * V + i] = T(x * row.factor);
   }
   if (lane == 0) {
-    row.store(row_maximum, row_total, at);
+    row.store(row_max, row_sum, at);
   }
 }

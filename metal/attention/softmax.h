@@ -32,10 +32,10 @@ struct FinishedRow {
   // As the backward pass is told: the largest score, 0 where that is infinite or there is none, and the sum of weights: 0 where
   // the row sees nothing, NaN where its softmax is not defined. The sum alone has not the digits of scores that are huge all, nor
   // has their log-sum-exp. Of scores that are NaN the largest is too: further columns, on other devices, leave it so.
-  INLINED void store(device float* row_maxima, device float* row_totals, ulong at) const {
+  INLINED void store(device float* row_maxima, device float* row_sums, ulong at) const {
     const float undefined_or_finite = row_sum != row_sum ? NAN : (is_finite(row_max) ? row_max : 0.0f);
     row_maxima[at] = empty ? 0.0f : undefined_or_finite;
-    row_totals[at] = empty ? 0.0f : (row_sum == 0 ? NAN : row_sum);
+    row_sums[at] = empty ? 0.0f : (row_sum == 0 ? NAN : row_sum);
   }
 };
 
@@ -58,7 +58,7 @@ struct Running {
   // Scores of further columns become weights; earlier sums shrink where the maximum rises. Where some may be hidden, bit 2c + e
   // of `seen` is set for each that is visible, the others have scores of minus infinity.
   template <int COLUMNS>
-  INLINED void weigh(thread Fragment<float> (&s)[BLOCKS][COLUMNS], const thread uint (&seen)[BLOCKS], bool may_hide) {
+  INLINED void weigh(thread Fragment<float> (&s)[BLOCKS][COLUMNS], const thread uint (&seen)[BLOCKS], bool may_be_masked) {
     static_assert(COLUMNS <= 16, "a bit for each of a lane's columns");
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
@@ -76,7 +76,7 @@ struct Running {
         UNROLLED
         for (int e = 0; e < 2; ++e) {
           float weight = weight_of(s[block][c].thread_elements()[e], from);
-          if (may_hide) {
+          if (may_be_masked) {
             weight = (seen[block] >> (2 * c + e)) & 1 ? weight : absent_weight();
           }
           sum += weight;
@@ -122,8 +122,8 @@ INLINED void attend(
       }
     }
   }
-  const bool may_hide = MASKED || rows.may_hide();
-  running.weigh(s, seen, may_hide);
+  const bool may_be_masked = MASKED || rows.may_be_masked();
+  running.weigh(s, seen, may_be_masked);
   if (has_dropout) {
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
@@ -134,12 +134,12 @@ INLINED void attend(
         UNROLLED
         for (int e = 0; e < 2; ++e) {
           const float weight = s[block][c].thread_elements()[e];
-          s[block][c].thread_elements()[e] = may_hide && is_absent(weight) ? weight : weight * factors[c][e];
+          s[block][c].thread_elements()[e] = may_be_masked && is_absent(weight) ? weight : weight * factors[c][e];
         }
       }
     }
   }
-  if (may_hide && spoilt) {
+  if (may_be_masked && spoilt) {
     accumulate_present<width>(running.sums, s, values, from, lane);
   } else {
     accumulate<width>(running.sums, s, values, from);

@@ -3,17 +3,16 @@
 // operand has an entry for each row and column, a list would be the only thing to grow with their product: a span stands for it.
 #include "attention/visibility.h"
 
-template <int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
+template <typename Types, int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_tile_lists(
-    VISIBILITY_OPERANDS,
-    device int* lists [[buffer(12)]],              // see Walk
+    TILE_LISTS_OPERANDS,
     uint3 group [[threadgroup_position_in_grid]],  // (tile, head of the lists, batch row)
     uint3 groups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]]) {
   threadgroup int found[THREADS];
   const int own = group.x;
-  const Visibility visibility(
-      p, limits, mask, blocks, query_segments, key_segments, key_ranges, group.z, group.y, thread_index);
+  const Features features = FEATURES;
+  const typename Types::Visibility visibility(features, group.z, group.y, thread_index);
   const int others = FOR_ROWS ? tiles_of(p.keys, COLUMNS) : tiles_of(p.queries, ROWS);
   const ulong plane = ulong(group.z) * groups.y + group.y;
   device int* list = lists + (plane * groups.x + group.x) * room_of_list(others);
@@ -30,7 +29,7 @@ template <int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
     if (other < others) {
       const int row = (FOR_ROWS ? own : other) * ROWS;
       const int column = (FOR_ROWS ? other : own) * COLUMNS;
-      seen = visibility.of_tile<true>(row, ROWS, column, COLUMNS);
+      seen = visibility.template of_tile<true>(row, ROWS, column, COLUMNS);
     }
     found[thread_index] = seen;
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -50,6 +50,11 @@ INLINED Fragment<T> fragment_of(T x, T y) {
   return result;
 }
 
+template <typename To, typename From>
+INLINED Fragment<To> converted(Fragment<From> x) {
+  return fragment_of<To>(To(x.thread_elements()[0]), To(x.thread_elements()[1]));
+}
+
 // A lane's two elements, which lie side by side at `at`, an even number of elements from an aligned place.
 template <typename T>
 INLINED Fragment<T> load_pair(device const T* at) {

@@ -282,8 +282,8 @@ class Compiled:
 
 def tile_of(plan: Plan, dispatch: Dispatch) -> tuple[int, int]:
     """Scores of a tile for a simdgroup, in fragments, and the products that it takes."""
-    function, _, keys, values, blocks, _, others, *rest = dispatch.kernel.template
-    sizes = [tiles.padded(int(re.findall(r"\d+", x)[-1])) // 8 for x in (keys, values)]
+    function, types, blocks, _, others, *rest = dispatch.kernel.template
+    sizes = [tiles.padded(int(x)) // 8 for x in re.findall(r"(\d+)>", types)[1:3]]
     slices = rest[-1]
     parts = {
         "attention_forward": (1, 1 / slices),

@@ -45,7 +45,7 @@ class Ran:
 
     @property
     def counters(self) -> dict[str, emulator.Counters]:
-        """By template: attention_forward, attention_row_sums, …"""
+        """By template: attention_forward, attention_delta, …"""
         if not self.dispatches:
             pytest.skip("a device does not count")
         return {name: result.counters for name, result in self.dispatches}

@@ -253,8 +253,8 @@ def without_sizes(kernel: Kernel) -> tuple:
     function, *arguments = kernel.template
     names = parameters()[function]
     assert len(names) == len(arguments), function
-    sized = lambda x: re.sub(r", \d+>", ">", x) if isinstance(x, str) else x  # a source says its head size
-    return (function, *(sized(x) for name, x in zip(names, arguments) if name not in ("H", "V")))
+    sized = lambda x: re.sub(r", \d+>", ">", x) if isinstance(x, str) else x  # sources say their head size
+    return (function, *(sized(x) for x in arguments))
 
 
 N, T, S = 4, 90, 80

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jax_mfa.metal import kernels, source, tiles
-from jax_mfa.metal.kernels import Shape
 from jax_mfa.metal.plan import LANGUAGE, Plan
+from jax_mfa.metal.problem import Shape
 from jax_mfa.specification import Specification
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -28,12 +28,14 @@ def plans(dtype: str, variant: str) -> list[Plan]:
         (64, 64, 576, ("query", "key", "value")),
         (1, 2048, 64, ()),
     ]:
-        query, keys = Shape((1, rows, 2, head), kind), Shape((1, columns, 1, head), kind)
+        keys = Shape((1, columns, 1, head), kind)
+        arrays = {"query": Shape((1, rows, 2, head), kind), "key": keys, "value": keys}
         scores = (1, 2, rows, columns)
-        optional = {"bias": Shape(scores, kind), "mask": Shape(scores, np.dtype(bool))} if "bias" in wanted else {}
-        found.append(kernels.forward(spec, query, keys, keys, variant=variant, **optional))
+        if "bias" in wanted:
+            arrays |= {"bias": Shape(scores, kind), "mask": Shape(scores, np.dtype(bool))}
+        found.append(kernels.forward(spec, arrays, variant=variant))
         if wanted:
-            found.append(kernels.backward(spec, query, keys, keys, wanted=wanted, variant=variant, **optional))
+            found.append(kernels.backward(spec, arrays, wanted=wanted, variant=variant))
     return found
 
 

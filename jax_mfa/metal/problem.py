@@ -1,0 +1,200 @@
+"""An attention problem as kernels meet it: its sizes, what stands for each operand, and which features it uses.
+
+The planner asks a `Problem` and never an array's shape. Plain Python; needs no device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jax_mfa.metal import operands
+from jax_mfa.metal.plan import SCALARS, Argument, Buffer
+from jax_mfa.philox import drop_below
+from jax_mfa.specification import MAX_POSITION, Operands, Specification
+
+BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
+_SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a plan knows of an array."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, x) -> Shape:
+        return cls(tuple(x.shape), np.dtype(x.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The types of score and visibility, and what MSL text defines them where that is not the base text. It rides in
+    the plan: structs derived from `Score` and `Visibility` that say anew what differs."""
+
+    score: str = "Score"
+    visibility: str = "Visibility"
+    definitions: str = ""
+
+
+PLAIN = Rules()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A specification, the arrays that a launch carries, by the names of `operands.CARRIED` and in that order, and what
+    scores and visibility are."""
+
+    spec: Specification
+    arrays: tuple[tuple[str, Shape], ...]
+    rules: Rules = PLAIN
+
+    @classmethod
+    def of(cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN) -> Problem:
+        """From arrays or shapes by name, as `launch_arrays` gives them."""
+        unknown = sorted(set(arrays) - set(operands.CARRIED))
+        if unknown:
+            raise TypeError(f"a launch carries {', '.join(operands.CARRIED)}, got {', '.join(unknown)}")
+        return cls(spec, tuple((name, Shape.of(arrays[name])) for name in operands.CARRIED if name in arrays), rules)
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Shape]:
+        return dict(self.arrays)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_name
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of an operand [rows, heads, queries, keys], which may be absent."""
+        return self.by_name[name].shape if name in self else (1, 1, 1, 1)
+
+    @property
+    def dtype(self) -> str:
+        return self.by_name["query"].dtype.name
+
+    @property
+    def b(self) -> int:
+        return self.shape("query")[0]
+
+    @property
+    def t(self) -> int:
+        return self.shape("query")[1]
+
+    @property
+    def s(self) -> int:
+        return self.shape("value")[1]
+
+    @property
+    def n(self) -> int:
+        return self.shape("query")[2]
+
+    @property
+    def k(self) -> int:
+        return self.shape("value")[2]
+
+    @property
+    def h(self) -> int:
+        return self.shape("query")[3]
+
+    @property
+    def v(self) -> int:
+        return self.shape("value")[3]
+
+    @property
+    def types(self) -> str:
+        """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`."""
+        scalar = SCALARS[self.dtype]
+        query, value = f"Dense<{scalar}, {self.h}>", f"Dense<{scalar}, {self.v}>"
+        return f"Attention<{scalar}, {query}, {query}, {value}, {value}, {self.rules.score}, {self.rules.visibility}>"
+
+    @property
+    def short(self) -> str:
+        """The same in a kernel's name."""
+        return f"{_SHORT[self.dtype]}_h{self.h}_v{self.v}"
+
+    @property
+    def pairs(self) -> int:
+        """At most so many scores: of each row with the columns of its window, or all."""
+        left, right = self.spec.band
+        columns = self.s if left is None or right is None else min(self.s, left + right + 1)
+        return self.b * self.n * self.t * max(columns, 0)
+
+    def like_query(self, name: str, role: str) -> Buffer:
+        return Buffer(name, role, self.dtype, (self.b, self.t, self.n, self.h))
+
+    def like_out(self, name: str, role: str) -> Buffer:
+        return Buffer(name, role, self.dtype, (self.b, self.t, self.n, self.v))
+
+    def rows(self, name: str, role: str, *more: int) -> Buffer:
+        return Buffer(name, role, "float32", (self.b, self.t, self.n, *more))
+
+    def results(self, role: str) -> tuple[Buffer, ...]:
+        """Those of the forward pass, which the backward pass takes."""
+        return self.like_out("out", role), self.rows("row_max", role), self.rows("row_sum", role)
+
+    @property
+    def inputs(self) -> tuple[Buffer, ...]:
+        """What the launch carries."""
+        return tuple(Buffer(name, "input", x.dtype.name, x.shape) for name, x in self.arrays)
+
+    @functools.cached_property
+    def parameters(self) -> bytes:
+        spec = self.spec
+        left, right = spec.band
+        repeats = Operands(*spec.repeats)
+        block_rows, block_columns = spec.mask_block or (1, 1)
+        values: dict[str, Any] = {
+            "queries": self.t,
+            "keys": self.s,
+            "heads": self.n,
+            "key_heads": self.k,
+            "batch": self.b,
+            "scale": spec.scale,
+            "query_offset": spec.query_offset,
+            "left": min(left or 0, 2 * MAX_POSITION),
+            "right": min(right or 0, 2 * MAX_POSITION),
+            "block_rows": min(block_rows, MAX_POSITION),
+            "block_columns": min(block_columns, MAX_POSITION),
+            "cap": spec.logits_soft_cap or 0.0,
+            "drop_below": drop_below(spec.dropout_rate),
+            "keep_factor": 1 / (1 - spec.dropout_rate),
+        }
+        for name in ("key", "value"):
+            values |= {f"{name}.rows": self.shape(name)[0], f"{name}.repeat": getattr(repeats, name)}
+        for name in ("bias", "mask", "block_mask"):
+            repeat = getattr(repeats, name) if name in self else 1
+            sizes = dict(zip(("map.rows", "heads", "queries", "keys"), self.shape(name))) | {"map.repeat": repeat}
+            values |= {f"{name}.{field}": size for field, size in sizes.items()}
+        return operands.packed("Parameters", values)
+
+    def constants(self, **more: Any) -> tuple[tuple[int, str, str, Any], ...]:
+        """Function constants: which features there are, and `more` by name."""
+        left, right = self.spec.band
+        known = (operands.OPERANDS[name] for name in operands.FEATURES)
+        values = {x.flag: x.name in self for x in known if x.flag} | {
+            "has_left": left is not None,
+            "has_right": right is not None,
+            "has_cap": self.spec.logits_soft_cap is not None,
+            "bias_type": BIAS_TYPES[self.by_name["bias"].dtype.name] if "bias" in self else 0,
+            "has_lists": False,
+            "has_spans": False,
+        }
+        return operands.constants(values | more)
+
+    def bound(self, function: str, own: Mapping[str, str | bytes]) -> tuple[Argument, ...]:
+        """A kernel's arguments: what the launch carries, and `own` buffers of the plan or bytes by name."""
+        found = {"p": self.parameters} | {name: name for name, _ in self.arrays} | dict(own)
+        arguments = []
+        for index, name in enumerate(operands.signature(function).names):
+            x = found.get(name)
+            if x is None and operands.OPERANDS[name].flag is None:
+                raise TypeError(f"{function} needs {name}")
+            if x is not None:
+                arguments.append(Argument(index, bytes=x) if isinstance(x, bytes) else Argument(index, buffer=x))
+        return tuple(arguments)
