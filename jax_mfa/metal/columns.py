@@ -18,6 +18,6 @@ def encoding(storage: Storage | None, scalar: str) -> str:
     return f"Quantized<{scalar}, {x.kind}_kind, {symmetric}, {tokens}, {channels}, {center}>"
 
 
-def stored(storage: Storage | None, page_size: int | None, scalar: str, size: int) -> str:
+def stored_type(storage: Storage | None, page_size: int | None, scalar: str, size: int) -> str:
     """The MSL type of rows of `size` numbers that lie in a row of an array, or in pages."""
     return f"Stored<{encoding(storage, scalar)}, {size}, {page_size or 0}>"

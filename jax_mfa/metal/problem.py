@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from jax_mfa.metal import operands
+from jax_mfa.metal.columns import stored_type
 from jax_mfa.metal.plan import SCALARS, Argument, Buffer
 from jax_mfa.philox import drop_below
 from jax_mfa.specification import MAX_POSITION, Operands, Specification
+from jax_mfa.storage import Storage, stored
 
 BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
@@ -88,7 +90,7 @@ class Problem:
 
     @property
     def s(self) -> int:
-        return self.shape("value")[1]
+        return self._whole.value.shape[1]
 
     @property
     def n(self) -> int:
@@ -96,7 +98,7 @@ class Problem:
 
     @property
     def k(self) -> int:
-        return self.shape("value")[2]
+        return self._whole.value.shape[2]
 
     @property
     def h(self) -> int:
@@ -104,19 +106,34 @@ class Problem:
 
     @property
     def v(self) -> int:
-        return self.shape("value")[3]
+        return self._whole.value.shape[3]
 
-    @property
-    def types(self) -> str:
-        """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`."""
-        scalar = SCALARS[self.dtype]
-        query, value = f"Dense<{scalar}, {self.h}>", f"Dense<{scalar}, {self.v}>"
-        return f"Attention<{scalar}, {query}, {query}, {value}, {value}, {self.rules.score}, {self.rules.visibility}>"
+    @functools.cached_property
+    def _whole(self) -> Operands:
+        """Operands of the shapes that quantised and paged ones stand for."""
+        return stored(self.spec, Operands(**self.by_name))
+
+    def types(self, in_lanes: bool = False) -> str:
+        """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`. One that
+        reads keys and values straight to its lanes (`metal/core/lanes.h`) takes any of them as stored."""
+        spec, scalar = self.spec, SCALARS[self.dtype]
+        dense = {size: f"Dense<{scalar}, {size}>" for size in (self.h, self.v)}
+
+        def columns(storage: Storage | None, size: int) -> str:
+            plain = storage is None and spec.page_size is None and not in_lanes
+            return dense[size] if plain else stored_type(storage, spec.page_size, scalar, size)
+
+        key, value = columns(spec.key_storage, self.h), columns(spec.value_storage, self.v)
+        rules = f"{self.rules.score}, {self.rules.visibility}"
+        return f"Attention<{scalar}, {dense[self.h]}, {key}, {value}, {dense[self.v]}, {rules}>"
 
     @property
     def short(self) -> str:
         """The same in a kernel's name."""
-        return f"{_SHORT[self.dtype]}_h{self.h}_v{self.v}"
+        spec = self.spec
+        kinds = [x.scheme.kind if x else "plain" for x in (spec.key_storage, spec.value_storage)]
+        paged = [] if spec.page_size is None else [f"p{spec.page_size}"]
+        return "_".join([_SHORT[self.dtype], f"h{self.h}", f"v{self.v}", *([] if spec.is_plain else kinds), *paged])
 
     @property
     def pairs(self) -> int:
@@ -166,7 +183,8 @@ class Problem:
             "keep_factor": 1 / (1 - spec.dropout_rate),
         }
         for name in ("key", "value"):
-            values |= {f"{name}.rows": self.shape(name)[0], f"{name}.repeat": getattr(repeats, name)}
+            rows = name if spec.page_size is None else "block_tables"
+            values |= {f"{name}.rows": self.shape(rows)[0], f"{name}.repeat": getattr(repeats, rows)}
         for name in ("bias", "mask", "block_mask"):
             repeat = getattr(repeats, name) if name in self else 1
             sizes = dict(zip(("map.rows", "heads", "queries", "keys"), self.shape(name))) | {"map.repeat": repeat}

@@ -53,8 +53,8 @@ struct Block {
   Number scale;
   Number zero;
 
-  INLINED Block(float low, float high, bool spoilt) : scale(Number(1.0f)), zero(Number(0.0f)) {
-    constexpr float levels = Encoding::levels;
+  INLINED Block(float low, float high, bool spoilt) : zero(Number(0.0f)) {
+    constexpr float levels = float(Encoding::levels);
     float found = 0;
     if (!Encoding::zeroed) {
       const float reach = max(fabs(low), fabs(high));
@@ -72,14 +72,37 @@ struct Block {
     }
     scale = spoilt ? Number(NAN) : rounded_up(found, zero);
   }
-
-  // The bits of one number.
-  INLINED uint data(float x) const {
-    const float y = (Encoding::zeroed ? x - float(zero) : x) / float(scale);
-    if (!Encoding::always_finite) {
-      return e4m3_of_float(y != y ? y : clamp(y, -448.0f, 448.0f));
-    }
-    constexpr float least = Encoding::zeroed ? 0.0f : -Encoding::levels;
-    return uint(int(y != y ? 0.0f : rint(clamp(y, least, Encoding::levels))));
-  }
 };
+
+// The bits of a number of a block.
+template <typename Encoding>
+INLINED uint bits_of(float x, float scale, float zero) {
+  const float y = (Encoding::zeroed ? x - zero : x) / scale;
+  constexpr float levels = float(Encoding::levels);
+  if (!Encoding::always_finite) {
+    return e4m3_of_float(y != y ? y : clamp(y, -levels, levels));
+  }
+  return uint(int(y != y ? 0.0f : rint(clamp(y, Encoding::zeroed ? 0.0f : -levels, levels))));
+}
+
+// Piece i of the data of a row: a number, or those that share a byte. `blocks` are scales and zeros side by side.
+template <int SIZE, typename T>
+INLINED T piece(Plain<T>, device const T* row, threadgroup const float*, int i) {
+  return row[i];
+}
+
+template <int SIZE, typename T, int KIND, bool SYMMETRIC, int TOKENS, int CHANNELS, int CENTER>
+INLINED uchar piece(
+    Quantized<T, KIND, SYMMETRIC, TOKENS, CHANNELS, CENTER>, device const T* row, threadgroup const float* blocks, int i) {
+  using Encoding = Quantized<T, KIND, SYMMETRIC, TOKENS, CHANNELS, CENTER>;
+  constexpr int together = KIND == int4_kind ? 2 : 1;
+  uint result = 0;
+  for (int e = 0; e < together; ++e) {
+    const int channel = i * together + e;
+    if (channel < SIZE) {
+      threadgroup const float* block = blocks + (CHANNELS == 0 ? 0 : channel / (CHANNELS == 0 ? 1 : CHANNELS)) * 2;
+      result |= (bits_of<Encoding>(float(row[channel]), block[0], block[1]) & (together == 2 ? 15u : 255u)) << (4 * e);
+    }
+  }
+  return uchar(result);
+}

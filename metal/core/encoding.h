@@ -71,6 +71,7 @@ struct Quantized {
   static constant constexpr bool centred = CENTER != 0;
   static constant constexpr bool whole = TOKENS == 0 && CHANNELS == 0;  // one scale for all heads too
   static constant constexpr bool always_finite = KIND != fp8_kind;
+  static constant constexpr int levels = KIND == fp8_kind ? 448 : (1 << ((KIND == int4_kind ? 4 : 8) - (SYMMETRIC ? 1 : 0))) - 1;
   static constant constexpr int tokens = TOKENS;
   static constant constexpr int channels = CHANNELS;
   static constant constexpr int center = CENTER;

@@ -5,17 +5,7 @@
 #include "core/encoding.h"
 #include "core/source.h"
 
-// The arrays of one operand: data, and those other parts that its encoding has. Tables say which page holds which tokens.
-template <typename Encoding>
-struct Parts {
-  device const typename Encoding::Data* data;
-  device const typename Encoding::Number* scales;
-  device const typename Encoding::Number* zeros;
-  device const typename Encoding::Number* means;
-  device const int* tables;
-};
-
-// Parts at one token of one head.
+// Data and what lies beside them at one token of one head.
 template <typename Encoding, int SIZE>
 struct Token {
   using Number = typename Encoding::Number;
@@ -105,7 +95,7 @@ struct StoredTile {
 };
 
 // Rows of one head, of which `count` may be read, at least one. They lie in `row` of arrays [rows, length, heads, …], or where PAGE
-// is not 0 in pages of PAGE tokens, [pages, PAGE, heads, …], with tables [rows, width].
+// is not 0 in pages of PAGE tokens, [pages, PAGE, heads, …], with tables [rows, length / PAGE].
 template <typename Encoded, int SIZE, int PAGE>
 struct Stored {
   using Encoding = Encoded;
@@ -115,7 +105,7 @@ struct Stored {
   using Tile = StoredTile<Stored>;
   static constant constexpr int size = SIZE;
   static constant constexpr int page = PAGE;
-  Parts<Encoding> parts;
+  Token<Encoding, SIZE> parts;  // where the arrays begin
   device const int* table;
   uint row;
   uint length;  // tokens of a row or page
@@ -123,10 +113,12 @@ struct Stored {
   uint head;
   int count;
 
-  INLINED Stored(Parts<Encoding> parts, int row, int length, int width, int heads, int head, int count)
-      : parts(parts), table(parts.tables), row(row), length(PAGE != 0 ? PAGE : length), heads(heads), head(head), count(count) {
-    if (PAGE != 0) {
-      table += ulong(uint(row)) * ulong(uint(width));
+  INLINED Stored(device const Storage* data, Beside beside, int row, int length, int heads, int head, int count)
+      : parts({data, reinterpret_cast<device const Element*>(beside.scales), reinterpret_cast<device const Element*>(beside.zeros),
+               reinterpret_cast<device const Element*>(beside.means)}),
+        table(beside.tables), row(row), length(PAGE != 0 ? PAGE : length), heads(heads), head(head), count(count) {
+    if (PAGE != 0) {  // strided by its own width
+      table += ulong(uint(row)) * ulong(uint(length / (PAGE != 0 ? PAGE : 1)));
     }
   }
 
@@ -149,7 +141,8 @@ struct Stored {
   INLINED Token<Encoding, SIZE> token_of(uint unit, int token) const {
     const uint within = PAGE != 0 ? uint(token) % uint(PAGE != 0 ? PAGE : 1) : uint(token);
     const ulong at = ulong(entry<1>(unit, within)) * heads + head;
-    Token<Encoding, SIZE> result = {parts.data + at * ulong(Encoding::room(SIZE)), parts.scales, parts.zeros, parts.means};
+    Token<Encoding, SIZE> result = parts;
+    result.data += at * ulong(Encoding::room(SIZE));
     const ulong block = Encoding::whole ? ulong(unit) : (ulong(entry<Encoding::tokens>(unit, within)) * heads + head) * result.groups;
     if (Encoding::scaled) {
       result.scales += block;

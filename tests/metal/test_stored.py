@@ -21,12 +21,12 @@ pytestmark = needs_core
 TEXT = """
 #include "core/lanes.h"
 
-template <typename Source, int ROWS, int LENGTH>
+template <typename Source, int TABLED, int LENGTH>
 [[kernel]] void rows(
     device const typename Source::Storage* data [[buffer(0)]],
-    device const typename Source::Element* scales [[buffer(1)]],
-    device const typename Source::Element* zeros [[buffer(2)]],
-    device const typename Source::Element* means [[buffer(3)]],
+    device const uchar* scales [[buffer(1)]],
+    device const uchar* zeros [[buffer(2)]],
+    device const uchar* means [[buffer(3)]],
     device const int* tables [[buffer(4)]], device const float* left [[buffer(5)]], device float* tiled [[buffer(6)]],
     device float* products [[buffer(7)]], device float* sums [[buffer(8)]], device float* alone [[buffer(9)]],
     uint3 group [[threadgroup_position_in_grid]],
@@ -36,8 +36,8 @@ template <typename Source, int ROWS, int LENGTH>
   constexpr int wide = size % 4 == 0 ? 4 : 1;
   constexpr int fragments = padded(size) / 8;
   const Lane lane(lane_index);
-  const Parts<typename Source::Encoding> parts = {data, scales, zeros, means, tables};
-  const Source source(parts, group.y, LENGTH, (LENGTH + 7) / 8, 2, group.x, LENGTH);
+  const Beside beside = {scales, zeros, means, tables};
+  const Source source(data, beside, group.y, TABLED, 2, group.x, LENGTH);
   device float* of_head = tiled + (group.y * 2 + group.x) * LENGTH * size;
   for (int i = lane_index; i < LENGTH * size / wide; i += 32) {
     const int row = i * wide / size;
@@ -118,15 +118,15 @@ def test_rows_are_what_they_stand_for(case):
     x = harness.arrays(shape, seed=4)[0].astype(DTYPES[case.dtype])
     stored = None if case.scheme is None else quantize(x, case.scheme)
     numbers = np.asarray(x if stored is None else stored.dequantize(np.float32)).astype(DTYPES[case.dtype])
-    tables = np.full((batch, width), 2**30, np.int32)  # which nobody may read
+    tables = np.full((batch, width), 987654321, np.int32)  # which nobody may read
     if case.page:
         order = np.random.default_rng(1).permutation(len(numbers))[: batch * pages].reshape(batch, pages)
         tables[:, :pages] = order
         numbers = numbers[order].reshape(batch, -1, 2, case.size)[:, : case.length]
     left = harness.arrays((8, case.size), seed=5)[0].astype(DTYPES[case.dtype]).astype(np.float32)
     storage = None if case.scheme is None else Storage(case.scheme, case.size)
-    kind = columns.stored(storage, case.page or None, SCALARS[case.dtype], case.size)
-    whole = f"rows<{kind}, 8, {case.length}>"
+    kind = columns.stored_type(storage, case.page or None, SCALARS[case.dtype], case.size)
+    whole = f"rows<{kind}, {width * case.page or case.length}, {case.length}>"  # of which this many may be read
     text = "\n".join(["#include <metal_stdlib>", *_flat(TEXT)])
     text += f'\ntemplate [[host_name("rows")]] [[kernel]] decltype({whole}) {whole};\n'
     parts = (
