@@ -22,8 +22,8 @@ SCALARS = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}  # MSL's
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array of a plan. Inputs are the call's operands in this order, outputs and scratch its results; what is updated
-    is among both."""
+    """An array of a plan. Inputs are the call's operands in this order, outputs and scratch its results; what is
+    updated is among both."""
 
     name: str
     role: str  # input, output, scratch, or updated: an input, and in its place an output that dispatches change

@@ -2,6 +2,9 @@
 #include "core/encode.h"
 #include "core/stored.h"
 
+constant bool has_scales [[function_constant(100)]];  // which parts the pool has
+constant bool has_zeros [[function_constant(101)]];
+
 struct AppendSizes {
   int tokens;
   int heads;
@@ -14,8 +17,8 @@ template <typename Encoding, int SIZE, int SIMDGROUPS>
     device const typename Encoding::Number* tokens [[buffer(0)]],  // [tokens, heads, SIZE]
     device const int* slots [[buffer(1)]],                         // [tokens]
     device typename Encoding::Data* data [[buffer(2)]],            // [slots, heads, …]
-    device typename Encoding::Number* scales [[buffer(3)]],        // [slots, heads, groups]
-    device typename Encoding::Number* zeros [[buffer(4)]],
+    device typename Encoding::Number* scales [[buffer(3), function_constant(has_scales)]],  // [slots, heads, groups]
+    device typename Encoding::Number* zeros [[buffer(4), function_constant(has_zeros)]],
     constant AppendSizes& sizes [[buffer(5)]],
     uint3 group [[threadgroup_position_in_grid]],  // (SIMDGROUPS tokens, head)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],

@@ -1,5 +1,5 @@
-// How a row of numbers is stored: the scales of its blocks, and the data. The same numbers, bit for bit, as those of
-// jax_mfa/quantization.py, which says why. Blocks lie within the row.
+// How a row of numbers is stored: the scales of its blocks, and the data, as jax_mfa/quantization.py has it, which says why. Blocks
+// lie within the row.
 #pragma once
 
 #include "core/encoding.h"
@@ -37,7 +37,7 @@ INLINED uint e4m3_of_float(float x) {
   const uint sign = (as_type<uint>(x) >> 24) & 0x80u;
   const float size = fabs(x);
   if (size != size) {
-    return sign | 0x7Fu;
+    return 0x7Fu;
   }
   if (size < 0.015625f) {  // subnormal
     return sign | uint(rint(size * 512.0f));

@@ -18,6 +18,7 @@ struct Plain {
   static constant constexpr bool centred = false;
   static constant constexpr bool whole = false;
   static constant constexpr bool always_finite = false;  // whether data are, whatever their bits
+  static constant constexpr int levels = 1;
   static constant constexpr int tokens = 1;
   static constant constexpr int channels = 0;
   static constant constexpr int center = 1;
