@@ -84,7 +84,7 @@ def _select(variant: Variant, x: Problem) -> tiles.Tiles | tiles.Portable:
         return variant
     # what is decoded is decoded once for all simdgroups
     chosen = "staged" if variant == "direct" and not x.spec.is_plain else variant
-    return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.dtype])
+    return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.operand])
 
 
 def forward(
@@ -100,7 +100,7 @@ def forward(
     x = Problem.of(spec, arrays, rules)
     few = x.t <= tiles.DECODE_QUERIES and x.s >= tiles.DECODE_KEYS and not spec.dropout_rate
     if few and isinstance(variant, str) and variant in tiles.VARIANTS:
-        tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[x.dtype])
+        tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[x.operand])
         if tile is not None:
             return _decode(x, tile)
     return _forward(x, _select(variant, x))

@@ -96,7 +96,7 @@ class Launch:
 
 
 def _tiled(name: str, x: Problem, tile, lists: TileLists | None = None, **more: Any) -> Kernel:
-    item = ITEM_SIZES[x.dtype]
+    item = ITEM_SIZES[x.operand]
     sizes = (tile.threadgroup_memory(x.h, x.v, item), tile.fragment_bytes(x.h, x.v, item))
     constants = {**(lists.constants if lists else {}), **more}
     return _kernel(name, x, tile.simdgroups * 32, tuple(vars(tile).values()), *sizes, **constants)

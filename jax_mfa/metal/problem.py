@@ -81,6 +81,12 @@ class Problem:
         return self.by_name["query"].dtype.name
 
     @property
+    def operand(self) -> str:
+        """The dtype of the matrix unit's operands: what stands in few bits, 16 would round once more."""
+        quantized = self.spec.key_storage or self.spec.value_storage
+        return "float32" if quantized else self.dtype
+
+    @property
     def b(self) -> int:
         return self.shape("query")[0]
 
@@ -125,7 +131,7 @@ class Problem:
 
         key, value = columns(spec.key_storage, self.h), columns(spec.value_storage, self.v)
         rules = f"{self.rules.score}, {self.rules.visibility}"
-        return f"Attention<{scalar}, {dense[self.h]}, {key}, {value}, {dense[self.v]}, {rules}>"
+        return f"Attention<{SCALARS[self.operand]}, {dense[self.h]}, {key}, {value}, {dense[self.v]}, {rules}>"
 
     @property
     def short(self) -> str:

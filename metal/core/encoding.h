@@ -1,8 +1,9 @@
 // What the numbers of a row are stored as, and what they stand for: plain, or in few bits with scales (jax_mfa/storage.py says
 // what schemes mean). Knows nothing of where rows lie.
 //
-// An encoding has a Number, which is meant, Data, which lie in memory, and a Word, which holds up to `most` elements side by side;
-// it says which other parts there are, and how many tokens and channels share an entry of them, 0 for all.
+// An encoding has Data, which lie in memory, a Word, which holds up to `most` of them side by side, a Number, as scales and other
+// parts are, and an Element, as it is decoded; it says which parts there are, and how many tokens and channels share an entry, 0 for
+// all.
 #pragma once
 
 #include "core/fragment.h"
@@ -10,6 +11,7 @@
 template <typename T>
 struct Plain {
   using Number = T;
+  using Element = T;
   using Data = T;
   using Word = vec<T, 4>;
   static constant constexpr int most = 4;
@@ -34,12 +36,14 @@ struct Plain {
     if (COUNT == 4) {
       return *reinterpret_cast<device const vec<T, 4>*>(row + channel);
     }
+    Word result = Word(T(0));
     if (COUNT == 2) {
       const vec<T, 2> x = *reinterpret_cast<device const vec<T, 2>*>(row + channel);
-      return Word(x[0], x[1], T(0), T(0));
+      result[0] = x[0];
+      result[1] = x[1];
+    } else {
+      result[0] = row[channel];
     }
-    Word result = Word(T(0));
-    result[0] = row[channel];
     return result;
   }
 
@@ -64,6 +68,7 @@ INLINED float float_of_e4m3(uint bits) {
 template <typename T, int KIND, bool SYMMETRIC, int TOKENS, int CHANNELS, int CENTER>
 struct Quantized {
   using Number = T;
+  using Element = float;  // 16 bits would round once more
   using Data = uchar;
   using Word = uint;
   static constant constexpr int most = KIND == int4_kind ? 8 : 4;

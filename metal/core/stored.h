@@ -57,6 +57,7 @@ template <typename Source>
 struct StoredTile {
   using Encoding = typename Source::Encoding;
   using Number = typename Encoding::Number;
+  using Element = typename Encoding::Element;
   Source source;
   int first;
   int last;
@@ -79,18 +80,18 @@ struct StoredTile {
   }
 
   template <int COUNT>
-  INLINED vec<Number, 4> load(int i, int column) const {
+  INLINED vec<Element, 4> load(int i, int column) const {
     return Source::template elements<COUNT>(fetch<COUNT>(i, column));
   }
 
-  INLINED Number at(int i, int column) const {
+  INLINED Element at(int i, int column) const {
     return load<1>(i, column)[0];
   }
 
-  INLINED Fragment<Number> pair(int i, int column) const {
+  INLINED Fragment<Element> pair(int i, int column) const {
     const bool first = Source::size % 8 == 0 || column < Source::size;
     const bool second = Source::size % 8 == 0 || column + 1 < Source::size;
-    return fragment_of<Number>(first ? at(i, column) : Number(0), second ? at(i, column + 1) : Number(0));
+    return fragment_of<Element>(first ? at(i, column) : Element(0), second ? at(i, column + 1) : Element(0));
   }
 };
 
@@ -100,7 +101,8 @@ template <typename Encoded, int SIZE, int PAGE>
 struct Stored {
   using Encoding = Encoded;
   using Storage = typename Encoding::Data;
-  using Element = typename Encoding::Number;
+  using Number = typename Encoding::Number;
+  using Element = typename Encoding::Element;
   using Fetched = Coming<Encoding>;
   using Tile = StoredTile<Stored>;
   static constant constexpr int size = SIZE;
@@ -114,8 +116,8 @@ struct Stored {
   int count;
 
   INLINED Stored(device const Storage* data, Beside beside, int row, int length, int heads, int head, int count)
-      : parts({data, reinterpret_cast<device const Element*>(beside.scales), reinterpret_cast<device const Element*>(beside.zeros),
-               reinterpret_cast<device const Element*>(beside.means)}),
+      : parts({data, reinterpret_cast<device const Number*>(beside.scales), reinterpret_cast<device const Number*>(beside.zeros),
+               reinterpret_cast<device const Number*>(beside.means)}),
         table(beside.tables), row(row), length(PAGE != 0 ? PAGE : length), heads(heads), head(head), count(count) {
     if (PAGE != 0) {  // strided by its own width
       table += ulong(uint(row)) * ulong(uint(length / (PAGE != 0 ? PAGE : 1)));

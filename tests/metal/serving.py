@@ -14,7 +14,8 @@ from runners import DTYPES, Ran, run
 
 from jax_mfa import Scheme, metal, quantize
 from jax_mfa.metal import kernels, tiles
-from jax_mfa.specification import specify
+from jax_mfa.metal.plan import Plan
+from jax_mfa.specification import Specification, specify
 from jax_mfa.storage import PagedArray
 
 NOBODYS = 987654321  # an entry of a table that nobody may read
@@ -73,7 +74,7 @@ class Serving:
                 for unused in free:
                     x[unused] = np.nan
             kept = x if scheme is None else quantize(x, scheme)
-            plain = x if scheme is None else np.asarray(kept.dequantize())
+            plain = x if scheme is None else np.asarray(kept.dequantize(np.float32))
             stored[name] = PagedArray(kept, tables) if self.page else kept
             if self.page:
                 plain = plain[np.minimum(tables, count - 1)].reshape(batch, -1, *plain.shape[2:])
@@ -90,17 +91,27 @@ class Serving:
         }
         return {**common, **stored}, {**common, **meant}
 
+    @functools.cached_property
+    def launched(self) -> tuple[Specification, dict[str, np.ndarray]]:
+        """The problem as plans are made of it."""
+        spec, operands = specify(**self.both[0])
+        return spec, {name: np.asarray(x) for name, x in metal.launch_arrays(spec, operands).items()}
+
+    def plans(self, wanted: tuple[str, ...] = ()) -> list[Plan]:
+        """Of the forward pass, and of the backward pass for the gradients in `wanted`."""
+        spec, arrays = self.launched
+        found = [kernels.forward(spec, arrays, variant=self.variant)]
+        if wanted:
+            found.append(kernels.backward(spec, arrays, wanted=wanted, variant=self.variant))
+        return found
+
     def run(self, wanted: tuple[str, ...] = (), **how: Any) -> Ran:
-        """The forward pass, and the backward pass for the gradients in `wanted`; `how` is for `runners.run`."""
-        stored, meant = self.both
-        spec, operands = specify(**stored)
-        arrays = {name: np.asarray(x) for name, x in metal.launch_arrays(spec, operands).items()}
-        forward = kernels.forward(spec, arrays, variant=self.variant)
+        """These passes; `how` is for `runners.run`."""
+        made, arrays = self.plans(wanted), self.launched[1]
         if not wanted:
-            return run(forward, arrays, **how)
-        backward = kernels.backward(spec, arrays, wanted=wanted, variant=self.variant)
-        both = {"forward": forward, "backward": backward}
-        return plans.both(both.__getitem__, arrays, harness.cotangents(meant), **how)
+            return run(made[0], arrays, **how)
+        both = dict(zip(("forward", "backward"), made))
+        return plans.both(both.__getitem__, arrays, harness.cotangents(self.both[1]), **how)
 
     def assert_right(self, ran: Ran) -> None:
         """Nothing was reported, and every result is the oracle's over what is meant."""

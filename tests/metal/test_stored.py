@@ -117,7 +117,7 @@ def test_rows_are_what_they_stand_for(case):
     shape = (batch * pages + 3, case.page, 2, case.size) if case.page else (batch, case.length, 2, case.size)
     x = harness.arrays(shape, seed=4)[0].astype(DTYPES[case.dtype])
     stored = None if case.scheme is None else quantize(x, case.scheme)
-    numbers = np.asarray(x if stored is None else stored.dequantize(np.float32)).astype(DTYPES[case.dtype])
+    numbers = np.asarray(x if stored is None else stored.dequantize(np.float32))
     tables = np.full((batch, width), 987654321, np.int32)  # which nobody may read
     if case.page:
         order = np.random.default_rng(1).permutation(len(numbers))[: batch * pages].reshape(batch, pages)
