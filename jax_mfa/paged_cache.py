@@ -161,7 +161,7 @@ def _padded(where: Write, sequences: int) -> Write:
 
 
 def _write(pages, key, value, where: Write):
-    where = Write(*(jnp.asarray(x, jnp.int32) for x in where))
+    where = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), where)
     if where.slots.size and append.takes(pages):
         return lax.platform_dependent(pages, key, value, where, cpu=_on_metal, default=_scattered)
     return _scattered(pages, key, value, where)

@@ -303,15 +303,23 @@ abstract = jax.ShapeDtypeStruct
 integers = lambda *shape: abstract(shape, jnp.int32)
 
 
-@pytest.mark.parametrize(("scheme", "rows", "ragged"), [(None, 1, False), (Scheme("int4", True, center=16), 900, True)])
-def test_temporary_memory_is_that_of_tables_not_of_contexts(scheme, rows, ragged):
+QUARTER = Scheme("int4", True, center=16)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows", "ragged", "implementation"),
+    [(None, 1, False, "blockwise"), (QUARTER, 900, True, "blockwise"), (QUARTER, 900, True, "metal")],
+)
+def test_temporary_memory_is_that_of_tables_not_of_contexts(scheme, rows, ragged, implementation):
+    if not _named(implementation).available:
+        pytest.skip(f"{implementation} cannot run here")
     page, size, batch = 16, 64, 4
 
     def temporary(width):
         pages = abstract((batch * width, page, K, size), jnp.bfloat16)
         pages = pages if scheme is None else jax.eval_shape(lambda x: quantize(x, scheme), pages)
         query = abstract((rows, N, size) if ragged else (batch, rows, N, size), jnp.bfloat16)
-        run = functools.partial(paged_attention, implementation="blockwise")
+        run = functools.partial(paged_attention, implementation=implementation)
         of_ragged = lambda *x: run(*x[:-1], query_start_locs=x[-1])
         arguments = query, pages, pages, integers(batch, width), integers(batch), *([integers(batch + 1)] * ragged)
         compiled = quick_jit(of_ragged if ragged else run).lower(*arguments).compile()
