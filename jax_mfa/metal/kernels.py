@@ -97,7 +97,7 @@ def forward(
       variant: a key of `tiles.VARIANTS`, "portable", or tiles of one's own.
       rules: score and visibility, where they are not those of the specification.
     """
-    x = Problem.of(spec, arrays, rules)
+    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
     few = x.t <= tiles.DECODE_QUERIES and x.s >= tiles.DECODE_KEYS and not spec.dropout_rate
     if few and isinstance(variant, str) and variant in tiles.VARIANTS:
         tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[x.operand])
@@ -118,5 +118,5 @@ def backward(
 
     Its inputs are those of the forward pass, then out, row_max, row_sum, d_out, d_lse.
     """
-    x = Problem.of(spec, arrays, rules)
+    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
     return _backward(x, wanted, _select(variant, x))

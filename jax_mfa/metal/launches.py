@@ -63,7 +63,7 @@ class TileLists:
     def dispatch(self, x: Problem) -> Dispatch:
         arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
         name = "attention_tile_lists"
-        kernel = _kernel(name, x, LIST_THREADS, arguments, 4 * LIST_THREADS, **self.constants)
+        kernel = _kernel(name, x, LIST_THREADS, arguments, 20 * LIST_THREADS, **self.constants)
         batch, heads, own, _ = self.buffer.shape
         bound = x.bound(name, {"lists": self.buffer.name})
         return Dispatch(kernel, (own, heads, batch), bound, batch * heads * x.t * x.s)

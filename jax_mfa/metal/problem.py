@@ -50,20 +50,28 @@ PLAIN = Rules()
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A specification, the arrays that a launch carries, by the names of `operands.CARRIED` and in that order, and what
-    scores and visibility are."""
+    """A specification and the arrays that a launch carries.
+
+    Attributes:
+      arrays: by the names of `operands.CARRIED` and in that order.
+      rules: what scores and visibility are.
+      decoded: whether bfloat16 becomes float32 on its way to the matrix unit, where its arithmetic is emulated.
+    """
 
     spec: Specification
     arrays: tuple[tuple[str, Shape], ...]
     rules: Rules = PLAIN
+    decoded: bool = False
 
     @classmethod
-    def of(cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN) -> Problem:
+    def of(cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN, decoded: bool = False) -> Problem:
         """From arrays or shapes by name, as `launch_arrays` gives them."""
         unknown = sorted(set(arrays) - set(operands.CARRIED))
         if unknown:
             raise TypeError(f"a launch carries {', '.join(operands.CARRIED)}, got {', '.join(unknown)}")
-        return cls(spec, tuple((name, Shape.of(arrays[name])) for name in operands.CARRIED if name in arrays), rules)
+        return cls(
+            spec, tuple((name, Shape.of(arrays[name])) for name in operands.CARRIED if name in arrays), rules, decoded
+        )
 
     @functools.cached_property
     def by_name(self) -> dict[str, Shape]:
@@ -82,9 +90,9 @@ class Problem:
 
     @property
     def operand(self) -> str:
-        """The dtype of the matrix unit's operands: what stands in few bits, 16 would round once more."""
+        """The dtype of matrix operands. What stands in few bits 16 would round once more."""
         quantized = self.spec.key_storage or self.spec.value_storage
-        return "float32" if quantized else self.dtype
+        return "float32" if quantized or (self.decoded and self.dtype == "bfloat16") else self.dtype
 
     @property
     def b(self) -> int:
@@ -136,10 +144,10 @@ class Problem:
     @property
     def short(self) -> str:
         """The same in a kernel's name."""
-        spec = self.spec
+        spec, dtypes = self.spec, dict.fromkeys((self.dtype, self.operand))
         kinds = [x.scheme.kind if x else "plain" for x in (spec.key_storage, spec.value_storage)]
-        paged = [] if spec.page_size is None else [f"p{spec.page_size}"]
-        return "_".join([_SHORT[self.dtype], f"h{self.h}", f"v{self.v}", *([] if spec.is_plain else kinds), *paged])
+        stored = [] if spec.is_plain else [*kinds, f"p{spec.page_size or 0}"]
+        return "_".join([*(_SHORT[x] for x in dtypes), f"h{self.h}", f"v{self.v}", *stored])
 
     @property
     def pairs(self) -> int:

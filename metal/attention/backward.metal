@@ -205,11 +205,8 @@ template <
         score_sums[at_row] = found;
       }
     }
-    UNROLLED
-    for (int i = 0; i < h_fragments; ++i) {
-      const int at = (slice * h_fragments + i) * 8;
-      store_within(
-          gradient.sums[block][i], 1.0f, rows + (uint(block * 8) * stride + uint(at)), stride, left, H - at, lane);
+    if (lane.row < left) {
+      store_row<H>(gradient.sums[block], 1.0f, rows + uint(block * 8 + lane.row) * stride, slice * h_fragments, lane);
     }
   }
 }
@@ -384,6 +381,15 @@ struct KeyValueGradient {
     } else {
       clear(d_p);
     }
+    int rows[BLOCKS * COLUMNS];
+    int columns[BLOCKS * COLUMNS];
+    UNROLLED
+    for (int i = 0; i < BLOCKS * COLUMNS; ++i) {
+      rows[i] = tile_row + (part + i % COLUMNS) * 8 + lane.column;
+      columns[i] = first + i / COLUMNS * 8;
+    }
+    float2 keep[BLOCKS * COLUMNS];
+    drop.factors_of_columns(rows, columns, keep);
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
       const int column = first + block * 8;
@@ -391,12 +397,12 @@ struct KeyValueGradient {
       for (int c = 0; c < COLUMNS; ++c) {
         UNROLLED
         for (int e = 0; e < 2; ++e) {
-          const int row = tile_row + (part + c) * 8 + lane.column + e;
+          const int row = rows[c] + e;
           Pair pair;
           if (!MASKED || whole || visibility.visible(row, column)) {
             pair = Pair(
                 score, row, column, s[block][c].thread_elements()[e], d_p[block][c].thread_elements()[e], state[c][e],
-                drop.factor(row, column));
+                keep[block * COLUMNS + c][e]);
           }
           s[block][c].thread_elements()[e] = pair.weight;
           d_p[block][c].thread_elements()[e] = pair.d_score;
@@ -487,12 +493,8 @@ INLINED void store_keys(
   device T* rows = to + head_offset(batch, p.keys, p.key_heads, key_head, SIZE) + ulong(uint(first)) * stride;
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
-    UNROLLED
-    for (int i = 0; i < COUNT; ++i) {
-      const int at = (from + i) * 8;
-      store_within(
-          sums[block][i], 1.0f, rows + (uint(block * 8) * stride + uint(at)), stride, p.keys - first - block * 8, SIZE - at,
-          lane);
+    if (first + block * 8 + lane.row < p.keys) {
+      store_row<SIZE>(sums[block], 1.0f, rows + uint(block * 8 + lane.row) * stride, from, lane);
     }
   }
 }

@@ -125,7 +125,7 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = first + block * 8;
-    const float sum = sum_along_row(running.total[block]);
+    const float sum = sum_along_row(running.row_sum[block]);
     device float* at = split_out + (plane * rows + row) * V;
     UNROLLED
     for (int i = 0; i < v_fragments; ++i) {
@@ -139,7 +139,7 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
     }
     if (slice == 0 && lane.column == 0 && row + lane.row < rows) {
       device float* state = split_state + (plane * rows + row + lane.row) * 2;
-      state[0] = running.high[block];
+      state[0] = running.row_max[block];
       state[1] = sum;
     }
   }

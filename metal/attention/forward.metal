@@ -62,6 +62,8 @@ template <
   const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const Lane lane(lane_index);
+  const int queries = p.queries;  // loaded once: what is stored might be taken for parameters
+  const int heads = p.heads;
   const int head = group.x;
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
@@ -72,7 +74,7 @@ template <
   const typename Types::Score score(features, batch, head, visibility.offset);
   HeadRows<Types> rows = {visibility, score, Dropout(features, batch, head), first + lane.row, false};
   const OwnRows<typename Types::Query, Operand, BLOCKS, CACHE_Q> q(
-      queries_of<Types>(features, query, batch, head, p.queries), first, lane);
+      queries_of<Types>(features, query, batch, head, queries), first, lane);
   Tiles tiles = {
       keys_of<Types>(features, key, batch, key_head, visibility.columns),
       values_of<Types>(features, value, batch, key_head, visibility.columns),
@@ -119,21 +121,18 @@ template <
     column = next;
   }
 
-  const uint out_stride = uint(p.heads) * uint(V);
-  device T* out_rows = out + head_offset(batch, p.queries, p.heads, head, V) + ulong(uint(first)) * out_stride;
+  const uint out_stride = uint(heads) * uint(V);
+  device T* out_rows = out + head_offset(batch, queries, heads, head, V) + ulong(uint(first)) * out_stride;
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
-    const FinishedRow row(running.high[block], sum_along_row(running.total[block]), score.sink(head));
-    const int left = p.queries - first - block * 8;
-    UNROLLED
-    for (int i = 0; i < v_fragments; ++i) {
-      const int at = (slice * v_fragments + i) * 8;
-      store_within(
-          running.sums[block][i], row.factor, out_rows + (uint(block * 8) * out_stride + uint(at)), out_stride, left, V - at,
-          lane);
+    const FinishedRow row(running.row_max[block], sum_along_row(running.row_sum[block]), score.sink(head));
+    const int left = queries - first - block * 8;
+    if (lane.row < left) {
+      store_row<V>(
+          running.sums[block], row.factor, out_rows + uint(block * 8 + lane.row) * out_stride, slice * v_fragments, lane);
     }
     if (slice == 0 && lane.column == 0 && lane.row < left) {
-      row.store(row_max, row_sum, (ulong(batch) * p.queries + first + block * 8 + lane.row) * p.heads + head);
+      row.store(row_max, row_sum, (ulong(batch) * queries + first + block * 8 + lane.row) * heads + head);
     }
   }
 }

@@ -76,8 +76,8 @@ template <typename Types, int THREADS, int ROWS>
   for (int i = 0; i < own; ++i) {
     sums[i] = 0;
   }
-  float high = -INFINITY;
-  float total = absent_weight();
+  float running_max = -INFINITY;
+  float running_sum = absent_weight();
   const int end = visibility.column_end(row, row);
   const int own_rows = has_lists ? ROWS : 1;
   const Walk walk = columns_for<THREADS>(p, visibility, lists, head, row / own_rows * own_rows, own_rows);
@@ -90,11 +90,11 @@ template <typename Types, int THREADS, int ROWS>
       visible = score.of(dot_rows<H>(q_row, keys.tile(at)), row, at, x);
     }
     // a maximum passes over NaN; the sum does not
-    const float largest = max(high, reduce<THREADS, true>(scratch, x, thread_index));
-    const float shrink = weight_of(high, or_zero(largest));
+    const float largest = max(running_max, reduce<THREADS, true>(scratch, x, thread_index));
+    const float shrink = weight_of(running_max, or_zero(largest));
     float weight = visible ? weight_of(x, or_zero(largest)) : absent_weight();
-    total = total * shrink + reduce<THREADS, false>(scratch, weight, thread_index);
-    high = largest;
+    running_sum = running_sum * shrink + reduce<THREADS, false>(scratch, weight, thread_index);
+    running_max = largest;
     if (has_dropout) {
       weight *= drop.factor(row, at);
     }
@@ -115,7 +115,7 @@ template <typename Types, int THREADS, int ROWS>
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  const FinishedRow finished(high, total, score.sink(head));
+  const FinishedRow finished(running_max, running_sum, score.sink(head));
   const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
   for (int i = 0; i < own; ++i) {
     const int element = thread_index + i * THREADS;

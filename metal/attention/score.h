@@ -116,6 +116,12 @@ INLINED void store_bias(device uchar* d_bias, ulong at, float x) {
   }
 }
 
+// Element j is that of x at i ^ j, i from 0 to 3.
+INLINED uint4 exchanged(uint4 x, int i) {
+  const uint4 y = (i & 1) != 0 ? uint4(x.y, x.x, x.w, x.z) : x;
+  return (i & 2) != 0 ? uint4(y.z, y.w, y.x, y.y) : y;
+}
+
 // Philox-4×32-10 (Salmon et al., SC 2011); jax_mfa/philox.py says which counter belongs to which score.
 struct Dropout {
   constant Parameters* p;
@@ -157,6 +163,36 @@ struct Dropout {
   // What the probability of one pair is multiplied by.
   INLINED float factor(int row, int column) const {
     return has_dropout ? factor(words(row, column)[(first_column + uint(column)) & 3]) : 1.0f;
+  }
+
+  // The same where fragments are transposed: of a lane's column in each of COUNT fragments, in two rows from `row` on. Four lanes,
+  // which differ in the bits of 2 and 4, have the columns that share their words: of two fragments each lane makes the words of one
+  // row, of a single one two lanes make the same.
+  template <int COUNT>
+  INLINED void factors_of_columns(
+      const thread int (&row)[COUNT], const thread int (&column)[COUNT], thread float2 (&result)[COUNT]) const {
+    UNROLLED
+    for (int c = 0; c < COUNT; c += 2) {
+      const int d = c + 1 < COUNT ? c + 1 : c;
+      if (!has_dropout || (first_column & 3) != 0) {
+        result[c] = float2(factor(row[c], column[c]), factor(row[c] + 1, column[c]));
+        result[d] = float2(factor(row[d], column[d]), factor(row[d] + 1, column[d]));
+        continue;
+      }
+      const int i = column[c] & 3;
+      const bool second = (i & 2) != 0;
+      const uint4 own = exchanged(words((second ? row[d] : row[c]) + (i & 1), second ? column[d] : column[c]), i);
+      const uint beside = simd_shuffle_xor(own.y, ushort(2));
+      if (c == d) {
+        result[c] = (i & 1) != 0 ? float2(factor(beside), factor(own.x)) : float2(factor(own.x), factor(beside));
+        continue;
+      }
+      const uint below = simd_shuffle_xor(own.z, ushort(4));
+      const uint across = simd_shuffle_xor(own.w, ushort(6));
+      const uint4 all = exchanged(uint4(own.x, beside, below, across), i);
+      result[c] = float2(factor(all.x), factor(all.y));
+      result[d] = float2(factor(all.z), factor(all.w));
+    }
   }
 
   // The same of a pair and the next one of its row.

@@ -13,7 +13,7 @@ INLINED float or_zero(float largest) {
   return largest == -INFINITY ? 0.0f : largest;
 }
 
-// A row of which `high` is the largest score and `total` the sum of weights, -0 where it sees nothing. Its output is the sum of
+// A row from its running maximum and sum of weights, -0 where it sees nothing. Its output is the sum of
 // weighted values times `factor`.
 struct FinishedRow {
   float row_max;
@@ -21,11 +21,11 @@ struct FinishedRow {
   bool empty;
   float factor;
 
-  INLINED FinishedRow(float high, float total, float sink) {
-    row_max = or_zero(has_sinks ? max(high, sink) : high);
-    const float shrink = weight_of(high, row_max);
-    empty = is_absent(total);
-    row_sum = total * shrink + (has_sinks ? weight_of(sink, row_max) : 0.0f);
+  INLINED FinishedRow(float running_max, float running_sum, float sink) {
+    row_max = or_zero(has_sinks ? max(running_max, sink) : running_max);
+    const float shrink = weight_of(running_max, row_max);
+    empty = is_absent(running_sum);
+    row_sum = running_sum * shrink + (has_sinks ? weight_of(sink, row_max) : 0.0f);
     factor = empty ? 0.0f : shrink / row_sum;
   }
 
@@ -43,15 +43,15 @@ struct FinishedRow {
 template <int BLOCKS, int COUNT>
 struct Running {
   Fragment<float> sums[BLOCKS][COUNT];  // of weights times values
-  float high[BLOCKS];
-  float total[BLOCKS];  // of the lane's own columns; -0 where none is visible
+  float row_max[BLOCKS];
+  float row_sum[BLOCKS];  // of the lane's own columns; -0 where none is visible
 
   INLINED Running() {
     clear(sums);
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
-      high[block] = -INFINITY;
-      total[block] = absent_weight();
+      row_max[block] = -INFINITY;
+      row_sum[block] = absent_weight();
     }
   }
 
@@ -62,15 +62,15 @@ struct Running {
     static_assert(COLUMNS <= 16, "a bit for each of a lane's columns");
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
-      float largest = high[block];
+      float largest = row_max[block];
       UNROLLED
       for (int c = 0; c < COLUMNS; ++c) {
         largest = max(largest, max(s[block][c].thread_elements()[0], s[block][c].thread_elements()[1]));
       }
       largest = max_along_row(largest);
       const float from = or_zero(largest);
-      const float shrink = weight_of(high[block], from);
-      float sum = total[block] * shrink;
+      const float shrink = weight_of(row_max[block], from);
+      float sum = row_sum[block] * shrink;
       UNROLLED
       for (int c = 0; c < COLUMNS; ++c) {
         UNROLLED
@@ -83,8 +83,8 @@ struct Running {
           s[block][c].thread_elements()[e] = weight;
         }
       }
-      high[block] = largest;
-      total[block] = sum;
+      row_max[block] = largest;
+      row_sum[block] = sum;
       if (simd_any(shrink != 1.0f)) {  // seldom, after the first tiles
         UNROLLED
         for (int i = 0; i < COUNT; ++i) {

@@ -110,8 +110,8 @@ struct Visibility {
     return whole ? all_visible : some_visible;
   }
 
-  // The same by everything else, for rows and columns that exist. A whole simdgroup finds out together, or a thread ALONE, which
-  // also reads the mask itself.
+  // The same by everything else but the mask, for rows and columns that exist. A whole simdgroup finds out together, or a thread
+  // ALONE.
   template <bool ALONE>
   INLINED int contents(int row, int n, int column, int m) const {
     const int from = ALONE ? 0 : lane;
@@ -163,30 +163,21 @@ struct Visibility {
       }
       result = min(result, found.result<ALONE>());
     }
-    if (has_mask && result != none_visible) {
-      if (!ALONE) {
-        return some_visible;
-      }
-      Found found;
-      for (int r = row; r < (p->mask.queries > 1 ? row_end : row + 1); ++r) {
-        for (int c = column; c < (p->mask.keys > 1 ? column_end : column + 1); ++c) {
-          const bool some = mask_of_head[broadcast_index(p->mask, r, c)] != 0;
-          found.add(some, some);
-        }
-      }
-      result = min(result, found.result<ALONE>());
-    }
     return result;
   }
 
-  // Both together: what there is to compute, and how carefully.
-  template <bool ALONE = false>
+  // Both together: what there is to compute, and how carefully. What a mask hides is looked up later, unless WITH_MASK is false.
+  template <bool ALONE = false, bool WITH_MASK = true>
   INLINED int of_tile(int row, int n, int column, int m) const {
-    const int result = band(row, n, column, m);
-    if (result == none_visible || by_bands()) {
-      return result;
+    int result = band(row, n, column, m);
+    if (result != none_visible && (has_segments || has_ranges || has_blocks)) {
+      result = min(result, contents<ALONE>(row, n, column, m));
     }
-    return min(result, contents<ALONE>(row, n, column, m));
+    return has_mask && WITH_MASK ? min(result, some_visible) : result;
+  }
+
+  INLINED bool masked_in(int row, int column) const {
+    return mask_of_head[broadcast_index(p->mask, row, column)] != 0;
   }
 
   INLINED bool block(int row, int column) const {
@@ -211,7 +202,7 @@ struct Visibility {
       result = result && block(row / p->block_rows, column / p->block_columns);
     }
     if (has_mask) {
-      result = result && mask_of_head[broadcast_index(p->mask, row, column)] != 0;
+      result = result && masked_in(row, column);
     }
     return result;
   }

@@ -171,9 +171,10 @@ struct Staged {
         x[r] = Source::template elements<wide>(fetched[i][r]);
       }
       if (FORMS & straight_form) {
+        threadgroup Operand* first = to + (row * straight_stride + column);
         UNROLLED
         for (int r = 0; r < together; ++r) {
-          threadgroup Operand* at = to + (row + r) * straight_stride + column;
+          threadgroup Operand* at = first + r * straight_stride;
           if (wide == 4) {
             vec<Operand, 4> row;
             UNROLLED
@@ -187,13 +188,13 @@ struct Staged {
         }
       }
       if (FORMS & transposed_form) {
+        threadgroup Operand* first = to + (straight_room + column * transposed_stride + row);
         UNROLLED
         for (int e = 0; e < wide; ++e) {
           vec<Operand, 2> both;
           both[0] = Operand(x[0][e]);
           both[1] = Operand(x[together - 1][e]);
-          *reinterpret_cast<threadgroup vec<Operand, 2>*>(
-              to + straight_room + (column + e) * transposed_stride + row) = both;
+          *reinterpret_cast<threadgroup vec<Operand, 2>*>(first + e * transposed_stride) = both;
         }
       }
     }
@@ -223,9 +224,11 @@ struct Staged {
 
     // Whether all elements of the tile are finite, as a simdgroup finds out together.
     INLINED bool finite(ushort lane) const {
+      constexpr int fours = ROWS * width / 4;
       float zero = 0;  // or NaN
       FEW
-      for (int i = lane; i < ROWS * width / 4; i += 32) {
+      for (int turn = 0; turn < (fours + 31) / 32; ++turn) {
+        const int i = min(turn * 32 + lane, fours - 1);
         const vec<Operand, 4> x = *reinterpret_cast<threadgroup const vec<Operand, 4>*>(
             rows + i / (width / 4) * straight_stride + i % (width / 4) * 4);
         UNROLLED

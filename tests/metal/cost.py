@@ -26,7 +26,9 @@ from jax_mfa.metal import tiles  # noqa: E402
 
 # device and threadgroup bytes per multiply-accumulate, and barriers per threadgroup, at T = S = 512, H = 64, float16
 YARDSTICK = {"device": 33.0, "threadgroup": 144.0, "barriers": 66.0}
-BOUND = {"device": 0.55, "threadgroup": 0.6, "barriers": 0.5}  # of the yardstick, for staged tiles
+# of the yardstick, for staged tiles; threadgroup bytes where a simdgroup has 16 rows, and where it has 8
+BOUND = {"device": 0.55, "threadgroup": 0.6, "barriers": 0.5}
+THREADGROUP_OF_8_ROWS = 0.9
 KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value")
 # multiply-accumulates of a head in units of T·S·H/512, where V = H
 PRODUCTS = {"attention_forward": 2, "attention_d_query": 3, "attention_d_key_value": 4}

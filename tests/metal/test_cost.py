@@ -71,8 +71,11 @@ def test_causal_at_2048_by_tile_sizes(variant, h):
 @pytest.mark.parametrize("h", SIZES)
 def test_staged_forward_moves_little_and_waits_seldom(h):
     found = cost.measure(cost.dense(h), backward=False)["attention_forward"]
+    bound = dict(cost.BOUND)
+    if tiles.select("staged", h, h, 2).forward.blocks == 1:
+        bound["threadgroup"] = cost.THREADGROUP_OF_8_ROWS
     for name, value in cost.YARDSTICK.items():
-        assert getattr(found, name) <= cost.BOUND[name] * value, name
+        assert getattr(found, name) <= bound[name] * value, name
 
 
 @pytest.mark.parametrize("variant, limit, item", ENTRIES)

@@ -227,7 +227,7 @@ MUTATIONS = {
         "bounds",
     ),
     "the ragged end is written": (
-        replacing("if (lane.row < rows && lane.column < columns)", "if (lane.column < columns)"),
+        replacing("    if (lane.row < left) {\n      store_row<V>", "    {\n      store_row<V>"),
         Problem(),
         "bounds",
     ),
@@ -247,7 +247,7 @@ MUTATIONS = {
         "wrong",
     ),
     "sums not rescaled as the maximum rises": (
-        replacing("float sum = total[block] * shrink;", "float sum = total[block];"),
+        replacing("float sum = row_sum[block] * shrink;", "float sum = row_sum[block];"),
         LARGE,
         "wrong",
     ),

@@ -71,7 +71,7 @@ MISTAKES = {
         "has_sinks ? weight_of(sink, row_max) : 0.0f", "0.0f", call(sinks=SLOPES)
     ),
     "a sink that rows count which see nothing": Mistake(
-        "empty = is_absent(total);",
+        "empty = is_absent(running_sum);",
         "empty = false;",
         call(sinks=SLOPES, query_seq_lengths=np.int32([30, 0])),
     ),

@@ -37,9 +37,9 @@ struct Causal : Visibility {
     return false;
   }
 
-  template <bool ALONE = false>
+  template <bool ALONE = false, bool WITH_MASK = true>
   INLINED int of_tile(int row, int n, int column, int m) const {
-    return min(Visibility::of_tile<ALONE>(row, n, column, m), some_visible);
+    return min(Visibility::of_tile<ALONE, WITH_MASK>(row, n, column, m), some_visible);
   }
 
   INLINED bool visible(int row, int column) const {
