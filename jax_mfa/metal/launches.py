@@ -28,7 +28,8 @@ def _kernel(
     """An instantiation; `arguments` are those of the template after the types, `more` are function constants."""
     short = "_".join([name, x.short, *(str(int(a)) for a in arguments)])
     constants = x.constants(**more) if operands.signature(name).features else ()
-    return Kernel(short, (name, x.types, *arguments), constants, threads, memory, fragments, x.rules.definitions)
+    types = x.types(in_lanes=name == "attention_decode")
+    return Kernel(short, (name, types, *arguments), constants, threads, memory, fragments, x.rules.definitions)
 
 
 @dataclasses.dataclass(frozen=True)

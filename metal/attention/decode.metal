@@ -5,6 +5,7 @@
 // whole group, straight from device memory: nobody else wants it. Nothing beyond a batch row's length is read.
 #include "attention/softmax.h"
 #include "attention/visibility.h"
+#include "core/lanes.h"
 
 // Row r of a group is query row r % T of head r / T.
 struct GroupRow {
@@ -61,6 +62,8 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   constexpr int H = Types::H;
   constexpr int V = Types::V;
   constexpr int v_fragments = slice_fragments(V, SLICES);
+  using Keys = LaneKeys<typename Types::Key, Operand, KEYS / 8>;
+  using Values = LaneValues<typename Types::Value, Operand, KEYS / 8>;
   const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const Lane lane(lane_index);
@@ -86,38 +89,36 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
     const auto at = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
     UNROLLED
     for (int i = 0; i < padded(H) / 8; ++i) {
-      q.kept[block][i] = fragment_of<Operand>(Operand(0), Operand(0));
-      if (own.inside) {
-        q.kept[block][i] = converted<Operand>(at.pair(0, lane.column + i * 8));
+      Operand x[2];
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        const int channel = Keys::channel(i, lane.column + e);
+        x[e] = own.inside && channel < H ? Operand(at.at(0, channel)) : Operand(0);
       }
+      q.kept[block][i] = fragment_of<Operand>(x[0], x[1]);
     }
   }
 
-  using Keys = Direct<typename Types::Key, Operand, KEYS>;
-  using Values = Direct<typename Types::Value, Operand, KEYS>;
   const auto key_source = keys_of<Types>(features, key, batch, key_head, all.columns);
   const auto value_source = values_of<Types>(features, value, batch, key_head, all.columns);
   Running<BLOCKS, v_fragments> running;
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
+  // columns that all rows see; masks may differ among the rows of a simdgroup
+  const int whole_begin = all.column_begin(p.queries - 1);
+  const int whole_end = all.by_bands() && p.queries <= all.rows ? min(all.column_end(0, 0), end) : 0;
   int column = begin;
-  // masks may differ among the rows of a simdgroup
-  for (; all.by_bands() && column < end && all.band(0, p.queries, column, KEYS) == all_visible; column += KEYS) {
-    const auto keys = Keys(lane).reader(key_source, column, 0);
-    const auto values = Values(lane).reader(value_source, column, 0);
-    const bool spoilt = rules.may_be_masked() && !values.finite(lane_index);
+  for (; column >= whole_begin && column + KEYS <= whole_end; column += KEYS) {
+    const Keys keys(key_source, column, lane_index, lane);
+    const Values values(value_source, column, lane_index, lane);
+    const bool spoilt = rules.may_be_masked() && !values.finite();
     attend<false, KEYS / 8>(running, q, rules, keys, values, column, slice * v_fragments, spoilt, lane);
   }
   ROLLED
-  for (; column < end; column += KEYS) {
-    const auto keys = Keys(lane).reader(key_source, column, 0);
-    const auto values = Values(lane).reader(value_source, column, 0);
-    const bool spoilt = !values.finite(lane_index);
-    ROLLED
-    for (int part = 0; part < KEYS / 8 && column + part * 8 < end; ++part) {
-      attend<true, 1>(
-          running, q, rules, keys.part(part), values.part(part), column + part * 8, slice * v_fragments, spoilt, lane);
-    }
+  for (; column < end; column += 8) {
+    const LaneKeys<typename Types::Key, Operand, 1> keys(key_source, column, lane_index, lane);
+    const LaneValues<typename Types::Value, Operand, 1> values(value_source, column, lane_index, lane);
+    attend<true, 1>(running, q, rules, keys, values, column, slice * v_fragments, !values.finite(), lane);
   }
 
   const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
@@ -125,8 +126,16 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = first + block * 8;
     const float sum = sum_along_row(running.row_sum[block]);
-    if (row + lane.row < rows) {
-      store_row<V>(running.sums[block], 1.0f, split_out + (plane * rows + row + lane.row) * V, slice * v_fragments, lane);
+    device float* at = split_out + (plane * rows + row) * V;
+    UNROLLED
+    for (int i = 0; i < v_fragments; ++i) {
+      const int channel = Values::channel(slice * v_fragments + i, lane);
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        if (row + lane.row < rows && channel + e < V) {
+          at[lane.row * V + channel + e] = running.sums[block][i].thread_elements()[e];
+        }
+      }
     }
     if (slice == 0 && lane.column == 0 && row + lane.row < rows) {
       device float* state = split_state + (plane * rows + row + lane.row) * 2;
