@@ -2,7 +2,7 @@
 
 | part | knows | does not know |
 |---|---|---|
-| `config`, `model`, `weights`, `tokenizer` | folders in Hugging Face's format, and the decoder in them | caches, batches |
+| `config`, `model`, `weights`, `tokenizer` | folders in Hugging Face's format, the decoder in them | caches, batches |
 | `training` | how a small model is made where no folder is given | how it is served |
 | `sampling` | which token is taken, from logits and a seed | where logits come from |
 | `scheduler` | which tokens of which requests go into the next step; pages | arrays of JAX, text |

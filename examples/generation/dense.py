@@ -13,7 +13,7 @@ from flax import nnx
 import jax_mfa
 from generation import sampling
 from generation.model import Decoder
-from generation.sampling import Sampling
+from generation.sampling import GREEDY, Sampling
 
 
 class Dense:
@@ -25,12 +25,12 @@ class Dense:
         `jax.numpy`.
     """
 
-    def __init__(self, decoder: Decoder, length: int, dtype: str = "float32", stock: bool = False):
+    def __init__(self, decoder: Decoder, length: int, dtype: str = "float32", stock: bool = False, jit=jax.jit):
         self.config, self.length, self.dtype, self.stock = decoder.config, length, jnp.dtype(dtype), stock
         self._graph, self._state = nnx.split(decoder)
-        self._step = jax.jit(self._traced, donate_argnums=1)
+        self._step = jit(self._traced, donate_argnums=1)
 
-    def generate(self, prompt: list[int], count: int, choice: Sampling = Sampling(), ends=frozenset()) -> list[int]:
+    def generate(self, prompt: list[int], count: int, choice: Sampling = GREEDY, ends=frozenset()) -> list[int]:
         """What follows a prompt: `count` tokens, fewer where one of `ends` comes."""
         config = self.config
         empty = lambda: jnp.zeros((1, self.length, config.kv_heads, config.head_size), self.dtype)
@@ -38,8 +38,7 @@ class Dense:
         chunk, start, tokens = prompt, 0, list(prompt)
         for _ in range(count):
             # prompts in powers of two; what stands behind them is overwritten later, and seen by none of them
-            size = 1 << (len(chunk) - 1).bit_length()
-            size = min(size, self.length - start)
+            size = min(1 << (len(chunk) - 1).bit_length(), self.length - start)
             padded = np.pad(np.array(chunk, np.int32), (0, size - len(chunk)))
             row = sampling.rows([choice], [len(tokens)], 1)
             token, caches = self._step(self._state, caches, padded, np.int32(start), np.int32(len(chunk)), row)

@@ -41,8 +41,8 @@ class Engine:
     def idle(self) -> bool:
         return not (self.scheduler.waiting or self.scheduler.running)
 
-    def submit(self, request: Request) -> None:
-        """Raises `ValueError` for a request that can never be served."""
+    def check(self, request: Request) -> None:
+        """Raises `ValueError` for a request that can never be served. Any thread may ask."""
         if request.most > self.runner.most_length:
             raise ValueError(
                 f"{len(request.prompt)} tokens of prompt and {request.max_tokens} more are too many: "
@@ -51,6 +51,11 @@ class Engine:
         outside = [x for x in request.prompt if not 0 <= x < self.runner.config.vocabulary]
         if outside:
             raise ValueError(f"tokens must lie in 0..{self.runner.config.vocabulary - 1}, got {outside[0]}")
+        self.scheduler.check(request)
+
+    def submit(self, request: Request) -> None:
+        """Puts a request behind those that wait. Raises as `check` does."""
+        self.check(request)
         self.scheduler.add(request)
 
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:

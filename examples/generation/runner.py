@@ -20,7 +20,7 @@ from flax import nnx
 import jax_mfa
 from generation import sampling
 from generation.model import Attend, Decoder
-from generation.sampling import Sampling
+from generation.sampling import GREEDY, Sampling
 from jax_mfa.page_book import Write
 
 PLAIN = ("float32", "float16", "bfloat16")
@@ -90,7 +90,7 @@ class Piece(NamedTuple):
     start: int
     slots: np.ndarray
     wanted: int = 1
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
 
 
 def paged(caches: list[jax_mfa.PagedKVCache], rows: Rows, dtype: str, implementation: str | None) -> Attend:
@@ -118,6 +118,7 @@ class Runner:
       most_length: of a sequence.
       guesses: how many tokens a draft may guess ahead.
       implementation: of `jax_mfa.paged_attention`.
+      jit: or something with the same arguments.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Runner:
         guesses: int = 0,
         kind: CacheKind | None = None,
         implementation: str | None = None,
+        jit: Any = jax.jit,
     ):
         self.config, self.kind = decoder.config, kind or CacheKind()
         self.most_length = min(most_length or self.config.context, pages * page_size)
@@ -139,14 +141,16 @@ class Runner:
         self.implementation, self._dtype = implementation, self.kind.dtype(decoder)
         self._graph, self._state = nnx.split(decoder)
         self._decoder, self._size = decoder, (pages, page_size)
-        self.sequence_buckets = _buckets(1, most_sequences, 4)
+        self.sequence_buckets = _buckets(most_sequences)
+        # newest tokens alone, a part of a prompt beside them, and as much of prompts as a step takes
         self.row_buckets = {
-            b: sorted({b, b * (guesses + 1), *(x for x in _buckets(16, most_tokens, 4) if x > b)})
+            b: sorted({b * (guesses + 1), *(x for x in (most_tokens // 4, most_tokens) if x > b)})
             for b in self.sequence_buckets
         }
         self._guesses = guesses
         self.programs: collections.Counter[tuple[int, int]] = collections.Counter()
-        self._step = jax.jit(self._traced, donate_argnums=1)
+        self._jit = jit
+        self._step = jit(self._traced, donate_argnums=1)
         self.reset()
 
     def reset(self) -> None:
@@ -165,7 +169,10 @@ class Runner:
           Of each piece the tokens that follow its wanted rows, and whether all their logits were finite.
         """
         total, b = sum(len(x.tokens) for x in pieces), _bucket(self.sequence_buckets, len(pieces))
-        rows = self._rows(pieces, b, _bucket(self.row_buckets[b], total))
+        return self._run(pieces, b, _bucket(self.row_buckets[b], total))
+
+    def _run(self, pieces, b: int, t: int):
+        rows = self._rows(pieces, b, t)
         ends = np.cumsum([len(x.tokens) for x in pieces])
         at, samplings, positions = [], [], []
         for end, x in zip(ends, pieces):
@@ -183,17 +190,25 @@ class Runner:
         whole = np.split(np.asarray(finite)[: len(at)], cuts)
         return [x.tolist() for x in found], [bool(x.all()) for x in whole]
 
+    def buckets(self) -> list[tuple[int, int]]:
+        """Sequences and rows of each program that there may be."""
+        return [(b, t) for b, sizes in self.row_buckets.items() for t in sizes]
+
+    def warm_up(self, sequences: int, rows: int) -> None:
+        """Compiles the program of a bucket."""
+        self._run([], sequences, rows)
+
     def _rows(self, pieces: Sequence[Piece], b: int, t: int) -> Rows:
         tables, lengths = self.book.tables([x.number for x in pieces], self.width)
         counts = [len(x.tokens) for x in pieces]
         total, missing = sum(counts), b - len(pieces)
         starts = np.full(b + 1, total, np.int32)
-        starts[: len(pieces)] = np.cumsum([0, *counts[:-1]])
+        starts[: len(pieces)] = np.cumsum([0, *counts])[:-1]
         padded = lambda x, n, value: np.pad(np.asarray(x, np.int32), (0, n - len(x)), constant_values=value)
         return Rows(
-            tokens=padded(np.concatenate([x.tokens for x in pieces]), t, 0),
-            positions=padded(np.concatenate([np.arange(x.start, x.start + n) for x, n in zip(pieces, counts)]), t, 0),
-            slots=padded(np.concatenate([x.slots for x in pieces]), t, -1),
+            tokens=padded([token for x in pieces for token in x.tokens], t, 0),
+            positions=padded([x.start + i for x, n in zip(pieces, counts) for i in range(n)], t, 0),
+            slots=padded(np.concatenate([np.zeros(0), *(x.slots for x in pieces)]), t, -1),
             starts=starts,
             tables=np.pad(tables, ((0, missing), (0, 0))),
             lengths=padded(lengths, b, 0),
@@ -224,7 +239,7 @@ class Runner:
             known = jax.nn.log_softmax(decoder.logits(hidden))
             return jnp.take_along_axis(known, jnp.roll(rows.tokens, -1)[:, None], axis=-1)[:, 0], caches
 
-        return jax.jit(traced, donate_argnums=1)
+        return self._jit(traced, donate_argnums=1)
 
 
 def _stripped(caches):
@@ -232,12 +247,8 @@ def _stripped(caches):
     return [dataclasses.replace(x, book=None) for x in caches]
 
 
-def _buckets(least: int, most: int, factor: int) -> list[int]:
-    found = []
-    while least < most:
-        found.append(least)
-        least *= factor
-    return [*found, most]
+def _buckets(most: int) -> list[int]:
+    return [*(4**i for i in range(most.bit_length()) if 4**i < most), most]
 
 
 def _bucket(buckets: Sequence[int], size: int) -> int:

@@ -44,6 +44,9 @@ class Sampling:
             raise ValueError(f"seed must lie in 0..2³² − 1, got {self.seed}")
 
 
+GREEDY = Sampling()
+
+
 def rows(samplings: list[Sampling], positions: list[int], size: int) -> dict[str, np.ndarray]:
     """What `choose` needs, for `size` rows, of which the first are these."""
     made = {

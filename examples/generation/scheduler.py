@@ -2,7 +2,7 @@
 
 The older a request, the earlier it is served. Each step gives every request in the batch that has only its newest
 token left to compute this one (and what a draft guesses to follow), and spends the tokens that remain on chunks of
-prompts. A request enters when there are pages for all that it is known to need; where pages run out all the same, the
+prompts. A request enters when there are pages for all that is known of it; where pages run out all the same, the
 youngest leaves, gives all of its pages back and waits, with what it has written so far as part of its prompt.
 """
 
@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from generation.sampling import Sampling
+from generation.sampling import GREEDY, Sampling
 from jax_mfa import OutOfPages, PageBook
+
 
 @dataclasses.dataclass(eq=False)
 class Request:
@@ -38,7 +39,7 @@ class Request:
 
     prompt: list[int]
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     end_tokens: frozenset[int] = frozenset()
     tokens: list[int] = dataclasses.field(init=False)
     finish: str | None = dataclasses.field(default=None, init=False)
@@ -101,11 +102,14 @@ class Scheduler:
         self.preemptions = 0
         self._arrivals = itertools.count()
 
-    def add(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises `ValueError` for a request that not even an empty pool could hold."""
         needed, there = self._pages(request.most), self.book.pages
         if needed > there:
             raise ValueError(f"{request.most} tokens need {needed} pages, and the cache has {there}")
+
+    def add(self, request: Request) -> None:
+        self.check(request)
         request.arrival = next(self._arrivals)
         self.waiting.append(request)
 

@@ -37,7 +37,7 @@ def load(folder: Path, dtype: Any = None) -> Decoder:
     flat = dict(nnx.to_flat_state(state))
     wanted = {name_of(path): path for path in flat}
     for name, tensor in _tensors(folder):
-        if name == "lm_head.weight" and config.tied or name.endswith("rotary_emb.inv_freq"):
+        if (name == "lm_head.weight" and config.tied) or name.endswith("rotary_emb.inv_freq"):
             continue  # some files repeat what follows from the rest
         path = wanted.pop(name, None)
         if path is None:
@@ -75,7 +75,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, jax.Array]]:
             raise ValueError(f"cannot read {path}: there is no such file")
         try:
             with safe_open(path, framework="flax") as file:
-                for key in file.keys():  # noqa: SIM118 (it is no mapping)
+                for key in file.keys():
                     yield key, file.get_tensor(key)
         except SafetensorError as error:
             raise ValueError(f"{path} is no safetensors file, or is damaged: {error}") from None
