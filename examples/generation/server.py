@@ -121,7 +121,7 @@ def asked(fields: Fields, model: str) -> Asked:
     stops = [stops] if isinstance(stops, str) else stops
     if len(stops) > 4 or not all(isinstance(x, str) and x for x in stops):
         raise Refusal(
-            400, f"stop must be a string or up to 4, none of them empty, got {json.dumps(stops)[:80]}", "stop"
+            400, f"stop must be a string or up to 4, none empty, got {json.dumps(stops)[:80]}", "stop"
         )
     options = fields.take("stream_options", dict, {}, "an object")
     stream = fields.take("stream", bool, False, "true or false")
