@@ -12,7 +12,7 @@ import jax_mfa
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
-from generation.scheduler import Request, Scheduler  # noqa: E402
+from generation.scheduler import Request, Scheduler
 
 WORDS = 5
 END = 3

@@ -120,9 +120,7 @@ def asked(fields: Fields, model: str) -> Asked:
     stops = fields.take("stop", (str, list), [], "a string or up to 4 of them")
     stops = [stops] if isinstance(stops, str) else stops
     if len(stops) > 4 or not all(isinstance(x, str) and x for x in stops):
-        raise Refusal(
-            400, f"stop must be a string or up to 4, none empty, got {json.dumps(stops)[:80]}", "stop"
-        )
+        raise Refusal(400, f"stop must be a string or up to 4, none empty, got {json.dumps(stops)[:80]}", "stop")
     options = fields.take("stream_options", dict, {}, "an object")
     stream = fields.take("stream", bool, False, "true or false")
     seed = fields.number("seed", None, -(2**63), 2**63 - 1, int)
