@@ -187,6 +187,7 @@ def test_what_is_malformed_is_refused_by_name(folder, runner):
         refused(404, "Not Found", url=f"{running.url}/v1/edits", json={})
         for facts, name in (
             ({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [1.5]}, "prompt"),
+            ({"prompt": "\ud800"}, "prompt"),
             ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "max_tokens": True}, "max_tokens"),
             ({"prompt": "a", "temperature": 3}, "temperature"), ({"prompt": "a", "temperature": "hot"}, "temperature"),
             ({"prompt": "a", "top_p": -1}, "top_p"), ({"prompt": "a", "n": 5}, "n"), ({"prompt": "a", "n": 0}, "n"),

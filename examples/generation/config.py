@@ -194,7 +194,8 @@ def _rope(facts: dict[str, Any]) -> tuple[float, tuple[tuple[str, Any], ...]]:
     for name in needed[kind]:
         if not isinstance(scaling.get(name), (int, float)):
             raise ValueError(f"rope_scaling must have a number {name}, got {scaling.get(name)!r}")
-    return float(theta), tuple((name, scaling[name]) for name in ("rope_type", *needed[kind]))
+    facts = tuple((name, scaling[name]) for name in ("rope_type", *needed[kind]))
+    return float(theta), () if kind == "default" else facts
 
 
 def _windows(facts: dict[str, Any], family: str, layers: int) -> tuple[int | None, ...]:

@@ -142,7 +142,10 @@ def prompts(fields: Fields, text: Text) -> list[list[int]]:
     several = x if isinstance(x, list) and not tokens(x) else [x]
     if not several or not all(isinstance(y, str) or tokens(y) for y in several):
         raise Refusal(400, "prompt must be a string, a list of tokens, or a list of these, and is required", "prompt")
-    found = [text.encode(y) if isinstance(y, str) else y for y in several]
+    try:
+        found = [text.encode(y) if isinstance(y, str) else y for y in several]
+    except UnicodeEncodeError:
+        raise Refusal(400, "prompt must be text in Unicode, without halves of surrogate pairs", "prompt") from None
     if not all(found):
         raise Refusal(400, "prompt must not be empty", "prompt")
     return found
@@ -181,7 +184,7 @@ class Interface:
         self.began = int(time.time())
         self.closing = asyncio.Event()  # the time for what is under way is over
         self.metrics = Metrics(service)
-        service._ended = self.metrics.ended
+        service.ended = self.metrics.ended
         self.app = Starlette(
             routes=[
                 Route("/health", self.health),

@@ -55,7 +55,7 @@ class Service:
     """
 
     def __init__(self, engine: Engine, most_waiting: int, ended: Callable[[Job, str], None] = lambda job, how: None):
-        self.engine, self.most_waiting, self._ended = engine, most_waiting, ended
+        self.engine, self.most_waiting, self.ended = engine, most_waiting, ended
         self._jobs: dict[Request, Job] = {}  # the thread's own
         self._wake = threading.Condition()
         self._coming: list[tuple[str, Job]] = []
@@ -156,7 +156,7 @@ class Service:
     def _done(self, job: Job, event: Event) -> None:
         del self._jobs[job.request]
         self._seconds += 0.2 * (time.perf_counter() - job.request.arrived - self._seconds)
-        self._ended(job, event.finish or "")
+        self.ended(job, event.finish or "")
         self._deliver(event)
 
     def _deliver(self, event: Event) -> None:
