@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokenizers.decoders import DecodeStream
+
 from generation.scheduler import Request
 from generation.tokenizer import Text
 
@@ -22,33 +24,29 @@ class Writer:
         self.text, self.request, self.stops = text, request, tuple(stops)
         self.stopped = False
         self.written = ""  # what was given out
+        self._stream = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
-        self._settled = 0  # of these are text for good
+        self._decoded = 0  # characters of them that the stream gave
         self._held = ""
 
     def take(self, tokens: Sequence[int]) -> str:
         """New tokens; what can be given out now. Sets `stopped` where a stop string came."""
-        self._tokens += [x for x in tokens if x not in self.request.end_tokens]
-        # what a token looks like may depend on those before it, so a few of them are decoded again
-        start = max(self._settled - 8, 0)
-        whole = self.text.decode(self._tokens[start:])
-        before = self.text.decode(self._tokens[start : self._settled])
-        if whole.endswith("\N{REPLACEMENT CHARACTER}") or not whole.startswith(before):
-            return ""
-        self._settled = len(self._tokens)
-        return self._give(whole[len(before) :])
+        new = ""
+        for token in tokens:
+            if token not in self.request.end_tokens:
+                self._tokens.append(token)
+                new += self._stream.step(self.text.tokenizer, token) or ""
+        self._decoded += len(new)
+        return self._give(new)
 
     def end(self) -> str:
         """What was held back, when no more comes."""
+        given = self._give(self.text.decode(self._tokens)[self._decoded :])
         if self.stopped:
-            return ""
-        start = max(self._settled - 8, 0)
-        before = self.text.decode(self._tokens[start : self._settled])
-        rest = self._held + self.text.decode(self._tokens[start:])[len(before) :]
-        found = [at for at in (rest.find(x) for x in self.stops) if at >= 0]
-        rest, self._held = rest[: min(found, default=len(rest))], ""
-        self.written += rest
-        return rest
+            return given
+        held, self._held = self._held, ""
+        self.written += held
+        return given + held
 
     def _give(self, new: str) -> str:
         if self.stopped:
