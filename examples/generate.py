@@ -47,7 +47,7 @@ from generation.text import Writer
 from generation.tokenizer import Text
 
 PROMPTS = ("The import statement", "A class is", "If the object")
-GROUPS = (8, 16, 32, 64)  # channels that share a scale, of which --perplexity tells
+GROUPS = {"int8": (32, 64), "fp8": (64,), "int4": (8, 16, 32, 64)}  # channels a scale, of which --perplexity tells
 WINDOW = 256  # tokens that it sees at a time
 
 
@@ -267,12 +267,13 @@ def tell_perplexities(options: argparse.Namespace, folder: Path) -> None:
     tokens = text.encode(held_out)[:8192]
     size, facts = decoder.config.head_size, (options.page_size, options.implementation)
     kinds = [CacheKind(x) for x in PLAIN]
-    kinds += [CacheKind(x, group) for x in QUANTIZED for group in GROUPS if group <= size]
-    base = perplexity(decoder, tokens, kinds[0], *facts)
+    kinds += [CacheKind(x, group) for x, groups in GROUPS.items() for group in groups if group <= size]
+    base = None
     print(f"perplexity of {len(tokens):,} tokens of text that was held out; heads of {size} channels")
     print(f"{'cache':10} {'channels a scale':>16} {'bytes a token':>13} {'perplexity':>10} {'change':>8}", flush=True)
     for kind in kinds:
         found = perplexity(decoder, tokens, kind, *facts)
+        base = base or found
         caches = kind.create(decoder, 1, options.page_size)
         stored = sum(x.nbytes for cache in caches for x in jax.tree.leaves(cache)) / options.page_size
         group = kind.group if kind.name in QUANTIZED else "–"
