@@ -49,6 +49,7 @@ from generation.tokenizer import Text
 PROMPTS = ("The import statement", "A class is", "If the object")
 GROUPS = {"int8": (32, 64), "fp8": (64,), "int4": (8, 16, 32, 64)}  # channels a scale, of which --perplexity tells
 WINDOW = 256  # tokens that it sees at a time
+JIT = jax.jit
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -132,7 +133,7 @@ def make_runner(decoder: Decoder, options: argparse.Namespace, kind: CacheKind, 
     return Runner(
         decoder, pages=pages, page_size=options.page_size, most_sequences=options.batch,
         most_tokens=max(options.step_tokens, options.batch * (guesses + 1)), most_length=length, guesses=guesses,
-        kind=kind, implementation=options.implementation,
+        kind=kind, implementation=options.implementation, jit=JIT,
     )  # fmt: skip
 
 
@@ -216,29 +217,26 @@ def generate(options: argparse.Namespace, folder: Path) -> None:
     if options.speculative:
         print(f"draft       {engine.counts.right_guesses} of {engine.counts.guessed_tokens} guesses right")
     if options.compare:
-        compare(options, decoder, requests)
+        compare(options, decoder, engine, requests)
 
 
-def compare(options: argparse.Namespace, decoder: Decoder, requests: Sequence[Request]) -> None:
-    """The same requests one at a time, through stock attention and a padded cache; and all again in a batch, since
-    by now everything is compiled."""
-    length = min(options.length, decoder.config.context)
-    if options.cache not in PLAIN:
-        print(f"stock has no cache of {options.cache}: float16 instead")
-    stock = Dense(decoder, length, options.cache if options.cache in PLAIN else "float16", stock=True)
-    same, speed = [], {}
-    engine = make_engine(decoder, options.model or options.out, options)
-    for _ in ("compile", "measure"):
+def compare(options: argparse.Namespace, decoder: Decoder, engine: Engine, requests: Sequence[Request]) -> None:
+    """The same requests one at a time, through stock attention and a padded cache; and all again in a batch. Both
+    twice, since at first there is something to compile."""
+    dtype = options.cache if options.cache in PLAIN else "float16"
+    if dtype != options.cache:
+        print(f"stock has no cache of {options.cache}: {dtype} instead")
+    stock, speed = Dense(decoder, engine.runner.most_length, dtype, stock=True, jit=JIT), {}
+    for _ in range(2):
         again = [Request(x.prompt, x.max_tokens, x.sampling, x.end_tokens) for x in requests]
-        engine.counts = type(engine.counts)()
         start = time.perf_counter()
         batch = engine.run(again)
         speed["jax_mfa, batched"] = sum(map(len, batch)) / (time.perf_counter() - start)
         start = time.perf_counter()
         alone = [stock.generate(x.prompt, x.max_tokens, x.sampling, x.end_tokens) for x in requests]
         speed["stock, one by one"] = sum(map(len, alone)) / (time.perf_counter() - start)
-        same = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), len(x)) for x, y in zip(batch, alone)]
     print("compared    " + "; ".join(f"{name}: {x:,.1f} tokens/s" for name, x in speed.items()))
+    same = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), len(x)) for x, y in zip(batch, alone)]
     counts = [str(len(x)) for x in alone]
     print(f"            the same tokens up to number {', '.join(map(str, same))} of {', '.join(counts)}")
 
@@ -249,7 +247,7 @@ def perplexity(decoder: Decoder, tokens: Sequence[int], kind: CacheKind, page_si
     pages = -(-WINDOW // page_size)
     runner = Runner(
         decoder, pages=pages, page_size=page_size, most_sequences=1, most_tokens=WINDOW, most_length=WINDOW,
-        kind=kind, implementation=implementation,
+        kind=kind, implementation=implementation, jit=JIT,
     )  # fmt: skip
     found = []
     for start in starts:

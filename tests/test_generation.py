@@ -67,13 +67,25 @@ def prompts(*lengths):
     return [tuple(rng.integers(0, 97, n).tolist()) for n in lengths]
 
 
-def engine(kind="float32", sequences=1, tokens=8, pages=24, guesses=0, draft=None, jit=quick_jit):
-    make = functools.partial(
-        Runner, pages=pages, page_size=8, most_sequences=sequences, most_tokens=tokens, most_length=96,
+@functools.cache
+def runner(kind="float32", guesses=0, rows=(4, 32), draws=0, jit=quick_jit):
+    """Compiled once for all tests, with two programs: single tokens, and prompts beside them."""
+    made = Runner(
+        decoder(draws), pages=16, page_size=8, most_sequences=4, most_tokens=32, most_length=96, guesses=guesses,
         kind=CacheKind(kind, 16), jit=jit,
     )  # fmt: skip
-    small = None if draft is None else Draft(make(draft), guesses, tokens)
-    return Engine(make(decoder(), guesses=guesses), sequences, tokens, small)
+    made.sequence_buckets, made.row_buckets = [4], {4: list(rows)}
+    return made
+
+
+def engine(kind="float32", sequences=4, tokens=32, guesses=0, draft=None):
+    made = runner(kind, guesses, (4 * (guesses + 1), 32))
+    made.reset()
+    small = None
+    if draft is not None:
+        small = Draft(runner(kind, draws=draft, rows=(4, 32)), guesses, tokens)
+        small.reset()
+    return Engine(made, sequences, tokens, small)
 
 
 # --- the decoder
@@ -201,7 +213,7 @@ def test_company_changes_no_draw():
 
 def test_every_request_gets_what_it_gets_alone_whatever_else_is_in_the_batch():
     # pages for two of them at full length: the others wait, and the youngest gives way
-    served = engine(sequences=4, tokens=32, pages=16)
+    served = engine()
     given = prompts(5, 33, 40, 8, 3, 50)
     given += [given[2][:32] + given[0]]  # begins with pages of another one
     kinds = [GREEDY, DRAWN, GREEDY, DRAWN, GREEDY, DRAWN, GREEDY]
@@ -218,29 +230,31 @@ def test_every_request_gets_what_it_gets_alone_whatever_else_is_in_the_batch():
     assert gone.finish == "cancelled" and gone.generated == alone(given[1], 20)[: len(gone.generated)]
     assert served.scheduler.preemptions > 0 and sum(x.shared for x in requests) >= 32
     assert served.runner.book.free_pages == 16
-    # one program for a bucket, whatever came
-    assert len(served.runner.programs) <= 6 and set(served.runner.programs.values()) == {1}
+    assert served.runner.programs == {(4, 4): 1, (4, 32): 1}  # one for a bucket, whatever came
 
 
 def test_a_float16_cache_in_pages_is_a_padded_one_token_by_token():
     served = engine("float16")
-    for prompt, kind in zip(prompts(21, 6), (GREEDY, DRAWN)):
+    for prompt, kind in zip(prompts(21, 40), (GREEDY, DRAWN)):
         assert served.run([Request(list(prompt), 24, kind)]) == [alone(prompt, 24, kind, "float16")]
 
 
 def test_guesses_change_the_number_of_steps_and_no_token():
-    right = engine(tokens=16, guesses=3, draft=decoder())
-    prompt = prompts(13)[0]
-    for kind in (GREEDY, DRAWN):
-        assert right.run([Request(list(prompt), 20, kind)]) == [alone(prompt, 20, kind)]
-    assert right.counts.right_guesses == right.counts.guessed_tokens > 0 and right.counts.steps <= 14
-    assert right.runner.book.free_pages == right.draft.runner.book.free_pages == 24
-    # another decoder guesses wrong; the programs are the same ones, since parameters are arguments
-    right.draft.runner._state = nnx.state(decoder(seed=1))
-    right.draft.reset()
-    assert right.run([Request(list(prompt), 20, DRAWN)]) == [alone(prompt, 20, DRAWN)]
-    assert right.counts.right_guesses < right.counts.guessed_tokens
-    assert {*right.runner.programs.values(), *right.draft.runner.programs.values()} == {1}
+    # parameters are arguments: a decoder that guesses right and one that does not run the same programs
+    right = engine(guesses=3, draft=0)
+    small, given = right.draft.runner, prompts(13, 40)
+    kinds = [GREEDY, DRAWN]
+    wanted = [alone(p, 20, s) for p, s in zip(given, kinds)]
+    assert right.run([Request(list(p), 20, s) for p, s in zip(given, kinds)]) == wanted
+    assert right.counts.right_guesses == right.counts.guessed_tokens > 0 and right.counts.steps <= 10
+    small._state, kept = nnx.state(decoder(seed=1)), small._state
+    wrong = engine(guesses=3, draft=0)
+    assert wrong.run([Request(list(p), 20, s) for p, s in zip(given, kinds)]) == wanted
+    assert wrong.counts.right_guesses < wrong.counts.guessed_tokens
+    small._state = kept
+    assert {*right.runner.programs.values(), *small.programs.values()} == {1}
+    for book in (right.runner.book, wrong.runner.book, small.book):
+        assert book.free_pages == 16
 
 
 @pytest.mark.sweep
@@ -248,15 +262,14 @@ def test_guesses_change_the_number_of_steps_and_no_token():
 @pytest.mark.parametrize("draft", [None, 0, 1])
 def test_company_and_guesses_change_nothing_in_any_cache(kind, draft):
     given = prompts(5, 33, 40, 8, 3, 50)
-    lone = engine(kind)
-    wanted = [lone.run([Request(list(p), 20, DRAWN)])[0] for p in given]
-    served = engine(kind, 4, 32, 16, 0 if draft is None else 3, None if draft is None else decoder(seed=draft))
+    wanted = [engine(kind, 1).run([Request(list(p), 20, DRAWN)])[0] for p in given]
+    served = engine(kind, guesses=0 if draft is None else 3, draft=draft)
     assert served.run([Request(list(p), 20, DRAWN) for p in given]) == wanted
     assert served.runner.book.free_pages == 16
 
 
-def test_a_fault_ends_its_requests_and_the_others_go_on():
-    served = engine(sequences=1)
+def test_a_fault_ends_its_requests_and_the_others_go_on(monkeypatch):
+    served = engine(sequences=1, tokens=8)
     first, second = (Request(list(p), 12) for p in prompts(21, 6))
     broken = iter([False, False, True])
     step = served.runner._step
@@ -267,18 +280,16 @@ def test_a_fault_ends_its_requests_and_the_others_go_on():
             raise RuntimeError("the device is gone")
         return found
 
-    served.runner._step = fail
+    monkeypatch.setattr(served.runner, "_step", fail)
     served.run([first, second])
     assert first.finish == "error" and "RuntimeError: the device is gone" in first.error
     assert second.finish == "length" and second.generated == alone(prompts(21, 6)[1], 12)
-    assert served.runner.book.free_pages == 24
+    assert served.runner.book.free_pages == 16
 
-    state = served.runner._state
-    served.runner._state = jax.tree.map(lambda x: x * np.nan, state)
+    monkeypatch.setattr(served.runner, "_state", jax.tree.map(lambda x: x * np.nan, served.runner._state))
     lost = Request([1, 2], 5)
     served.run([lost])
     assert lost.finish == "error" and "not finite" in lost.error
-    served.runner._state = state
     with pytest.raises(ValueError, match="90 tokens of prompt and 7 more are too many: a sequence has at most 96"):
         served.submit(Request([1] * 90, 7))
     with pytest.raises(ValueError, match=r"tokens must lie in 0\.\.96, got 97"):
@@ -311,11 +322,15 @@ def test_a_few_tokens_on_the_emulated_device(kind):
 
         return call
 
-    served = engine(kind, jit=recorded)
-    prompt = prompts(11)[0]  # two chunks, then single tokens
+    small = Runner(
+        decoder(), pages=4, page_size=8, most_sequences=1, most_tokens=8, most_length=32, kind=CacheKind(kind, 16),
+        jit=recorded,
+    )  # fmt: skip
+    served = Engine(small, 1, 8)
+    prompt = prompts(16)[0]  # two chunks, then single tokens
     got = served.run([Request(list(prompt), 3)])
     assert got == [alone(prompt, 3)] if kind == "float32" else len(got[0]) == 3
-    assert {(1, 8), (1, 1)} <= set(served.runner.programs)
+    assert {*small.programs} == {(1, 8), (1, 1)}
     if metal_takes_pages():
         assert all(any(target in text for target in TARGETS) for text in texts)
 
@@ -329,7 +344,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "small"
     text = training.local_text()[:40_000]
     size = training.Size(steps=4, batch=2, context=96, window=32, vocabulary=300, layers=1, width=32, head_size=16)
-    training.make(path, size, text=text)
+    training.make(path, size, text=text, jit=quick_jit)
     return path
 
 
@@ -357,9 +372,10 @@ def test_a_stop_string_ends_the_text_wherever_tokens_cut_it(folder, step):
     assert writer.take(text.encode("ab zz")) + "|" + writer.end() == "ab |zz"
 
 
-def test_the_program_writes_and_compares(folder, capsys):
-    arguments = ["--model", str(folder), "--tokens", "8", "--batch", "1", "--step-tokens", "8", "--cache", "float32"]
-    generate.main(["A class", *arguments, "--speculative", "--guesses", "2"])
+def test_the_program_writes_and_compares(folder, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "JIT", quick_jit)
+    arguments = ["--model", str(folder), "--tokens", "8", "--batch", "1", "--step-tokens", "4", "--cache", "float32"]
+    generate.main(["A class", *arguments, "--speculative", "--guesses", "3"])
     printed = capsys.readouterr().out
     for said in ("llama, 1 layers", "pages of 16 tokens", "tokens/s", "first token", "programs", "guesses right"):
         assert said in printed

@@ -36,7 +36,7 @@ PAGES, LENGTH, BATCH = 64, 96, 8
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "small"
     size = training.Size(steps=1, batch=1, context=LENGTH, window=16, vocabulary=300, layers=1, width=32, head_size=16)
-    training.make(path, size, text=training.local_text()[:20_000])
+    training.make(path, size, text=training.local_text()[:20_000], jit=quick_jit)
     return path
 
 

@@ -37,8 +37,9 @@ class Dense:
         caches = [(empty(), empty()) for _ in range(config.layers)]
         chunk, start, tokens = prompt, 0, list(prompt)
         for _ in range(count):
-            # prompts in powers of two; what stands behind them is overwritten later, and seen by none of them
-            size = min(1 << (len(chunk) - 1).bit_length(), self.length - start)
+            # prompts in powers of four; what stands behind them is overwritten later, and seen by none of them
+            size = 1 if len(chunk) == 1 else next(4**i for i in range(2, 16) if 4**i >= len(chunk))
+            size = min(size, self.length - start)
             padded = np.pad(np.array(chunk, np.int32), (0, size - len(chunk)))
             row = sampling.rows([choice], [len(tokens)], 1)
             token, caches = self._step(self._state, caches, padded, np.int32(start), np.int32(len(chunk)), row)

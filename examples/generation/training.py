@@ -77,7 +77,7 @@ def split(text: str) -> tuple[str, str]:
     return "".join(x for i, x in enumerate(pieces) if i not in held), "".join(pieces[i] for i in sorted(held))
 
 
-def make(folder: Path, size: Size = Size(), seed: int = 0, text: str | None = None) -> None:
+def make(folder: Path, size: Size, seed: int = 0, text: str | None = None, jit=jax.jit) -> None:
     """Trains a model and its draft, and writes both: `folder` and `folder/draft`. The folder is there whole or not at
     all."""
     train_text, _ = split(local_text() if text is None else text)
@@ -89,7 +89,7 @@ def make(folder: Path, size: Size = Size(), seed: int = 0, text: str | None = No
         end = tokenizer.token_to_id(tokenizers.END)
         for part, facts in ((temporary, size), (temporary / "draft", size.draft())):
             part.mkdir(exist_ok=True)
-            decoder = trained(facts, data, tokenizer.get_vocab_size(), end, seed)
+            decoder = trained(facts, data, tokenizer.get_vocab_size(), end, seed, jit)
             weights.save(part, decoder)
             tokenizers.save(part, tokenizer)
             (part / "config.json").write_text(json.dumps(to_json(decoder.config), indent=2), encoding="utf-8")
@@ -100,7 +100,7 @@ def make(folder: Path, size: Size = Size(), seed: int = 0, text: str | None = No
         raise
 
 
-def trained(size: Size, data: np.ndarray, vocabulary: int, end: int, seed: int) -> Decoder:
+def trained(size: Size, data: np.ndarray, vocabulary: int, end: int, seed: int, jit=jax.jit) -> Decoder:
     decoder = Decoder(size.config(vocabulary, end), rngs=nnx.Rngs(seed))
     graph, state = nnx.split(decoder)
     schedule = optax.warmup_cosine_decay_schedule(
@@ -114,7 +114,7 @@ def trained(size: Size, data: np.ndarray, vocabulary: int, end: int, seed: int) 
         logits = decoder.logits(decoder(windows[:, :-1], positions, whole()))
         return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
-    @jax.jit
+    @jit
     def update(state, memory, windows):
         value, gradients = jax.value_and_grad(loss)(state, windows)
         changes, memory = optimizer.update(gradients, memory, state)
