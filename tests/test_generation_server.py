@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from flax import nnx
 from harness import quick_jit
 
 openai = pytest.importorskip("openai")
@@ -21,7 +22,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
 from generation import tokenizer as tokenizers  # noqa: E402
 from generation import training, weights  # noqa: E402
+from generation.config import to_json  # noqa: E402
 from generation.engine import Engine  # noqa: E402
+from generation.model import Decoder  # noqa: E402
 from generation.runner import Runner  # noqa: E402
 from generation.sampling import GREEDY, Sampling  # noqa: E402
 from generation.scheduler import Request  # noqa: E402
@@ -34,9 +37,15 @@ PAGES, LENGTH, BATCH = 64, 96, 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """A model that was never trained."""
     path = tmp_path_factory.mktemp("model") / "small"
-    size = training.Size(steps=1, batch=1, context=LENGTH, window=16, vocabulary=300, layers=1, width=32, head_size=16)
-    training.make(path, size, text=training.local_text()[:20_000], jit=quick_jit)
+    path.mkdir()
+    tokenizer = tokenizers.train(training.local_text()[:20_000], 300)
+    size = training.Size(context=LENGTH, layers=1, width=32, head_size=16)
+    config = size.config(tokenizer.get_vocab_size(), tokenizer.token_to_id(tokenizers.END))
+    tokenizers.save(path, tokenizer)
+    weights.save(path, Decoder(config, rngs=nnx.Rngs(0)))
+    (path / "config.json").write_text(json.dumps(to_json(config)), encoding="utf-8")
     return path
 
 
