@@ -5,6 +5,7 @@ Which kernels a pass takes, in which order, and what it leaves.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import struct
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ def _forward(x: Problem, chosen: tiles.Tiles | tiles.Portable) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _decode(x: Problem, tile: tiles.DecodeTiles) -> Plan:
+def _decode(x: Problem, tile: tiles.DecodeTiles | tiles.DecodeRows) -> Plan:
     length = tiles.split_keys(x.s, tile.keys)
     splits = -(-x.s // length)
     group = x.n // x.k * x.t
@@ -100,9 +101,10 @@ def forward(
     x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
     few = x.t <= tiles.DECODE_QUERIES and x.s >= tiles.DECODE_KEYS and not spec.dropout_rate
     if few and isinstance(variant, str) and variant in tiles.VARIANTS:
-        tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[x.operand])
+        wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
+        tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand])
         if tile is not None:
-            return _decode(x, tile)
+            return _decode(wide, tile)
     return _forward(x, _select(variant, x))
 
 

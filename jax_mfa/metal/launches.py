@@ -187,11 +187,11 @@ def family(x: Problem, chosen: tiles.Tiles | tiles.Portable) -> Matrices | Porta
     return Portable(x, chosen) if isinstance(chosen, tiles.Portable) else Matrices(x, chosen)
 
 
-def decode(x: Problem, tile: tiles.DecodeTiles, splits: int) -> tuple[Launch, Launch]:
+def decode(x: Problem, tile: tiles.DecodeTiles | tiles.DecodeRows, splits: int) -> tuple[Launch, Launch]:
     """Few rows against many keys in so many splits, and what merges them."""
     group = x.n // x.k * x.t
     attend = Launch(
-        _tiled("attention_decode", x, tile),
+        _tiled("attention_decode_rows" if isinstance(tile, tiles.DecodeRows) else "attention_decode", x, tile),
         (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.b),
         x.pairs * (tile.slices * x.h + x.v),
     )

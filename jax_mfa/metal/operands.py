@@ -252,6 +252,7 @@ SIGNATURES = {
     "tile_lists": Signature((), ("lists",)),
     "forward": Signature(_EXTENT, ("out", "row_max", "row_sum")),
     "decode": Signature((*_EXTENT, "splits", "split_keys"), ("split_out", "split_state")),
+    "decode_rows": Signature((*_EXTENT, "splits", "split_keys"), ("split_out", "split_state")),
     "merge": Signature(("split_out", "split_state", "splits"), ("out", "row_max", "row_sum")),
     "delta": Signature(("out", "d_out", "row_max", "row_sum", "d_lse"), ("delta", "row_states"), features=False),
     "d_query": Signature(_GRADIENT, ("d_query", "score_sums")),

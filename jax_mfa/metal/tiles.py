@@ -107,8 +107,34 @@ class DecodeTiles:
         return 0
 
 
-def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | None:
-    """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit."""
+@dataclasses.dataclass(frozen=True)
+class DecodeRows:
+    """Template arguments of `attention_decode_rows`, in its order."""
+
+    rows: int
+    simdgroups: int
+    keys: int
+
+    @property
+    def slices(self) -> int:
+        return 1
+
+    def fragment_bytes(self, h: int, v: int, item: int) -> int:
+        """Eight lanes share a query and an output, in float32 both."""
+        return self.rows * (-(-h // 32) + -(-v // 32)) * 16 + self.rows * self.keys * 2
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return 0
+
+
+def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | DecodeRows | None:
+    """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit.
+
+    Up to four rows, which would leave half of a fragment empty, do without the matrix unit.
+    """
+    few = DecodeRows(2 if rows <= 2 else 4, 4, 16)
+    if rows <= few.rows and few.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET:
+        return few
     for blocks in (2, 1):
         for slices in (1, 2, 4):
             tile = DecodeTiles(blocks, 4, 16, slices)

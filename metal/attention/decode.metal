@@ -145,6 +145,190 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   }
 }
 
+// The same without the matrix unit, for rows too few to fill it: eight lanes share a key, a simdgroup has four keys at once, and
+// each of its quarters sums up what its own keys come to. Nothing is loaded of what a row does not see.
+template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode_rows(
+    DECODE_ROWS_OPERANDS,
+    uint3 launched [[threadgroup_position_in_grid]],  // of (splits / SIMDGROUPS, tile of rows, key head and batch row)
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane_index [[thread_index_in_simdgroup]]) {
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
+  constexpr int key_wide = H % 4 == 0 ? 4 : 1;  // elements that a lane loads at once
+  constexpr int value_wide = V % 4 == 0 ? 4 : 1;
+  constexpr int key_count = (H + 8 * key_wide - 1) / (8 * key_wide);
+  constexpr int value_count = (V + 8 * value_wide - 1) / (8 * value_wide);
+  const Features features = FEATURES;
+  const uint3 group = place_in(grid, launched);
+  const int split = int(group.x) * SIMDGROUPS + simdgroup;
+  const int first = int(group.y) * ROWS;
+  const int key_head = int(group.z) % p.key_heads;
+  const int batch = int(group.z) / p.key_heads;
+  const int rows = p.heads / p.key_heads * p.queries;
+  const int part = lane_index & 7;
+  const int quarter = lane_index >> 3;
+  if (split >= splits) {
+    return;
+  }
+
+  const typename Types::Visibility all(features, batch, key_head, lane_index);
+  float q[ROWS][key_count][key_wide];
+  float sums[ROWS][value_count][value_wide];
+  float row_max[ROWS];
+  float row_sum[ROWS];
+  GroupRules<Types, ROWS> rules;
+  UNROLLED
+  for (int r = 0; r < ROWS; ++r) {
+    const GroupRow own(p, key_head, first + r);
+    rules.row[r] = own.row;
+    rules.visibility[r] = typename Types::Visibility(features, batch, own.head, lane_index);
+    rules.score[r] = typename Types::Score(features, batch, own.head, all.offset);
+    const auto at = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
+    row_max[r] = -INFINITY;
+    row_sum[r] = absent_weight();
+    UNROLLED
+    for (int i = 0; i < key_count; ++i) {
+      const int column = (i * 8 + part) * key_wide;
+      UNROLLED
+      for (int e = 0; e < key_wide; ++e) {
+        q[r][i][e] = column < H ? float(at.at(0, column + e)) : 0.0f;
+      }
+    }
+    UNROLLED
+    for (int i = 0; i < value_count; ++i) {
+      UNROLLED
+      for (int e = 0; e < value_wide; ++e) {
+        sums[r][i][e] = 0;
+      }
+    }
+  }
+
+  const auto keys = keys_of<Types>(features, key, batch, key_head, all.columns);
+  const auto values = values_of<Types>(features, value, batch, key_head, all.columns);
+  const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
+  const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
+  // columns that all rows see, where positions and lengths tell
+  const int whole_begin = all.column_begin(p.queries - 1);
+  const int whole_end = all.by_bands() && p.queries <= all.rows ? min(all.column_end(0, 0), end) : 0;
+  ROLLED
+  for (int tile = begin; tile < end; tile += KEYS) {
+    const bool whole = tile >= whole_begin && tile + KEYS <= whole_end;
+    float x[KEYS / 4][ROWS];
+    bool seen[KEYS / 4][ROWS];
+    UNROLLED
+    for (int k = 0; k < KEYS / 4; ++k) {
+      const int column = tile + k * 4 + quarter;
+      const auto at = keys.tile(min(column, end - 1));
+      float product[ROWS];
+      UNROLLED
+      for (int r = 0; r < ROWS; ++r) {
+        product[r] = 0;
+      }
+      UNROLLED
+      for (int i = 0; i < key_count; ++i) {
+        const int channel = (i * 8 + part) * key_wide;
+        if (H % (8 * key_wide) == 0 || channel < H) {
+          const auto found = at.template load<key_wide>(0, channel);
+          UNROLLED
+          for (int e = 0; e < key_wide; ++e) {
+            UNROLLED
+            for (int r = 0; r < ROWS; ++r) {
+              product[r] = fma(q[r][i][e], float(found[e]), product[r]);
+            }
+          }
+        }
+      }
+      UNROLLED
+      for (int r = 0; r < ROWS; ++r) {
+        product[r] += simd_shuffle_xor(product[r], ushort(1));
+        product[r] += simd_shuffle_xor(product[r], ushort(2));
+        product[r] += simd_shuffle_xor(product[r], ushort(4));
+        x[k][r] = -INFINITY;
+        if (whole) {
+          seen[k][r] = rules.template of<false>(r, product[r], column, x[k][r]);
+        } else {
+          seen[k][r] = column < end && rules.template of<true>(r, product[r], column, x[k][r]);
+        }
+      }
+    }
+    UNROLLED
+    for (int r = 0; r < ROWS; ++r) {
+      float largest = row_max[r];
+      UNROLLED
+      for (int k = 0; k < KEYS / 4; ++k) {
+        largest = max(largest, x[k][r]);
+      }
+      const float from = or_zero(largest);
+      const float shrink = weight_of(row_max[r], from);
+      row_max[r] = largest;
+      row_sum[r] *= shrink;
+      UNROLLED
+      for (int k = 0; k < KEYS / 4; ++k) {
+        x[k][r] = weight_of(x[k][r], from);
+        row_sum[r] += seen[k][r] ? x[k][r] : absent_weight();
+      }
+      UNROLLED
+      for (int i = 0; i < value_count; ++i) {
+        UNROLLED
+        for (int e = 0; e < value_wide; ++e) {
+          sums[r][i][e] *= shrink;
+        }
+      }
+    }
+    UNROLLED
+    for (int k = 0; k < KEYS / 4; ++k) {
+      const auto at = values.tile(min(tile + k * 4 + quarter, end - 1));
+      UNROLLED
+      for (int i = 0; i < value_count; ++i) {
+        const int channel = (i * 8 + part) * value_wide;
+        if (V % (8 * value_wide) == 0 || channel < V) {
+          const auto found = at.template load<value_wide>(0, channel);
+          UNROLLED
+          for (int e = 0; e < value_wide; ++e) {
+            UNROLLED
+            for (int r = 0; r < ROWS; ++r) {
+              if (seen[k][r]) {
+                sums[r][i][e] = fma(x[k][r], float(found[e]), sums[r][i][e]);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+
+  const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
+  UNROLLED
+  for (int r = 0; r < ROWS; ++r) {
+    float largest = max(row_max[r], simd_shuffle_xor(row_max[r], ushort(8)));
+    largest = max(largest, simd_shuffle_xor(largest, ushort(16)));
+    const float shrink = weight_of(row_max[r], or_zero(largest));
+    float sum = row_sum[r] * shrink;
+    sum += simd_shuffle_xor(sum, ushort(8));
+    sum += simd_shuffle_xor(sum, ushort(16));
+    const ulong row = plane * rows + first + r;
+    const bool writes = quarter == 0 && first + r < rows;
+    UNROLLED
+    for (int i = 0; i < value_count; ++i) {
+      const int channel = (i * 8 + part) * value_wide;
+      UNROLLED
+      for (int e = 0; e < value_wide; ++e) {
+        float y = sums[r][i][e] * shrink;
+        y += simd_shuffle_xor(y, ushort(8));
+        y += simd_shuffle_xor(y, ushort(16));
+        if (writes && channel < V) {
+          split_out[row * V + channel + e] = y;
+        }
+      }
+    }
+    if (writes && part == 0) {
+      split_state[row * 2] = largest;
+      split_state[row * 2 + 1] = sum;
+    }
+  }
+}
+
 // One simdgroup for each row: its splits become one output, maximum and sum.
 template <typename Types, int SIMDGROUPS>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_merge(

@@ -10,8 +10,9 @@ template <typename Types, int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
     uint3 groups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]]) {
   threadgroup int found[THREADS];
-  threadgroup ulong shown[THREADS];   // bit i: the thread saw a visible score of tile i
-  threadgroup ulong hidden[THREADS];  // and one that the mask hides
+  // bit i: whether the thread saw a score of tile i that the mask shows, and one that it hides
+  threadgroup ulong shown[THREADS];
+  threadgroup ulong hidden[THREADS];
   static_assert(THREADS <= 64, "a bit for each tile");
   const int own = group.x;
   const Features features = FEATURES;

@@ -35,7 +35,13 @@ from jax_mfa.metal.plan import ITEM_SIZES, Dispatch, Kernel, Plan  # noqa: E402
 
 HEADERS = pathlib.Path(__file__).resolve().parent / "gpu"
 TARGETS = ("spir64", "nvptx64-nvidia-cuda", "amdgcn-amd-amdhsa")
-KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value", "attention_decode")
+KERNELS = (
+    "attention_forward",
+    "attention_d_query",
+    "attention_d_key_value",
+    "attention_decode",
+    "attention_decode_rows",
+)
 SCORES = KERNELS[:3]  # kernels whose interior loop is counted
 
 # cycles for 32 lanes; from github.com/philipturner/metal-benchmarks where nothing else is said
@@ -388,8 +394,8 @@ def kernels_of(variant: str | tiles.Tiles, h: int, dtype: str = "float16", **mor
     return [(plan, d) for plan, d in found if d.kernel.template[0] in KERNELS]
 
 
-def decoding(h: int, dtype: str = "float16") -> tuple[Plan, Dispatch]:
-    plan = Problem(4, 1024, h, b=1, n=2, k=1, dtype=dtype).plan()
+def decoding(h: int, dtype: str = "float16", rows: int = 8) -> tuple[Plan, Dispatch]:
+    plan = Problem(rows // 2, 1024, h, b=1, n=2, k=1, dtype=dtype).plan()
     return plan, plan.dispatches[0]
 
 
@@ -414,7 +420,8 @@ def table(target: str) -> str:
             for plan, dispatch in kernels_of(variant, limit, "float16" if item == 2 else "float32"):
                 add(compiled(plan, dispatch, target))
     for h in (64, 128):
-        add(compiled(*decoding(h), target))
+        for rows in (2, 8):
+            add(compiled(*decoding(h, rows=rows), target))
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ def test_no_variable_of_a_kernel_has_an_address(variant, limit, item):
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 def test_nor_has_it_for_other_targets_masks_or_head_sizes(variant, target):
     found = compiled.kernels_of(variant, 64) + compiled.kernels_of(variant, 104, causal=True, window=(70, None))
-    for plan, dispatch in [*found, compiled.decoding(64)]:
+    for plan, dispatch in [*found, compiled.decoding(64), compiled.decoding(64, rows=4)]:
         assert compiled.compiled(plan, dispatch, target).allocas == 0, dispatch.kernel.name
 
 

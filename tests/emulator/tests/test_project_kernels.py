@@ -30,6 +30,7 @@ def plans(dtype: str, variant: str) -> list[Plan]:
         (40, 72, 84, ("query", "key", "value")),
         (64, 64, 576, ("query", "key", "value")),
         (1, 2048, 64, ()),
+        (9, 2048, 64, ()),
     ]:
         keys = Shape((1, columns, 1, head), kind)
         arrays = {"query": Shape((1, rows, 2, head), kind), "key": keys, "value": keys}
