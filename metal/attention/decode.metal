@@ -155,10 +155,8 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
     ushort lane_index [[thread_index_in_simdgroup]]) {
   constexpr int H = Types::H;
   constexpr int V = Types::V;
-  constexpr int key_wide = H % 4 == 0 ? 4 : 1;  // elements that a lane loads at once
-  constexpr int value_wide = V % 4 == 0 ? 4 : 1;
-  constexpr int key_count = (H + 8 * key_wide - 1) / (8 * key_wide);
-  constexpr int value_count = (V + 8 * value_wide - 1) / (8 * value_wide);
+  using KeyRun = Run<typename Types::Key, 8>;
+  using ValueRun = Run<typename Types::Value, 8>;
   const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const int split = int(group.x) * SIMDGROUPS + simdgroup;
@@ -173,8 +171,8 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
   }
 
   const typename Types::Visibility all(features, batch, key_head, lane_index);
-  float q[ROWS][key_count][key_wide];
-  float sums[ROWS][value_count][value_wide];
+  float q[ROWS][KeyRun::width];
+  float sums[ROWS][ValueRun::width];
   float row_max[ROWS];
   float row_sum[ROWS];
   GroupRules<Types, ROWS> rules;
@@ -188,19 +186,13 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
     row_max[r] = -INFINITY;
     row_sum[r] = absent_weight();
     UNROLLED
-    for (int i = 0; i < key_count; ++i) {
-      const int column = (i * 8 + part) * key_wide;
-      UNROLLED
-      for (int e = 0; e < key_wide; ++e) {
-        q[r][i][e] = column < H ? float(at.at(0, column + e)) : 0.0f;
-      }
+    for (int i = 0; i < KeyRun::width; ++i) {
+      const int channel = part * KeyRun::width + i;
+      q[r][i] = channel < H ? float(at.at(0, channel)) : 0.0f;
     }
     UNROLLED
-    for (int i = 0; i < value_count; ++i) {
-      UNROLLED
-      for (int e = 0; e < value_wide; ++e) {
-        sums[r][i][e] = 0;
-      }
+    for (int i = 0; i < ValueRun::width; ++i) {
+      sums[r][i] = 0;
     }
   }
 
@@ -208,31 +200,37 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
   const auto values = values_of<Types>(features, value, batch, key_head, all.columns);
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
+  // columns that all rows see, where positions and lengths tell
+  const int whole_begin = all.column_begin(p.queries - 1);
+  const int whole_end = all.by_bands() && p.queries <= all.rows ? min(all.column_end(0, 0), end) : 0;
   ROLLED
   for (int tile = begin; tile < end; tile += KEYS) {
-    const bool whole = all.by_bands() && tile + KEYS <= end && all.band(0, p.queries, tile, KEYS) == all_visible;
+    const bool whole = tile >= whole_begin && tile + KEYS <= whole_end;
     float x[KEYS / 4][ROWS];
     bool seen[KEYS / 4][ROWS];
+    uint units[KEYS / 8];
+    UNROLLED
+    for (int k = 0; k < KEYS / 8; ++k) {
+      units[k] = unit_of_eight(keys, min(tile + k * 8, end - 1), lane_index);
+    }
     UNROLLED
     for (int k = 0; k < KEYS / 4; ++k) {
       const int column = tile + k * 4 + quarter;
-      const auto at = keys.tile(min(column, end - 1));
+      const KeyRun run(keys.token_of(units[k / 2], min(column, end - 1)), part, lane_index - part + KeyRun::reader_of(part));
       float product[ROWS];
       UNROLLED
       for (int r = 0; r < ROWS; ++r) {
         product[r] = 0;
       }
       UNROLLED
-      for (int i = 0; i < key_count; ++i) {
-        const int channel = (i * 8 + part) * key_wide;
-        if (H % (8 * key_wide) == 0 || channel < H) {
-          const auto found = at.template load<key_wide>(0, channel);
+      for (int i = 0; i < KeyRun::width; i += KeyRun::together) {
+        const auto word = run.word(i);
+        UNROLLED
+        for (int e = 0; e < KeyRun::together; ++e) {
+          const float found = run.element(word, i + e, e);
           UNROLLED
-          for (int e = 0; e < key_wide; ++e) {
-            UNROLLED
-            for (int r = 0; r < ROWS; ++r) {
-              product[r] = fma(q[r][i][e], float(found[e]), product[r]);
-            }
+          for (int r = 0; r < ROWS; ++r) {
+            product[r] = fma(q[r][i + e], found, product[r]);
           }
         }
       }
@@ -266,28 +264,25 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
         row_sum[r] += seen[k][r] ? x[k][r] : absent_weight();
       }
       UNROLLED
-      for (int i = 0; i < value_count; ++i) {
-        UNROLLED
-        for (int e = 0; e < value_wide; ++e) {
-          sums[r][i][e] *= shrink;
-        }
+      for (int i = 0; i < ValueRun::width; ++i) {
+        sums[r][i] *= shrink;
       }
     }
     UNROLLED
     for (int k = 0; k < KEYS / 4; ++k) {
-      const auto at = values.tile(min(tile + k * 4 + quarter, end - 1));
+      const uint unit = Types::Value::page != 0 ? units[k / 2] : values.row;
+      const int token = min(tile + k * 4 + quarter, end - 1);
+      const ValueRun run(values.token_of(unit, token), part, lane_index - part + ValueRun::reader_of(part));
       UNROLLED
-      for (int i = 0; i < value_count; ++i) {
-        const int channel = (i * 8 + part) * value_wide;
-        if (V % (8 * value_wide) == 0 || channel < V) {
-          const auto found = at.template load<value_wide>(0, channel);
+      for (int i = 0; i < ValueRun::width; i += ValueRun::together) {
+        const auto word = run.word(i);
+        UNROLLED
+        for (int e = 0; e < ValueRun::together; ++e) {
+          const float found = run.element(word, i + e, e);
           UNROLLED
-          for (int e = 0; e < value_wide; ++e) {
-            UNROLLED
-            for (int r = 0; r < ROWS; ++r) {
-              if (seen[k][r]) {
-                sums[r][i][e] = fma(x[k][r], float(found[e]), sums[r][i][e]);
-              }
+          for (int r = 0; r < ROWS; ++r) {
+            if (seen[k][r]) {
+              sums[r][i + e] = fma(x[k][r], found, sums[r][i + e]);
             }
           }
         }
@@ -307,16 +302,13 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
     const ulong row = plane * rows + first + r;
     const bool writes = quarter == 0 && first + r < rows;
     UNROLLED
-    for (int i = 0; i < value_count; ++i) {
-      const int channel = (i * 8 + part) * value_wide;
-      UNROLLED
-      for (int e = 0; e < value_wide; ++e) {
-        float y = sums[r][i][e] * shrink;
-        y += simd_shuffle_xor(y, ushort(8));
-        y += simd_shuffle_xor(y, ushort(16));
-        if (writes && channel < V) {
-          split_out[row * V + channel + e] = y;
-        }
+    for (int i = 0; i < ValueRun::width; ++i) {
+      const int channel = part * ValueRun::width + i;
+      float y = sums[r][i] * shrink;
+      y += simd_shuffle_xor(y, ushort(8));
+      y += simd_shuffle_xor(y, ushort(16));
+      if (writes && channel < V) {
+        split_out[row * V + channel] = y;
       }
     }
     if (writes && part == 0) {

@@ -253,7 +253,7 @@ def without_sizes(kernel: Kernel) -> tuple:
     function, *arguments = kernel.template
     names = parameters()[function]
     assert len(names) == len(arguments), function
-    sized = lambda x: re.sub(r", \d+>", ">", x) if isinstance(x, str) else x  # sources say their head size
+    sized = lambda x: re.sub(r"(, \d+)+>", ">", x) if isinstance(x, str) else x  # sources say their sizes
     return (function, *(sized(x) for x in arguments))
 
 
