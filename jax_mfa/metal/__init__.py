@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jax_mfa import whole_rows
 from jax_mfa.metal import crossover, kernels, operands, runtime
 from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
 from jax_mfa.specification import MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
+from jax_mfa.storage import stored
 
 DTYPES = ("float16", "bfloat16", "float32")
 # as reported of hosted runners: kernels that leave zeros (Metal.jl issue 309) or never end (llama.cpp issue 8617), and
@@ -25,18 +27,13 @@ class Failed(RuntimeError):
 
 def lacking(spec: Specification, o: Operands) -> str:
     """Which argument of a problem the kernels do not take; empty where they take it. Knows no device."""
-    if o.block_tables is not None:
-        return "block_tables: Metal has no kernels for pages yet"
-    for name, storage in (("key", spec.key_storage), ("value", spec.value_storage)):
-        if storage is not None:
-            return f"{name}: Metal has no kernels for quantised keys and values yet, got {storage.scheme.kind}"
     dtype = o.query.dtype.name
     if dtype not in DTYPES:
         return f"query: Metal has no {dtype}; it takes {', '.join(DTYPES)}"
     if o.bias is not None and o.bias.dtype.name not in DTYPES:
         return f"bias: Metal has no {o.bias.dtype.name}; it takes {', '.join(DTYPES)}"
     b, _, n, h = o.query.shape
-    v = o.value.shape[-1]
+    v = stored(spec, o).value.shape[-1]
     if not isinstance(b, int):
         return f"query: a launch plan is made for a known batch, got B = {b}"
     if max(h, v) > MAX_HEAD:
@@ -132,19 +129,18 @@ def backward(spec: Specification, o: Operands, out, row_max, row_sum, d_out, d_l
     d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
     found = runtime.call(plan, runtime.TARGETS[1], *arrays.values(), out, row_max, row_sum, d_out, d_lse)
 
+    whole = stored(spec, o)
+
     def cotangent(name):
-        operand, repeat = getattr(o, name), getattr(Operands(*spec.repeats), name)
+        operand, repeat = getattr(whole, name), getattr(Operands(*spec.repeats), name)
         if name == "bias":
             return found["d_bias"]
         if name == "scale":
-            x = found["d_scale"].sum((1, 2))
+            x = found["score_sums"][..., 0].sum((1, 2))
         elif name == "alibi_slopes":
-            x = found["d_slopes"].sum(1)
+            x = found["score_sums"][..., 1].sum(1)
         elif name == "sinks":
-            sinks = jnp.broadcast_to(expand_rows(o.sinks, repeat, out.shape[0]), (out.shape[0], out.shape[2]))
-            empty = row_sum == 0
-            weight = jnp.exp(jnp.where(empty, 0, sinks.astype(row_max.dtype)[:, None] - row_max))
-            x = -(weight / jnp.where(empty, 1, row_sum) * found["delta"]).sum(1)
+            return whole_rows.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
         else:
             x = found[f"d_{name}"]
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)

@@ -66,8 +66,8 @@ def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles | tiles.P
     add(family.delta(), delta, x.rows("row_states", "scratch", 2))
     scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
     if "query" in wanted or scale or slopes:
-        sums = [x.rows(name, "output") for name, wants in (("d_scale", scale), ("d_slopes", slopes)) if wants]
-        add(family.d_query(wants_scale=scale, wants_slopes=slopes), x.like_query("d_query", "output"), *sums)
+        sums = [x.rows("score_sums", "output", 2)] if scale or slopes else []
+        add(family.d_query(wants_sums=scale or slopes), x.like_query("d_query", "output"), *sums)
     if "key" in wanted or "value" in wanted:
         add(
             family.d_key_value(),
@@ -81,7 +81,11 @@ def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles | tiles.P
 
 
 def _select(variant: Variant, x: Problem) -> tiles.Tiles | tiles.Portable:
-    return tiles.select(variant, x.h, x.v, ITEM_SIZES[x.operand]) if isinstance(variant, str) else variant
+    if not isinstance(variant, str):
+        return variant
+    # what is decoded is decoded once for all simdgroups
+    chosen = "staged" if variant == "direct" and not x.spec.is_plain else variant
+    return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.operand])
 
 
 def forward(

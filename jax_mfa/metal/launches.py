@@ -17,6 +17,7 @@ ROW_SIMDGROUPS = 8  # of kernels with a simdgroup for each row
 BIAS_COLUMNS = 4  # fragments side by side in attention_d_bias
 LISTED = ("mask", "block_mask", "query_segment_ids", "key_ranges")  # what makes a plan list visible tiles first
 LIST_THREADS = 64
+IN_LANES = ("attention_decode", "attention_decode_rows")  # kernels that read keys and values straight to lanes
 PORTABLE_COST = 16  # multiply-accumulates of the matrix unit in the time of one without it: a guess, rather too high
 
 Grid = tuple[int, int, int]
@@ -28,7 +29,8 @@ def _kernel(
     """An instantiation; `arguments` are those of the template after the types, `more` are function constants."""
     short = "_".join([name, x.short, *(str(int(a)) for a in arguments)])
     constants = x.constants(**more) if operands.signature(name).features else ()
-    return Kernel(short, (name, x.types, *arguments), constants, threads, memory, fragments, x.rules.definitions)
+    types = x.types(in_lanes=name in IN_LANES)
+    return Kernel(short, (name, types, *arguments), constants, threads, memory, fragments, x.rules.definitions)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -163,6 +163,22 @@ _TABLE = (
         "has_dropout",
         "two words of the seed; batch index, head, row and column where its random counter starts",
     ),
+    *(
+        _feature(f"{name}_{part}", "uchar", ("rows", *shape), f"has_{name}_{part}", f"{meaning}; of the query's dtype")
+        for name in ("key", "value")
+        for part, shape, meaning in (
+            ("scales", ("S / tokens", "1|K", "groups"), "what a number in few bits is multiplied by"),
+            ("zeros", ("S / tokens", "1|K", "groups"), "then added to it"),
+            ("means", ("S / center", "K", "H|V"), "and then"),
+        )
+    ),
+    _feature(
+        "block_tables",
+        "int",
+        ("rows", "pages"),
+        "has_block_tables",
+        "which page holds the tokens from each multiple of a page on; `rows` of keys, values and their parts are pages",
+    ),
     _own("query", "typename Types::Query::Storage", _QUERY),
     _own("key", "typename Types::Key::Storage", ("rows", "S", "K", "H")),
     _own("value", "typename Types::Value::Storage", ("rows", "S", "K", "V")),
@@ -196,8 +212,13 @@ _TABLE = (
     _own("d_key", "typename Types::T", ("B", "S", "K", "H"), "summed over the N / K query heads of each key head"),
     _own("d_value", "typename Types::T", ("B", "S", "K", "V"), "summed over the N / K query heads of each key head"),
     _own("d_bias", "uchar", _SCORES, "of the dtype of bias; summed over what it was broadcast to"),
-    _own("d_scale", "float", _ROWS, "to be summed over T and N", "wants_scale"),
-    _own("d_slopes", "float", _ROWS, "to be summed over T", "wants_slopes"),
+    _own(
+        "score_sums",
+        "float2",
+        _ROWS,
+        "those of d(score) times product, and times distance: of scale and slopes the gradients, once summed over rows",
+        "wants_sums",
+    ),
     _own("split_out", "float", (*_SPLITS, "V"), "of each split of the keys, not normalised"),
     _own("split_state", "float", (*_SPLITS, "2"), "maximum, sum; -0 where nothing is visible"),
     _own("splits", "int", (), "how many"),
@@ -234,7 +255,7 @@ SIGNATURES = {
     "decode_rows": Signature((*_EXTENT, "splits", "split_keys"), ("split_out", "split_state")),
     "merge": Signature(("split_out", "split_state", "splits"), ("out", "row_max", "row_sum")),
     "delta": Signature(("out", "d_out", "row_max", "row_sum", "d_lse"), ("delta", "row_states"), features=False),
-    "d_query": Signature(_GRADIENT, ("d_query", "d_scale", "d_slopes")),
+    "d_query": Signature(_GRADIENT, ("d_query", "score_sums")),
     "d_key_value": Signature(_GRADIENT, ("d_key", "d_value")),
     "d_bias": Signature(_GRADIENT, ("d_bias",)),
 }

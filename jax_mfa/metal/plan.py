@@ -12,16 +12,21 @@ import json
 from typing import Any
 
 LANGUAGE = (3, 1)  # bfloat; macOS 14
-ITEM_SIZES = {"bool": 1, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_SIZES = {
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(("uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+}
 SCALARS = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}  # MSL's names
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array of a plan. Inputs are the call's operands in this order, outputs and scratch its results."""
+    """An array of a plan. Inputs are the call's operands in this order, outputs and scratch its results; what is
+    updated is among both."""
 
     name: str
-    role: str  # input, output or scratch
+    role: str  # input, output, scratch, or updated: an input, and in its place an output that dispatches change
     dtype: str
     shape: tuple[int, ...]
 
@@ -101,6 +106,10 @@ class Plan:
     dispatches: tuple[Dispatch, ...]
 
     @property
+    def operands(self) -> tuple[Buffer, ...]:
+        return tuple(b for b in self.buffers if b.role in ("input", "updated"))
+
+    @property
     def results(self) -> tuple[Buffer, ...]:
         return tuple(b for b in self.buffers if b.role != "input")
 
@@ -127,10 +136,11 @@ class Plan:
 
     def _dispatches(self) -> list[dict[str, Any]]:
         read = {b.name for b in self.buffers if b.role == "input"}
+        updated = {b.name for b in self.buffers if b.role == "updated"}
         found = []
         for d in self.dispatches:
             found.append(_dispatch(d, read))
-            read |= {a.buffer for a in d.arguments if a.buffer}
+            read |= {a.buffer for a in d.arguments if a.buffer and a.buffer not in updated}
         return found
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from jax_mfa.metal import operands
+from jax_mfa.metal.columns import stored_type
 from jax_mfa.metal.plan import SCALARS, Argument, Buffer
 from jax_mfa.philox import drop_below
 from jax_mfa.specification import MAX_POSITION, Operands, Specification
+from jax_mfa.storage import Storage, stored
 
 BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
@@ -88,8 +90,9 @@ class Problem:
 
     @property
     def operand(self) -> str:
-        """The dtype of matrix operands."""
-        return "float32" if self.decoded and self.dtype == "bfloat16" else self.dtype
+        """The dtype of matrix operands. What stands in few bits 16 would round once more."""
+        quantized = self.spec.key_storage or self.spec.value_storage
+        return "float32" if quantized or (self.decoded and self.dtype == "bfloat16") else self.dtype
 
     @property
     def b(self) -> int:
@@ -101,7 +104,7 @@ class Problem:
 
     @property
     def s(self) -> int:
-        return self.shape("value")[1]
+        return self._whole.value.shape[1]
 
     @property
     def n(self) -> int:
@@ -109,7 +112,7 @@ class Problem:
 
     @property
     def k(self) -> int:
-        return self.shape("value")[2]
+        return self._whole.value.shape[2]
 
     @property
     def h(self) -> int:
@@ -117,21 +120,34 @@ class Problem:
 
     @property
     def v(self) -> int:
-        return self.shape("value")[3]
+        return self._whole.value.shape[3]
 
-    @property
-    def types(self) -> str:
-        """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`."""
-        scalar, rules = SCALARS[self.dtype], self.rules
-        query, value = f"Dense<{scalar}, {self.h}>", f"Dense<{scalar}, {self.v}>"
-        made_of = (SCALARS[self.operand], query, query, value, value, rules.score, rules.visibility)
-        return f"Attention<{', '.join(made_of)}>"
+    @functools.cached_property
+    def _whole(self) -> Operands:
+        """Operands of the shapes that quantised and paged ones stand for."""
+        return stored(self.spec, Operands(**self.by_name))
+
+    def types(self, in_lanes: bool = False) -> str:
+        """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`. One that
+        reads keys and values straight to its lanes (`metal/core/lanes.h`) takes any of them as stored."""
+        spec, scalar = self.spec, SCALARS[self.dtype]
+        dense = {size: f"Dense<{scalar}, {size}>" for size in (self.h, self.v)}
+
+        def columns(storage: Storage | None, size: int) -> str:
+            plain = storage is None and spec.page_size is None and not in_lanes
+            return dense[size] if plain else stored_type(storage, spec.page_size, scalar, size)
+
+        key, value = columns(spec.key_storage, self.h), columns(spec.value_storage, self.v)
+        rules = f"{self.rules.score}, {self.rules.visibility}"
+        return f"Attention<{SCALARS[self.operand]}, {dense[self.h]}, {key}, {value}, {dense[self.v]}, {rules}>"
 
     @property
     def short(self) -> str:
         """The same in a kernel's name."""
-        dtypes = dict.fromkeys((self.dtype, self.operand))
-        return f"{'_'.join(_SHORT[x] for x in dtypes)}_h{self.h}_v{self.v}"
+        spec, dtypes = self.spec, dict.fromkeys((self.dtype, self.operand))
+        kinds = [x.scheme.kind if x else "plain" for x in (spec.key_storage, spec.value_storage)]
+        stored = [] if spec.is_plain else [*kinds, f"p{spec.page_size or 0}"]
+        return "_".join([*(_SHORT[x] for x in dtypes), f"h{self.h}", f"v{self.v}", *stored])
 
     @property
     def pairs(self) -> int:
@@ -181,7 +197,8 @@ class Problem:
             "keep_factor": 1 / (1 - spec.dropout_rate),
         }
         for name in ("key", "value"):
-            values |= {f"{name}.rows": self.shape(name)[0], f"{name}.repeat": getattr(repeats, name)}
+            rows = name if spec.page_size is None else "block_tables"
+            values |= {f"{name}.rows": self.shape(rows)[0], f"{name}.repeat": getattr(repeats, rows)}
         for name in ("bias", "mask", "block_mask"):
             repeat = getattr(repeats, name) if name in self else 1
             sizes = dict(zip(("map.rows", "heads", "queries", "keys"), self.shape(name))) | {"map.repeat": repeat}

@@ -9,7 +9,9 @@ import re
 
 from jax_mfa.metal import operands
 
-ENTRY_FILES = tuple(f"attention/{name}.metal" for name in ("tile_lists", "forward", "decode", "backward", "portable"))
+ENTRY_FILES = tuple(
+    f"attention/{name}.metal" for name in ("tile_lists", "forward", "decode", "backward", "portable", "append")
+)
 GENERATED = {"attention/operands.h": operands.text}
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 

@@ -73,7 +73,7 @@ struct QueryGradient {
           Pair pair;
           if (!MASKED || whole || visibility.visible(row, at)) {
             pair = Pair(score, row, at, product, d_p[block][c].thread_elements()[e], row_state[block], keep[c][e]);
-            if ((wants_scale || wants_slopes) && !is_absent(pair.d_score)) {
+            if (wants_sums && !is_absent(pair.d_score)) {
               scale_sum[block] += pair.d_score * product;
               slope_sum[block] += pair.d_score * score.distance(row, at);
             }
@@ -199,17 +199,10 @@ template <
   for (int block = 0; block < BLOCKS; ++block) {
     const int left = p.queries - first - block * 8;
     const ulong at_row = (ulong(batch) * p.queries + first + block * 8 + lane.row) * p.heads + head;
-    const bool writes = slice == 0 && lane.column == 0 && lane.row < left;
-    if (wants_scale) {
-      const float sum = sum_along_row(gradient.scale_sum[block]);
-      if (writes) {
-        d_scale[at_row] = sum;
-      }
-    }
-    if (wants_slopes) {
-      const float sum = sum_along_row(gradient.slope_sum[block]);
-      if (writes) {
-        d_slopes[at_row] = sum;
+    if (wants_sums) {
+      const float2 found = float2(sum_along_row(gradient.scale_sum[block]), sum_along_row(gradient.slope_sum[block]));
+      if (slice == 0 && lane.column == 0 && lane.row < left) {
+        score_sums[at_row] = found;
       }
     }
     if (lane.row < left) {

@@ -5,6 +5,7 @@
 // whole group, straight from device memory: nobody else wants it. Nothing beyond a batch row's length is read.
 #include "attention/softmax.h"
 #include "attention/visibility.h"
+#include "core/lanes.h"
 
 // Row r of a group is query row r % T of head r / T.
 struct GroupRow {
@@ -61,6 +62,8 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   constexpr int H = Types::H;
   constexpr int V = Types::V;
   constexpr int v_fragments = slice_fragments(V, SLICES);
+  using Keys = LaneKeys<typename Types::Key, Operand, KEYS / 8>;
+  using Values = LaneValues<typename Types::Value, Operand, KEYS / 8>;
   const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const Lane lane(lane_index);
@@ -86,38 +89,36 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
     const auto at = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
     UNROLLED
     for (int i = 0; i < padded(H) / 8; ++i) {
-      q.kept[block][i] = fragment_of<Operand>(Operand(0), Operand(0));
-      if (own.inside) {
-        q.kept[block][i] = converted<Operand>(at.pair(0, lane.column + i * 8));
+      Operand x[2];
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        const int channel = Keys::channel(i, lane.column + e);
+        x[e] = own.inside && channel < H ? Operand(at.at(0, channel)) : Operand(0);
       }
+      q.kept[block][i] = fragment_of<Operand>(x[0], x[1]);
     }
   }
 
-  using Keys = Direct<typename Types::Key, Operand, KEYS>;
-  using Values = Direct<typename Types::Value, Operand, KEYS>;
   const auto key_source = keys_of<Types>(features, key, batch, key_head, all.columns);
   const auto value_source = values_of<Types>(features, value, batch, key_head, all.columns);
   Running<BLOCKS, v_fragments> running;
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
+  // columns that all rows see; masks may differ among the rows of a simdgroup
+  const int whole_begin = all.column_begin(p.queries - 1);
+  const int whole_end = all.by_bands() && p.queries <= all.rows ? min(all.column_end(0, 0), end) : 0;
   int column = begin;
-  // masks may differ among the rows of a simdgroup
-  for (; all.by_bands() && column < end && all.band(0, p.queries, column, KEYS) == all_visible; column += KEYS) {
-    const auto keys = Keys(lane).reader(key_source, column, 0);
-    const auto values = Values(lane).reader(value_source, column, 0);
-    const bool spoilt = rules.may_be_masked() && !values.finite(lane_index);
+  for (; column >= whole_begin && column + KEYS <= whole_end; column += KEYS) {
+    const Keys keys(key_source, column, lane_index, lane);
+    const Values values(value_source, column, lane_index, lane);
+    const bool spoilt = rules.may_be_masked() && !values.finite();
     attend<false, KEYS / 8>(running, q, rules, keys, values, column, slice * v_fragments, spoilt, lane);
   }
   ROLLED
-  for (; column < end; column += KEYS) {
-    const auto keys = Keys(lane).reader(key_source, column, 0);
-    const auto values = Values(lane).reader(value_source, column, 0);
-    const bool spoilt = !values.finite(lane_index);
-    ROLLED
-    for (int part = 0; part < KEYS / 8 && column + part * 8 < end; ++part) {
-      attend<true, 1>(
-          running, q, rules, keys.part(part), values.part(part), column + part * 8, slice * v_fragments, spoilt, lane);
-    }
+  for (; column < end; column += 8) {
+    const LaneKeys<typename Types::Key, Operand, 1> keys(key_source, column, lane_index, lane);
+    const LaneValues<typename Types::Value, Operand, 1> values(value_source, column, lane_index, lane);
+    attend<true, 1>(running, q, rules, keys, values, column, slice * v_fragments, !values.finite(), lane);
   }
 
   const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
@@ -125,8 +126,16 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = first + block * 8;
     const float sum = sum_along_row(running.row_sum[block]);
-    if (row + lane.row < rows) {
-      store_row<V>(running.sums[block], 1.0f, split_out + (plane * rows + row + lane.row) * V, slice * v_fragments, lane);
+    device float* at = split_out + (plane * rows + row) * V;
+    UNROLLED
+    for (int i = 0; i < v_fragments; ++i) {
+      const int channel = Values::channel(slice * v_fragments + i, lane);
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        if (row + lane.row < rows && channel + e < V) {
+          at[lane.row * V + channel + e] = running.sums[block][i].thread_elements()[e];
+        }
+      }
     }
     if (slice == 0 && lane.column == 0 && row + lane.row < rows) {
       device float* state = split_state + (plane * rows + row + lane.row) * 2;
@@ -146,10 +155,8 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
     ushort lane_index [[thread_index_in_simdgroup]]) {
   constexpr int H = Types::H;
   constexpr int V = Types::V;
-  constexpr int key_wide = H % 4 == 0 ? 4 : 1;  // elements that a lane loads at once
-  constexpr int value_wide = V % 4 == 0 ? 4 : 1;
-  constexpr int key_count = (H + 8 * key_wide - 1) / (8 * key_wide);
-  constexpr int value_count = (V + 8 * value_wide - 1) / (8 * value_wide);
+  using KeyRun = Run<typename Types::Key, 8>;
+  using ValueRun = Run<typename Types::Value, 8>;
   const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const int split = int(group.x) * SIMDGROUPS + simdgroup;
@@ -164,8 +171,8 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
   }
 
   const typename Types::Visibility all(features, batch, key_head, lane_index);
-  float q[ROWS][key_count][key_wide];
-  float sums[ROWS][value_count][value_wide];
+  float q[ROWS][KeyRun::width];
+  float sums[ROWS][ValueRun::width];
   float row_max[ROWS];
   float row_sum[ROWS];
   GroupRules<Types, ROWS> rules;
@@ -179,19 +186,13 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
     row_max[r] = -INFINITY;
     row_sum[r] = absent_weight();
     UNROLLED
-    for (int i = 0; i < key_count; ++i) {
-      const int column = (i * 8 + part) * key_wide;
-      UNROLLED
-      for (int e = 0; e < key_wide; ++e) {
-        q[r][i][e] = column < H ? float(at.at(0, column + e)) : 0.0f;
-      }
+    for (int i = 0; i < KeyRun::width; ++i) {
+      const int channel = part * KeyRun::width + i;
+      q[r][i] = channel < H ? float(at.at(0, channel)) : 0.0f;
     }
     UNROLLED
-    for (int i = 0; i < value_count; ++i) {
-      UNROLLED
-      for (int e = 0; e < value_wide; ++e) {
-        sums[r][i][e] = 0;
-      }
+    for (int i = 0; i < ValueRun::width; ++i) {
+      sums[r][i] = 0;
     }
   }
 
@@ -207,26 +208,29 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
     const bool whole = tile >= whole_begin && tile + KEYS <= whole_end;
     float x[KEYS / 4][ROWS];
     bool seen[KEYS / 4][ROWS];
+    uint units[KEYS / 8];
+    UNROLLED
+    for (int k = 0; k < KEYS / 8; ++k) {
+      units[k] = unit_of_eight(keys, min(tile + k * 8, end - 1), lane_index);
+    }
     UNROLLED
     for (int k = 0; k < KEYS / 4; ++k) {
       const int column = tile + k * 4 + quarter;
-      const auto at = keys.tile(min(column, end - 1));
+      const KeyRun run(keys.token_of(units[k / 2], min(column, end - 1)), part, lane_index - part + KeyRun::reader_of(part));
       float product[ROWS];
       UNROLLED
       for (int r = 0; r < ROWS; ++r) {
         product[r] = 0;
       }
       UNROLLED
-      for (int i = 0; i < key_count; ++i) {
-        const int channel = (i * 8 + part) * key_wide;
-        if (H % (8 * key_wide) == 0 || channel < H) {
-          const auto found = at.template load<key_wide>(0, channel);
+      for (int i = 0; i < KeyRun::width; i += KeyRun::together) {
+        const auto word = run.word(i);
+        UNROLLED
+        for (int e = 0; e < KeyRun::together; ++e) {
+          const float found = run.element(word, i + e, e);
           UNROLLED
-          for (int e = 0; e < key_wide; ++e) {
-            UNROLLED
-            for (int r = 0; r < ROWS; ++r) {
-              product[r] = fma(q[r][i][e], float(found[e]), product[r]);
-            }
+          for (int r = 0; r < ROWS; ++r) {
+            product[r] = fma(q[r][i + e], found, product[r]);
           }
         }
       }
@@ -260,28 +264,25 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
         row_sum[r] += seen[k][r] ? x[k][r] : absent_weight();
       }
       UNROLLED
-      for (int i = 0; i < value_count; ++i) {
-        UNROLLED
-        for (int e = 0; e < value_wide; ++e) {
-          sums[r][i][e] *= shrink;
-        }
+      for (int i = 0; i < ValueRun::width; ++i) {
+        sums[r][i] *= shrink;
       }
     }
     UNROLLED
     for (int k = 0; k < KEYS / 4; ++k) {
-      const auto at = values.tile(min(tile + k * 4 + quarter, end - 1));
+      const uint unit = Types::Value::page != 0 ? units[k / 2] : values.row;
+      const int token = min(tile + k * 4 + quarter, end - 1);
+      const ValueRun run(values.token_of(unit, token), part, lane_index - part + ValueRun::reader_of(part));
       UNROLLED
-      for (int i = 0; i < value_count; ++i) {
-        const int channel = (i * 8 + part) * value_wide;
-        if (V % (8 * value_wide) == 0 || channel < V) {
-          const auto found = at.template load<value_wide>(0, channel);
+      for (int i = 0; i < ValueRun::width; i += ValueRun::together) {
+        const auto word = run.word(i);
+        UNROLLED
+        for (int e = 0; e < ValueRun::together; ++e) {
+          const float found = run.element(word, i + e, e);
           UNROLLED
-          for (int e = 0; e < value_wide; ++e) {
-            UNROLLED
-            for (int r = 0; r < ROWS; ++r) {
-              if (seen[k][r]) {
-                sums[r][i][e] = fma(x[k][r], float(found[e]), sums[r][i][e]);
-              }
+          for (int r = 0; r < ROWS; ++r) {
+            if (seen[k][r]) {
+              sums[r][i + e] = fma(x[k][r], found, sums[r][i + e]);
             }
           }
         }
@@ -301,16 +302,13 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
     const ulong row = plane * rows + first + r;
     const bool writes = quarter == 0 && first + r < rows;
     UNROLLED
-    for (int i = 0; i < value_count; ++i) {
-      const int channel = (i * 8 + part) * value_wide;
-      UNROLLED
-      for (int e = 0; e < value_wide; ++e) {
-        float y = sums[r][i][e] * shrink;
-        y += simd_shuffle_xor(y, ushort(8));
-        y += simd_shuffle_xor(y, ushort(16));
-        if (writes && channel < V) {
-          split_out[row * V + channel + e] = y;
-        }
+    for (int i = 0; i < ValueRun::width; ++i) {
+      const int channel = part * ValueRun::width + i;
+      float y = sums[r][i] * shrink;
+      y += simd_shuffle_xor(y, ushort(8));
+      y += simd_shuffle_xor(y, ushort(16));
+      if (writes && channel < V) {
+        split_out[row * V + channel] = y;
       }
     }
     if (writes && part == 0) {

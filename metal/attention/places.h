@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attention/operands.h"
-#include "core/source.h"
+#include "core/stored.h"
 
 constant constexpr float log2_e = 1.44269504088896341f;
 
@@ -64,11 +64,13 @@ INLINED typename Types::Cotangent cotangents_of(
 template <typename Types>
 INLINED typename Types::Key keys_of(
     const thread Features& x, device const typename Types::Key::Storage* key, int batch, int key_head, int count) {
-  return typename Types::Key(key, mapped_row(x.p->key, batch), x.p->keys, x.p->key_heads, key_head, count);
+  const Beside beside = {x.key_scales, x.key_zeros, x.key_means, x.block_tables};
+  return typename Types::Key(key, beside, mapped_row(x.p->key, batch), x.p->keys, x.p->key_heads, key_head, count);
 }
 
 template <typename Types>
 INLINED typename Types::Value values_of(
     const thread Features& x, device const typename Types::Value::Storage* value, int batch, int key_head, int count) {
-  return typename Types::Value(value, mapped_row(x.p->value, batch), x.p->keys, x.p->key_heads, key_head, count);
+  const Beside beside = {x.value_scales, x.value_zeros, x.value_means, x.block_tables};
+  return typename Types::Value(value, beside, mapped_row(x.p->value, batch), x.p->keys, x.p->key_heads, key_head, count);
 }

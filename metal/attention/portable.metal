@@ -218,16 +218,11 @@ template <typename Types, int THREADS, int ROWS>
       d_query[at_row * H + element] = T(scaled(sums[i], score.scale));
     }
   }
-  if (wants_scale) {
+  if (wants_sums) {
     scale_sum = reduce<THREADS, false>(scratch, scale_sum, thread_index);
-    if (thread_index == 0) {
-      d_scale[at_row] = scale_sum;
-    }
-  }
-  if (wants_slopes) {
     slope_sum = reduce<THREADS, false>(scratch, slope_sum, thread_index);
     if (thread_index == 0) {
-      d_slopes[at_row] = slope_sum;
+      score_sums[at_row] = float2(scale_sum, slope_sum);
     }
   }
 }

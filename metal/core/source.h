@@ -48,6 +48,14 @@ struct DenseTile {
   }
 };
 
+// The arrays beside the data of keys or values that are quantised or in pages (core/stored.h), null where there are none.
+struct Beside {
+  device const uchar* scales;
+  device const uchar* zeros;
+  device const uchar* means;
+  device const int* tables;
+};
+
 // Element offset of row 0 of a head in an array [rows, length, heads, size]; positions may exceed 2^31 elements.
 INLINED ulong head_offset(int row, int length, int heads, int head, int size) {
   return (ulong(row) * ulong(length) * ulong(heads) + ulong(head)) * ulong(size);
@@ -67,6 +75,9 @@ struct Dense {
 
   INLINED Dense(device const T* x, int row, int length, int heads, int head, int count)
       : rows(x + head_offset(row, length, heads, head, SIZE)), stride(uint(heads) * uint(SIZE)), count(count) {}
+
+  INLINED Dense(device const T* x, Beside, int row, int length, int heads, int head, int count)
+      : Dense(x, row, length, heads, head, count) {}
 
   INLINED Tile tile(int first) const {
     return {rows + ulong(uint(first)) * ulong(stride), stride, count - 1 - first};

@@ -253,7 +253,7 @@ def without_sizes(kernel: Kernel) -> tuple:
     function, *arguments = kernel.template
     names = parameters()[function]
     assert len(names) == len(arguments), function
-    sized = lambda x: re.sub(r", \d+>", ">", x) if isinstance(x, str) else x  # sources say their head size
+    sized = lambda x: re.sub(r"(, \d+)+>", ">", x) if isinstance(x, str) else x  # sources say their sizes
     return (function, *(sized(x) for x in arguments))
 
 
@@ -326,7 +326,8 @@ def switched(kernels: set[Kernel]) -> set[tuple]:
 def test_every_kernel_of_every_tile_and_dtype_is_reached():
     found, wanted = reached(tiles.NAMES), {variant: planned(variant) for variant in tiles.NAMES}
     everything = set().union(*wanted.values())
-    assert {x.template[0] for x in everything} == set(parameters())  # the planner uses all that the text defines
+    # the planner uses all that the text defines, but for what fills a pool of pages: see test_append.py
+    assert {x.template[0] for x in everything} | {"append_tokens", "copy_pages"} == set(parameters())
     shapes = lambda kernels: {without_sizes(x) for x in kernels}
     assert shapes(everything) <= shapes(set().union(*found.values()))
     for variant in tiles.NAMES:
