@@ -222,8 +222,8 @@ MISTAKES = {
     ),
     "columns listed for rows": ("FOR_ROWS ? own : other", "FOR_ROWS ? other : own"),
     "a barrier left out": (
-        "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    int wholes_before",
-        "    int wholes_before",
+        "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (has_mask) {",
+        "    if (has_mask) {",
     ),
 }
 
