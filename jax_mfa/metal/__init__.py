@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jax_mfa import whole_rows
 from jax_mfa.metal import crossover, kernels, operands, runtime
 from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
 from jax_mfa.specification import MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
@@ -139,10 +140,7 @@ def backward(spec: Specification, o: Operands, out, row_max, row_sum, d_out, d_l
         elif name == "alibi_slopes":
             x = found["score_sums"][..., 1].sum(1)
         elif name == "sinks":
-            sinks = jnp.broadcast_to(expand_rows(o.sinks, repeat, out.shape[0]), (out.shape[0], out.shape[2]))
-            empty = row_sum == 0
-            weight = jnp.exp(jnp.where(empty, 0, sinks.astype(row_max.dtype)[:, None] - row_max))
-            x = -(weight / jnp.where(empty, 1, row_sum) * found["delta"]).sum(1)
+            return whole_rows.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
         else:
             x = found[f"d_{name}"]
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
