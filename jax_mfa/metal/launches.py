@@ -63,8 +63,15 @@ class TileLists:
 
     def dispatch(self, x: Problem) -> Dispatch:
         arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
-        name = "attention_tile_lists"
-        kernel = _kernel(name, x, LIST_THREADS, arguments, 20 * LIST_THREADS, **self.constants)
+        name = "attention_tile_lists"  # alike for all types but that of visibility
+        kernel = Kernel(
+            "_".join([name, *(str(int(a)) for a in arguments)]),
+            (name, x.rules.visibility, *arguments),
+            x.constants(**self.constants),
+            LIST_THREADS,
+            20 * LIST_THREADS,
+            definitions=x.rules.definitions,
+        )
         batch, heads, own, _ = self.buffer.shape
         bound = x.bound(name, {"lists": self.buffer.name})
         return Dispatch(kernel, (own, heads, batch), bound, batch * heads * x.t * x.s)

@@ -3,7 +3,7 @@
 // operand has an entry for each row and column, a list would be the only thing to grow with their product: a span stands for it.
 #include "attention/visibility.h"
 
-template <typename Types, int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
+template <typename Visibility, int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void attention_tile_lists(
     TILE_LISTS_OPERANDS,
     uint3 group [[threadgroup_position_in_grid]],  // (tile, head of the lists, batch row)
@@ -16,7 +16,7 @@ template <typename Types, int ROWS, int COLUMNS, bool FOR_ROWS, int THREADS>
   static_assert(THREADS <= 64, "a bit for each tile");
   const int own = group.x;
   const Features features = FEATURES;
-  const typename Types::Visibility visibility(features, group.z, group.y, thread_index);
+  const Visibility visibility(features, group.z, group.y, thread_index);
   const int others = FOR_ROWS ? tiles_of(p.keys, COLUMNS) : tiles_of(p.queries, ROWS);
   const ulong plane = ulong(group.z) * groups.y + group.y;
   device int* list = lists + (plane * groups.x + group.x) * room_of_list(others);

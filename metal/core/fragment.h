@@ -22,7 +22,7 @@ struct Lane {
   int column;
 
   INLINED Lane(ushort lane) {
-    row = (lane >> 4) * 4 + ((lane >> 1) & 3);
+    row = ((lane >> 4) & 1) * 4 + ((lane >> 1) & 3);  // below 8, as compilers see
     column = ((lane >> 3) & 1) * 4 + (lane & 1) * 2;
   }
 };

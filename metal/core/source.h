@@ -17,13 +17,18 @@ struct DenseTile {
     return rows + min(uint(i) * stride, uint(last) * stride);
   }
 
+  // Where an element is: the place within a fragment is the lane's, the rest a constant, which becomes part of the load.
+  INLINED device const T* place(int i, int column) const {
+    return (row(i) + (column & 7)) + (column & ~7);
+  }
+
   INLINED T at(int i, int column) const {
-    return row(i)[column];
+    return *place(i, column);
   }
 
   // A lane's two elements of a fragment, which begin at `column`; those outside the row are zero.
   INLINED Fragment<T> pair(int i, int column) const {
-    return load_within<T, SIZE>(row(i) + column, column);
+    return load_within<T, SIZE>(place(i, column), column);
   }
 
   // COUNT elements of a row, 4 or 1, as they are fetched, and as they are; the others are zero.
