@@ -200,7 +200,8 @@ def _decoding(variant: str) -> list[Problem]:
     found = []
     for dtype in DTYPES:
         sizes = decode_sizes(dtype)
-        some = [(*sizes[0], "everything"), (*sizes[0], "dense"), *((*size, "causal") for size in sizes)]
+        some = [(*sizes[0], "everything"), *((*x, "dense") for x in (sizes[0], sizes[-1]))]
+        some += [(*size, "causal") for size in sizes]
         found += [Problem(variant, dtype, h, v, feature, t, tiles.DECODE_KEYS + 18) for t, h, v, feature in some]
     return found
 
