@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
@@ -436,7 +435,7 @@ def explain(
     return _choose(implementation, *specify_abstract(**arguments), _elsewhere())
 
 
-_SPECIFIED = tuple(inspect.signature(specify).parameters)[5:-1]
+_SPECIFIED = tuple(sorted(_Keywords.__optional_keys__))
 
 
 def _keywords(arguments):

@@ -6,13 +6,13 @@ traced. Launch plans are made in `kernels`, run by the native module behind `run
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
-from jax_mfa.metal import crossover, kernels, runtime
+from jax_mfa import whole_rows
+from jax_mfa.metal import crossover, kernels, operands, runtime
 from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
 from jax_mfa.specification import MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
+from jax_mfa.storage import stored
 
 DTYPES = ("float16", "bfloat16", "float32")
 # as reported of hosted runners: kernels that leave zeros (Metal.jl issue 309) or never end (llama.cpp issue 8617), and
@@ -25,20 +25,15 @@ class Failed(RuntimeError):
     """Metal was found, but its kernels for a problem could not be had; the text is Metal's."""
 
 
-def lacking(spec: Specification, operands: Operands) -> str:
+def lacking(spec: Specification, o: Operands) -> str:
     """Which argument of a problem the kernels do not take; empty where they take it. Knows no device."""
-    if operands.block_tables is not None:
-        return "block_tables: Metal has no kernels for pages yet"
-    for name, storage in (("key", spec.key_storage), ("value", spec.value_storage)):
-        if storage is not None:
-            return f"{name}: Metal has no kernels for quantised keys and values yet, got {storage.scheme.kind}"
-    dtype = operands.query.dtype.name
+    dtype = o.query.dtype.name
     if dtype not in DTYPES:
         return f"query: Metal has no {dtype}; it takes {', '.join(DTYPES)}"
-    if operands.bias is not None and operands.bias.dtype.name not in DTYPES:
-        return f"bias: Metal has no {operands.bias.dtype.name}; it takes {', '.join(DTYPES)}"
-    b, _, n, h = operands.query.shape
-    v = operands.value.shape[-1]
+    if o.bias is not None and o.bias.dtype.name not in DTYPES:
+        return f"bias: Metal has no {o.bias.dtype.name}; it takes {', '.join(DTYPES)}"
+    b, _, n, h = o.query.shape
+    v = stored(spec, o).value.shape[-1]
     if not isinstance(b, int):
         return f"query: a launch plan is made for a known batch, got B = {b}"
     if max(h, v) > MAX_HEAD:
@@ -48,30 +43,30 @@ def lacking(spec: Specification, operands: Operands) -> str:
     return ""
 
 
-def refusal(spec: Specification, operands: Operands) -> str:
+def refusal(spec: Specification, o: Operands) -> str:
     """Why Metal cannot run a problem on this host; empty where it can."""
-    return lacking(spec, operands) or runtime.get().reason
+    return lacking(spec, o) or runtime.get().reason
 
 
 def _device() -> str:
     return runtime.get().device.get("name", "Metal")
 
 
-def _estimate(spec: Specification, operands: Operands) -> crossover.Estimate | None:
-    return crossover.estimate(spec, operands, _device()) if runtime.get().device else None
+def _estimate(spec: Specification, o: Operands) -> crossover.Estimate | None:
+    return crossover.estimate(spec, o, _device()) if runtime.get().device else None
 
 
-def too_small(spec: Specification, operands: Operands) -> str:
+def too_small(spec: Specification, o: Operands) -> str:
     """Why a problem that Metal can run is better off elsewhere; empty where it is not, or nobody knows."""
     if runtime.get().virtual and crossover.applies():
         return f"{_device()} is {VIRTUAL}; implementation='metal' uses it all the same"
-    found = _estimate(spec, operands)
+    found = _estimate(spec, o)
     return "" if found is None or found.pays or not crossover.applies() else f"does not pay on {_device()}: {found}"
 
 
-def described(spec: Specification, operands: Operands) -> str:
+def described(spec: Specification, o: Operands) -> str:
     """The device that would run a problem, and what is expected of it."""
-    found = _estimate(spec, operands)
+    found = _estimate(spec, o)
     where = f"{_device()}, on JAX's platform cpu"
     if runtime.get().virtual:
         where += f" ({VIRTUAL})"
@@ -81,9 +76,9 @@ def described(spec: Specification, operands: Operands) -> str:
     return f"{where}: {found}{all_the_same}"
 
 
-def declined(spec: Specification, operands: Operands) -> str:
+def declined(spec: Specification, o: Operands) -> str:
     """Why a problem does not go to Metal where the choice is left open, but for what keeps a host from using Metal."""
-    return lacking(spec, operands) or ("" if runtime.get().reason else too_small(spec, operands))
+    return lacking(spec, o) or ("" if runtime.get().reason else too_small(spec, o))
 
 
 def variants() -> tuple[str, ...]:
@@ -93,55 +88,21 @@ def variants() -> tuple[str, ...]:
 
 
 def launch_arrays(spec: Specification, o: Operands) -> dict:
-    """What a launch carries beside query, key and value (`kernels.OPTIONAL`), small operands in its layout."""
+    """What a launch carries of a problem's operands, by name, in the order and layout of `operands.CARRIED`."""
     repeats = Operands(*spec.repeats)
-    batch, t, n, _ = o.query.shape
-    s = o.key.shape[1]
+    batch = o.query.shape[0]
 
-    def row(name):
-        """An operand with one row for each batch row."""
-        x = expand_rows(getattr(o, name), getattr(repeats, name), batch)
+    def carried(name):
+        x, known = getattr(o, name), operands.OPERANDS[name]
+        if known.shape[0] != "B" or name == "query":
+            return x
+        x = expand_rows(x, getattr(repeats, name), batch)
+        if name == "query_offset":
+            x = jnp.clip(x, -MAX_POSITION, MAX_POSITION)
+        x = jnp.asarray(x, operands.DTYPES[known.msl])
         return jnp.broadcast_to(x, (batch, *x.shape[1:]))
 
-    def table(*columns):
-        """Columns of arrays or numbers, side by side; None where all are numbers."""
-        if not any(hasattr(x, "shape") for x in columns):
-            return None
-        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in columns))
-        dtype = jnp.int32 if shape == (batch,) else jnp.float32
-        return jnp.stack([jnp.broadcast_to(jnp.asarray(x, dtype), shape) for x in columns], axis=-1)
-
-    offset: Any = spec.query_offset
-    if o.query_offset is not None:
-        offset = jnp.clip(row("query_offset"), -MAX_POSITION, MAX_POSITION)
-    limits = table(
-        offset,
-        t if o.query_lengths is None else row("query_lengths"),
-        s if o.key_lengths is None else row("key_lengths"),
-    )
-    numbers = table(
-        spec.scale if o.scale is None else jnp.broadcast_to(row("scale")[:, None], (batch, n)),
-        0.0 if o.alibi_slopes is None else row("alibi_slopes"),
-        0.0 if o.sinks is None else row("sinks"),
-    )
-    found = {
-        "limits": limits,
-        "numbers": None if numbers is None else numbers.reshape(batch * n, 3),
-        "bias": o.bias,
-        "mask": o.mask,
-        "blocks": o.block_mask,
-        "query_segments": None if o.query_segment_ids is None else row("query_segment_ids"),
-        "key_segments": None if o.key_segment_ids is None else row("key_segment_ids"),
-        "dropout": None if o.dropout is None else row("dropout"),
-        "key_ranges": None if o.key_ranges is None else row("key_ranges"),
-    }
-    return {name: x for name, x in found.items() if x is not None}
-
-
-def features(o: Operands) -> tuple[str, ...]:
-    """What a launch reads of its `numbers` beside the scale."""
-    uses = {"slopes": o.alibi_slopes, "sinks": o.sinks}
-    return tuple(name for name, x in uses.items() if x is not None)
+    return {name: carried(name) for name in operands.CARRIED if getattr(o, name) is not None}
 
 
 def _checked(plan):
@@ -154,38 +115,32 @@ def _checked(plan):
     return plan
 
 
-def forward(spec: Specification, operands: Operands):
+def forward(spec: Specification, o: Operands):
     """Attention, and maximum and sum of each row, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
-    o, carried = operands, launch_arrays(spec, operands)
-    plan = _checked(
-        kernels.forward(spec, o.query, o.key, o.value, variant=runtime.get().variant, uses=features(o), **carried)
-    )
-    return tuple(runtime.call(plan, runtime.TARGETS[0], o.query, o.key, o.value, *carried.values()).values())
+    arrays = launch_arrays(spec, o)
+    plan = _checked(kernels.forward(spec, arrays, variant=runtime.get().variant))
+    return tuple(runtime.call(plan, runtime.TARGETS[0], *arrays.values()).values())
 
 
-def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
+def backward(spec: Specification, o: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
     """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
-    o, carried = operands, launch_arrays(spec, operands)
-    plan = kernels.backward(
-        spec, o.query, o.key, o.value, wanted=wanted, variant=runtime.get().variant, uses=features(o), **carried
-    )
+    arrays = launch_arrays(spec, o)
+    plan = _checked(kernels.backward(spec, arrays, wanted=wanted, variant=runtime.get().variant))
     d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
-    inputs = (o.query, o.key, o.value, *carried.values(), out, row_max, row_sum, d_out, d_lse)
-    found = runtime.call(_checked(plan), runtime.TARGETS[1], *inputs)
+    found = runtime.call(plan, runtime.TARGETS[1], *arrays.values(), out, row_max, row_sum, d_out, d_lse)
+
+    whole = stored(spec, o)
 
     def cotangent(name):
-        operand, repeat = getattr(o, name), getattr(Operands(*spec.repeats), name)
+        operand, repeat = getattr(whole, name), getattr(Operands(*spec.repeats), name)
         if name == "bias":
             return found["d_bias"]
         if name == "scale":
-            x = found["d_scale"].sum((1, 2))
+            x = found["score_sums"][..., 0].sum((1, 2))
         elif name == "alibi_slopes":
-            x = found["d_slopes"].sum(1)
+            x = found["score_sums"][..., 1].sum(1)
         elif name == "sinks":
-            sinks = jnp.broadcast_to(expand_rows(o.sinks, repeat, out.shape[0]), (out.shape[0], out.shape[2]))
-            empty = row_sum == 0
-            weight = jnp.exp(jnp.where(empty, 0, sinks.astype(row_max.dtype)[:, None] - row_max))
-            x = -(weight / jnp.where(empty, 1, row_sum) * found["row_sums"]).sum(1)
+            return whole_rows.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
         else:
             x = found[f"d_{name}"]
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
