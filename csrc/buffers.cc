@@ -92,6 +92,7 @@ Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes,
     if (out.buffer) {
       out.buffer->addDebugMarker(marker, NS::Range(out.offset, bytes));
       count(statistics().buffers_no_copy);
+      if (use != Use::kScratch) count(statistics().bytes_no_copy, static_cast<int64_t>(bytes));
       return out;
     }
     out.offset = 0;

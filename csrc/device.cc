@@ -281,6 +281,8 @@ std::shared_ptr<const Prepared> Device::make_prepared(std::string_view text) {
     made->whole.push_back(plan.buffers[i].role == Role::kOutput && writers[i] == 1);
     made->markers.push_back(NS::RetainPtr(string((made->whole[i] ? "output " : "range of ") + plan.buffers[i].name)));
   }
+  made->label = NS::RetainPtr(string("jax_mfa " + plan.name));
+  for (const DispatchPlan& dispatch : plan.dispatches) made->kernels.push_back(NS::RetainPtr(string(dispatch.kernel)));
   count(statistics().plans);
   return made;
 }

@@ -9,6 +9,7 @@
 #include "completions.h"
 #include "device.h"
 #include "gpu_error.h"
+#include "recorder.h"
 #include "statistics.h"
 
 namespace launcher {
@@ -22,6 +23,7 @@ struct Flight {
   std::shared_ptr<const Prepared> prepared;
   std::vector<Binding> bindings;
   Done done;
+  Recorder::Clock::time_point start = Recorder::Clock::now();
 
   std::atomic<int> holders{1};
   std::mutex mutex;
@@ -93,6 +95,7 @@ void encode(const Flight& flight, const Piece& piece, MTL::ComputeCommandEncoder
     encoder->memoryBarrier(MTL::BarrierScopeBuffers);
     count(statistics().barriers);
   }
+  encoder->pushDebugGroup(flight.prepared->kernels[piece.dispatch].get());
   encoder->setComputePipelineState(flight.prepared->pipelines[piece.dispatch]->state.get());
   for (const ArgumentPlan& argument : dispatch.arguments) {
     if (argument.index == dispatch.grid_argument) {
@@ -109,6 +112,7 @@ void encode(const Flight& flight, const Piece& piece, MTL::ComputeCommandEncoder
     if (dispatch.threadgroup_memory[at]) encoder->setThreadgroupMemoryLength(dispatch.threadgroup_memory[at], at);
   const auto &groups = piece.groups, &threads = dispatch.threads;
   encoder->dispatchThreadgroups(MTL::Size(groups[0], groups[1], groups[2]), MTL::Size(threads[0], threads[1], threads[2]));
+  encoder->popDebugGroup();
   count(statistics().dispatches);
 }
 
@@ -154,6 +158,7 @@ void finish(std::unique_ptr<Flight> flight) noexcept {
     } else {
       for (const Binding& binding : flight->bindings)
         if (binding.copy_to) std::memcpy(binding.copy_to, binding.buffer->contents(), binding.bytes);
+      if (Recorder::get().on()) Recorder::get().add(flight->prepared->plan, flight->start);
     }
     flight.reset();
   }
@@ -172,6 +177,7 @@ void commit(Flight* flight, size_t at) {
   const std::string place = "plan " + flight->prepared->plan.name + ": ";
   MTL::CommandBuffer* commands = flight->device->queue()->commandBuffer();
   if (!commands) throw Error(Cause::kExecution, place + "the Metal queue gave no command buffer. " + kReport);
+  commands->setLabel(flight->prepared->label.get());
   // independent dispatches may run side by side
   MTL::ComputeCommandEncoder* encoder = commands->computeCommandEncoder(MTL::DispatchTypeConcurrent);
   if (!encoder) throw Error(Cause::kExecution, place + "the Metal command buffer gave no encoder. " + kReport);

@@ -6,7 +6,7 @@
 from jax.export import DisabledSafetyCheck
 
 from jax_mfa import cache
-from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention
+from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention, record
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.context_parallel.api import (
     SequenceSharding,
@@ -25,6 +25,7 @@ from jax_mfa.page_book import OutOfPages, PageBook
 from jax_mfa.paged import paged_attention
 from jax_mfa.paged_cache import PagedKVCache
 from jax_mfa.quantization import quantize
+from jax_mfa.recording import Choice, Recorder
 from jax_mfa.storage import QuantizedArray, Scheme
 
 __version__ = "0.1.0"
@@ -32,11 +33,13 @@ __version__ = "0.1.0"
 __all__ = [
     "DISABLE_EXPORT_CHECKS",
     "BlockMask",
+    "Choice",
     "Explanation",
     "OutOfPages",
     "PageBook",
     "PagedKVCache",
     "QuantizedArray",
+    "Recorder",
     "Scheme",
     "SequenceSharding",
     "cache",
@@ -51,6 +54,7 @@ __all__ = [
     "override_jax_nn",
     "paged_attention",
     "quantize",
+    "record",
     "ring_attention",
     "sharded_append",
     "sharded_decode_attention",

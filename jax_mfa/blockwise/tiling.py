@@ -38,6 +38,9 @@ class Tiling:
     rows: int
     columns: int
 
+    def __str__(self) -> str:
+        return f"tiles of {self.rows} × {self.columns}, {self.batch_rows} × {self.key_heads} heads at a time"
+
 
 def _largest_divisor(n: int, limit: int) -> int:
     return max(d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jax_mfa.metal import crossover, kernels, runtime
-from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
-from jax_mfa.specification import MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
+from jax_mfa.metal.plan import Plan
+from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS, Portable, Tiles
+from jax_mfa.specification import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
 
 DTYPES = ("float16", "bfloat16", "float32")
 # as reported of hosted runners: kernels that leave zeros (Metal.jl issue 309) or never end (llama.cpp issue 8617), and
@@ -142,6 +144,23 @@ def features(o: Operands) -> tuple[str, ...]:
     """What a launch reads of its `numbers` beside the scale."""
     uses = {"slopes": o.alibi_slopes, "sinks": o.sinks}
     return tuple(name for name, x in uses.items() if x is not None)
+
+
+def plan_of(
+    spec: Specification,
+    operands: Operands,
+    of_pass: str,
+    variant: str | Tiles | Portable,
+    wanted: tuple[str, ...] | None = None,
+) -> Plan:
+    """The plan of a pass as it is made here, of abstract operands too; with all gradients unless some are `wanted`."""
+    carried = jax.eval_shape(lambda operands: launch_arrays(spec, operands), operands)
+    arrays = (operands.query, operands.key, operands.value)
+    if of_pass == "forward":
+        return kernels.forward(spec, *arrays, variant=variant, uses=features(operands), **carried)
+    if wanted is None:
+        wanted = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
+    return kernels.backward(spec, *arrays, wanted=wanted, variant=variant, uses=features(operands), **carried)
 
 
 def _checked(plan):

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 from jax_mfa import metal
 from jax_mfa.command_line import positive
-from jax_mfa.metal import DTYPES, kernels, source, tiles
+from jax_mfa.metal import DTYPES, plan_of, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
-from jax_mfa.specification import DIFFERENTIABLE, Operands, Specification, specify_abstract
+from jax_mfa.specification import specify_abstract
 
 HELP = "print the Metal source and the launch plan of a problem"
 PASSES = ("forward", "backward")
@@ -153,17 +153,6 @@ def described(plan: Plan) -> dict[str, Any]:
                 argument["fields"] = _decoded(own.bytes, argument["parameter"]["name"], kind, structs)
     body["note"] = "dispatches run one after another, each seeing what those before it wrote"
     return body
-
-
-def plan_of(spec: Specification, operands: Operands, of_pass: str, variant: str | tiles.Tiles) -> Plan:
-    """The plan of a pass as `metal` makes it, but for the variant. Operands may be abstract."""
-    carried = jax.eval_shape(lambda operands: metal.launch_arrays(spec, operands), operands)
-    keywords = {"variant": variant, "uses": metal.features(operands), **carried}
-    arrays = (operands.query, operands.key, operands.value)
-    if of_pass == "forward":
-        return kernels.forward(spec, *arrays, **keywords)
-    wanted = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
-    return kernels.backward(spec, *arrays, wanted=wanted, **keywords)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
