@@ -27,6 +27,7 @@ from jax_mfa.paged_cache import PagedKVCache
 from jax_mfa.quantization import quantize
 from jax_mfa.recording import Choice, Recorder
 from jax_mfa.storage import QuantizedArray, Scheme
+from jax_mfa.tuning import Tuned, tune
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "Recorder",
     "Scheme",
     "SequenceSharding",
+    "Tuned",
     "cache",
     "context_parallel_attention",
     "decode_attention",
@@ -58,6 +60,7 @@ __all__ = [
     "ring_attention",
     "sharded_append",
     "sharded_decode_attention",
+    "tune",
     "ulysses_attention",
     "unzigzag",
     "zigzag",

@@ -14,10 +14,10 @@ from jax_mfa.blockwise.backward import backward
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.forward import forward
 from jax_mfa.blockwise.tangent import tangent
-from jax_mfa.blockwise.tiling import Tiling, backward_tiling, forward_tiling
+from jax_mfa.blockwise.tiling import Tiling, backward_tiling, candidates, forward_tiling
 from jax_mfa.specification import Operands, Specification
 
-__all__ = ["backward", "forward", "tangent", "tiling_of"]
+__all__ = ["backward", "candidates", "forward", "tangent", "tiling_of"]
 
 
 def tiling_of(spec: Specification, operands: Operands, backward: bool) -> Tiling:

@@ -6,12 +6,14 @@ traced. Launch plans are made in `kernels`, run by the native module behind `run
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_mfa.metal import crossover, kernels, runtime
+from jax_mfa import tuned
+from jax_mfa.metal import crossover, kernels, runtime, tiles
 from jax_mfa.metal.plan import Plan
 from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS, Portable, Tiles
 from jax_mfa.specification import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
@@ -163,6 +165,43 @@ def plan_of(
     return kernels.backward(spec, *arrays, wanted=wanted, variant=variant, uses=features(operands), **carried)
 
 
+# the tiles that each pass takes from a table, and the gradients that show one at work
+PARTS: dict[str, dict[str, tuple[str, ...] | None]] = {
+    "forward": {"forward": None},
+    "backward": {"d_query": ("query",), "d_key_value": ("key", "value")},
+}
+
+
+def candidates(spec: Specification, operands: Operands, part: str) -> list[tuple[int, ...]]:
+    """Tiles of a part of `Tiles` that `tune` may take for a problem, the usual ones first; none where it has none."""
+    variant, o = runtime.get().variant, operands
+    if variant not in VARIANTS or (part == "forward" and kernels.decodes(spec, o.query, o.key, o.value)):
+        return []
+    sizes = o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize
+    usual = getattr(tiles.select(variant, *sizes), part)
+    return [tuple(map(int, dataclasses.astuple(x))) for x in tiles.candidates(usual, *sizes)]
+
+
+def _tiles(spec: Specification, operands: Operands, of_pass: str) -> str | Tiles:
+    """What `tune` found for a pass of a problem, else the name of the chip's table."""
+    variant, won = runtime.get().variant, {}
+    for part in PARTS[of_pass]:
+        allowed = lambda numbers, part=part: numbers in candidates(spec, operands, part)
+        found = tuned.of(f"metal {part}", lambda: spec.summary(operands), allowed)
+        if found is not None:
+            won[part] = found
+    if not won:
+        return variant
+    base = tiles.select(variant, operands.query.shape[-1], operands.value.shape[-1], operands.query.dtype.itemsize)
+    assert isinstance(base, Tiles)
+    return dataclasses.replace(base, **{part: _typed(getattr(base, part), numbers) for part, numbers in won.items()})
+
+
+def _typed(usual: Any, numbers: tuple[int, ...]) -> Any:
+    """Numbers as tiles: what the usual ones have as a truth value is one again."""
+    return type(usual)(*(type(a)(b) for a, b in zip(dataclasses.astuple(usual), numbers)))
+
+
 def _checked(plan):
     widest = max(max(d.threadgroups[1:]) for d in plan.dispatches)  # `vmap` and groups multiply what `lacking` saw
     if widest > MAX_GRID:
@@ -177,7 +216,7 @@ def forward(spec: Specification, operands: Operands):
     """Attention, and maximum and sum of each row, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
     o, carried = operands, launch_arrays(spec, operands)
     plan = _checked(
-        kernels.forward(spec, o.query, o.key, o.value, variant=runtime.get().variant, uses=features(o), **carried)
+        kernels.forward(spec, o.query, o.key, o.value, variant=_tiles(spec, o, "forward"), uses=features(o), **carried)
     )
     return tuple(runtime.call(plan, runtime.TARGETS[0], o.query, o.key, o.value, *carried.values()).values())
 
@@ -185,9 +224,8 @@ def forward(spec: Specification, operands: Operands):
 def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
     """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
     o, carried = operands, launch_arrays(spec, operands)
-    plan = kernels.backward(
-        spec, o.query, o.key, o.value, wanted=wanted, variant=runtime.get().variant, uses=features(o), **carried
-    )
+    variant = _tiles(spec, o, "backward")
+    plan = kernels.backward(spec, o.query, o.key, o.value, wanted=wanted, variant=variant, uses=features(o), **carried)
     d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
     inputs = (o.query, o.key, o.value, *carried.values(), out, row_max, row_sum, d_out, d_lse)
     found = runtime.call(_checked(plan), runtime.TARGETS[1], *inputs)

@@ -522,6 +522,15 @@ def _select(variant: str | tiles.Tiles | tiles.Portable, query, value) -> tiles.
     return tiles.select(variant, query.shape[-1], value.shape[-1], ITEM_SIZES[np.dtype(query.dtype).name])
 
 
+def decodes(spec: Specification, query, key, value) -> tiles.DecodeTiles | None:
+    """The tiles of a few queries against many keys; None where the forward pass is that of any problem."""
+    t, s = query.shape[1], key.shape[1]
+    if t > tiles.DECODE_QUERIES or s < tiles.DECODE_KEYS or spec.dropout_rate:
+        return None
+    item = ITEM_SIZES[np.dtype(query.dtype).name]
+    return tiles.decode(query.shape[2] // key.shape[2] * t, query.shape[3], value.shape[3], item)
+
+
 def forward(
     spec: Specification,
     query,
@@ -547,16 +556,8 @@ def forward(
         dropout: uint32 [B, 6], two words of seed; batch index, head, row and column that its random counter starts at.
     """
     found = _key(query, key, value, uses, optional)
-    t, s = query.shape[1], key.shape[1]
-    if (
-        isinstance(variant, str)
-        and variant in tiles.VARIANTS
-        and t <= tiles.DECODE_QUERIES
-        and s >= tiles.DECODE_KEYS
-        and not spec.dropout_rate
-    ):
-        item = ITEM_SIZES[np.dtype(query.dtype).name]
-        tile = tiles.decode(query.shape[2] // key.shape[2] * t, query.shape[3], value.shape[3], item)
+    if isinstance(variant, str) and variant in tiles.VARIANTS:
+        tile = decodes(spec, query, key, value)
         if tile is not None:
             return _decode(spec, found, tile)
     return _forward(spec, found, _select(variant, query, value))

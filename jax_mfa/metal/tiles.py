@@ -14,6 +14,8 @@ entry comes to, and what the matrix unit's share of the cycles would be by publi
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import TypeVar
 
 REGISTER_BYTES = 512
 FRAGMENT_BUDGET = 448
@@ -240,6 +242,31 @@ DIRECT = {
     (MAX_HEAD, 2): _WIDE,
     (MAX_HEAD, 4): _WIDE,
 }
+
+
+# What `tune` tries for the fields of a kernel's tiles; `slices` stay.
+TUNED_FIELDS = {
+    "blocks": (1, 2),
+    "simdgroups": (4, 8),
+    "keys": (8, 16, 32, 64),
+    "queries": (8, 16, 32, 64),
+    "columns": (1, 2),
+    "buffers": (0, 1, 2),
+    **dict.fromkeys(("cache_q", "cache_do", "cache_k", "cache_v"), (False, True)),
+}
+AnyTiles = TypeVar("AnyTiles", ForwardTiles, QueryTiles, KeyTiles)
+
+
+def candidates(usual: AnyTiles, h: int, v: int, item: int) -> list[AnyTiles]:
+    """Tiles that registers and threadgroup memory allow, the usual ones first, then by how many fields differ."""
+    fields = dataclasses.asdict(usual)
+    choices = itertools.product(*(TUNED_FIELDS.get(name, (value,)) for name, value in fields.items()))
+    others = [type(usual)(*values) for values in choices]
+    fits = lambda x: (
+        x.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET and (x.threadgroup_memory(h, v, item) <= THREADGROUP_BYTES)
+    )
+    differing = lambda x: sum(a != b for a, b in zip(dataclasses.astuple(x), fields.values()))
+    return [usual, *sorted((x for x in others if x != usual and fits(x)), key=differing)]
 
 
 @dataclasses.dataclass(frozen=True)
