@@ -217,9 +217,9 @@ def recorded(native: Any) -> Iterator[Recorder]:
 def _listen_to_xla() -> None:
     """Once: listeners cannot be taken back."""
 
-    def heard(event: str, seconds: float, **_: Any) -> None:
+    def heard(event: str, duration_secs: float, **_: Any) -> None:
         if event == _XLA:
-            compiled("xla", seconds)
+            compiled("xla", duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(heard)
 

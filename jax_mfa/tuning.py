@@ -145,12 +145,12 @@ def _tuned(
             programs[each] = run
         else:
             wrong += 1
-    times = bench_models.timed(programs, rounds, SHORTEST)  # type: ignore[type-var, arg-type]
+    times = bench_models.timed(programs, rounds, SHORTEST)
     ratio = lambda times, x: statistics.median(a / b for a, b in zip(times[usual], times[x]))
     best = max(programs, key=lambda x: ratio(times, x))
     gain, seconds = 1.0, statistics.median(times[usual])
     if best != usual:  # the luckiest of many: once more, on its own
-        both = bench_models.timed({x: programs[x] for x in (usual, best)}, 2 * rounds + 1, SHORTEST)  # type: ignore[type-var, arg-type]
+        both = bench_models.timed({x: programs[x] for x in (usual, best)}, 2 * rounds + 1, SHORTEST)
         gain, seconds = ratio(both, best), statistics.median(both[usual])
         faster = sum(a > b for a, b in zip(both[usual], both[best]))
         if gain < LEAST_GAIN or faster < 0.75 * len(both[best]):

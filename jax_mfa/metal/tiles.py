@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import TypeVar
 
 REGISTER_BYTES = 512
@@ -265,7 +266,9 @@ def candidates(usual: AnyTiles, h: int, v: int, item: int) -> list[AnyTiles]:
     fits = lambda x: (
         x.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET and (x.threadgroup_memory(h, v, item) <= THREADGROUP_BYTES)
     )
-    differing = lambda x: sum(a != b for a, b in zip(dataclasses.astuple(x), fields.values()))
+    differing: Callable[[AnyTiles], int] = lambda x: sum(
+        a != b for a, b in zip(dataclasses.astuple(x), fields.values())
+    )
     return [usual, *sorted((x for x in others if x != usual and fits(x)), key=differing)]
 
 
