@@ -1,6 +1,6 @@
 """Flash attention for JAX on Apple GPUs, and lean, fast attention everywhere else.
 
-`dot_product_attention` takes the place of `jax.nn.dot_product_attention`. See the README for a tour.
+`dot_product_attention` takes the place of `jax.nn.dot_product_attention`. See docs/getting-started.md for a tour.
 """
 
 from jax.export import DisabledSafetyCheck
