@@ -767,6 +767,7 @@ def test_x64_mode_keeps_32_bit_inputs_in_32_bits(implementation):
     close((out, lse, gradients), evaluate(implementation, arguments, *cotangents(arguments)))
 
 
+@pytest.mark.sweep  # nothing here is our own: JAX transforms plain jnp
 @pytest.mark.parametrize("definition", [x for x in AVAILABLE if not x.own_rules], ids=lambda x: x.name)
 @pytest.mark.parametrize(
     "test,keywords",
