@@ -173,8 +173,8 @@ def assert_close(got, expected, dtype, *, terms, what="", **keywords):
     beyond = np.where(np.isnan(error), np.inf, error / np.maximum(allowed, 1e-300))
     if beyond.size and not beyond.max() <= 1:
         at = tuple(int(i) for i in np.unravel_index(beyond.argmax(), beyond.shape))
-        text = f"{what}: worst at {list(at)}: {got[at]}, expected {expected[at]}, {beyond[at]:.3g} times what is allowed"
-        raise AssertionError(f"{text}; {(beyond > 1).sum()} of {beyond.size} are beyond it")
+        text = f"{what}: worst at {list(at)}: {got[at]}, expected {expected[at]}, {beyond[at]:.3g} times what is"
+        raise AssertionError(f"{text} allowed; {(beyond > 1).sum()} of {beyond.size} are beyond it")
 
 
 def terms_of(arguments: dict) -> int:

@@ -1,0 +1,101 @@
+"""Text to tokens and back: `tokenizer.json` and the chat template of a folder in Hugging Face's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from generation import config as configs
+
+END = "<|end|>"
+# of the models that this program trains, which know no turns; what talks to them has to say so somehow
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+class Text:
+    """The tokenizer of a folder.
+
+    Raises:
+      ValueError: naming the file that is missing or damaged.
+    """
+
+    def __init__(self, folder: Path):
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"cannot read {path}: there is no such file")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing more special
+            raise ValueError(f"{path} is no tokenizer: {error}") from None
+        settings = folder / "tokenizer_config.json"
+        self.facts = configs.read_json(settings) if settings.is_file() else {}
+        template = folder / "chat_template.jinja"
+        self.template = template.read_text(encoding="utf-8") if template.is_file() else self.facts.get("chat_template")
+
+    @property
+    def size(self) -> int:
+        return self.tokenizer.get_vocab_size()
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Tokens; with `special` also those that the model wants at the beginning."""
+        return self.tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """A conversation as the model was taught it, up to where its answer begins.
+
+        Raises:
+          ValueError: where the folder has no template, or the template refuses the messages.
+        """
+        import jinja2.sandbox
+
+        if not isinstance(self.template, str):
+            raise ValueError("this model has no chat template: ask for completions instead")
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+        def refuse(message):
+            raise ValueError(f"messages: {message}")
+
+        environment.globals["raise_exception"] = refuse
+        tokens = {x: self._special(x) for x in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        try:
+            text = environment.from_string(self.template).render(
+                messages=messages, add_generation_prompt=True, **tokens
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"messages do not fit the chat template: {error}") from None
+        return self.encode(text, special=False)
+
+    def _special(self, name: str) -> str:
+        found = self.facts.get(name)
+        return found.get("content", "") if isinstance(found, dict) else found or ""
+
+
+def train(text: str, vocabulary: int) -> Tokenizer:
+    """A byte-level BPE of a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text.split("\n\n"), trainer)
+    return tokenizer
+
+
+def save(folder: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
