@@ -2,14 +2,15 @@
 
     python examples/finetune_lora.py --model folder --text notes.txt --export results/mine
     python examples/generate.py --model results/mine "Once upon a time"
-    python examples/finetune_lora.py --steps 20                  # a small model, trained first for about a minute
-    python examples/finetune_lora.py --resume                    # go on after an interruption, as if there had been none
-    python examples/finetune_lora.py --compare --steps 0         # a step with jax_mfa and with stock attention
+    python examples/finetune_lora.py --steps 20              # a small model, trained first for about a minute
+    python examples/finetune_lora.py --resume                # go on after an interruption, as if there had been none
+    python examples/finetune_lora.py --compare --steps 0     # a batch with jax_mfa and with stock attention
 
-`--model` names a folder in Hugging Face's format (config.json, safetensors, tokenizer.json) of a Llama or Qwen2 (Qwen3 and
-Gemma-2 too). Only the low-rank matrices beside the chosen projections learn; the gradients of `--accumulate` batches make a
-step. `--out` receives `lora.npz` (matrices, optimizer, step and losses, replaced atomically). Batches depend on the seed and
-their number only, so that a resumed run repeats the losses of an unbroken one. Ctrl-C ends with a checkpoint.
+`--model` names a folder in Hugging Face's format (config.json, safetensors, tokenizer.json) of a Llama or Qwen2 (Qwen3
+and Gemma-2 too). Only the thin matrices beside the chosen projections learn; the gradients of `--accumulate` batches
+make a step. `--out` receives `lora.npz` (matrices, optimizer and losses, replaced atomically). Batches depend on the
+seed and their number only, so that a resumed run repeats the losses of an unbroken one. Ctrl-C ends with the last
+checkpoint.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The fine-tuning example: only the thin matrices learn, accumulation and resuming are exact, and what it exports is the
-model that it trained."""
+"""The fine-tuning example: only thin matrices learn, accumulation and resuming are exact, and the model that it trained
+is the one that it exports."""
 
 import dataclasses
 import json
