@@ -59,8 +59,7 @@ void check(const Plan& plan, const std::vector<uint32_t>& wanted, const std::vec
     if (memory.dtype == buffer.dtype && memory.rank == buffer.shape.size() &&
         std::equal(buffer.shape.begin(), buffer.shape.end(), memory.shape))
       continue;
-    throw Error(Cause::kInvalidPlan, "plan " + plan.name + ": " + what + " " + std::to_string(i) + " (" + buffer.name +
-                                         ") is " +
+    throw Error(Cause::kInvalidPlan, "plan " + plan.name + ": " + what + " " + std::to_string(i) + " (" + buffer.name + ") is " +
                                          text_of_shape(memory.dtype, memory.shape, memory.rank) + ", the plan says " +
                                          text_of_shape(buffer.dtype, buffer.shape.data(), buffer.shape.size()));
   }
@@ -119,10 +118,13 @@ void encode(const Flight& flight, const Piece& piece, MTL::ComputeCommandEncoder
 // Whether a result lies where an operand does, which is then no longer what it was.
 bool in_place(const Flight& flight) {
   const Plan& plan = flight.prepared->plan;
-  auto start = [&](uint32_t at) { return static_cast<const char*>(flight.bindings[at].buffer->contents()) + flight.bindings[at].offset; };
+  auto start = [&](uint32_t at) {
+    return static_cast<const char*>(flight.bindings[at].buffer->contents()) + flight.bindings[at].offset;
+  };
   for (uint32_t operand : plan.operands)
     for (uint32_t result : plan.results)
-      if (start(operand) < start(result) + flight.bindings[result].bytes && start(result) < start(operand) + flight.bindings[operand].bytes)
+      if (start(operand) < start(result) + flight.bindings[result].bytes &&
+          start(result) < start(operand) + flight.bindings[operand].bytes)
         return true;
   return false;
 }
@@ -187,7 +189,8 @@ void commit(Flight* flight, size_t at) {
   commands->addCompletedHandler(^(MTL::CommandBuffer* finished) {
     Pool pool;
     if (finished->status() != MTL::CommandBufferStatusCompleted)
-      flight->fail(at, gpu_error("plan " + flight->prepared->plan.name + ": ", finished->error(), flight->device->command_buffer_ms()));
+      flight->fail(at,
+                   gpu_error("plan " + flight->prepared->plan.name + ": ", finished->error(), flight->device->command_buffer_ms()));
     let_go(flight);
   });
   commands->commit();

@@ -84,7 +84,7 @@ nb::list split(const std::string& text) {
 
 struct Row {
   const char* name;
-  std::atomic<int64_t> launcher::Statistics::*counter;
+  std::atomic<int64_t> launcher::Statistics::* counter;
   bool cleared;
 };
 constexpr Row kRows[] = {
@@ -157,7 +157,10 @@ NB_MODULE(_metal, m) {
   m.def("split", &split, nb::arg("plan"),
         "How a plan becomes command buffers on this device: for each the pieces of grids in it, with their estimated work.");
   m.def("statistics", &statistics, "Counters since the module was loaded or reset.");
-  m.def("record", [](bool on) { launcher::Recorder::get().record(on); }, nb::arg("on"), "Counts what `recorded` tells from now on, or no more.");
-  m.def("recorded", &recorded, "Calls of each plan with a histogram of seconds, and launches of each kernel, while they were counted.");
+  m.def(
+      "record", [](bool on) { launcher::Recorder::get().record(on); }, nb::arg("on"),
+      "Counts what `recorded` tells from now on, or no more.");
+  m.def("recorded", &recorded,
+        "Calls of each plan with a histogram of seconds, and launches of each kernel, while they were counted.");
   m.def("reset", &reset, "Lets the device, compiled pipelines and staging buffers go, and clears the counters.");
 }

@@ -58,7 +58,7 @@ using GridBytes = std::array<uint32_t, 6>;
 
 struct Plan {
   std::string name;
-  std::string source;          // hash under which the base text was registered
+  std::string source;  // hash under which the base text was registered
   std::array<uint32_t, 2> language{};
   std::vector<BufferPlan> buffers;
   std::vector<uint32_t> operands, results;  // positions in `buffers`, in the order of the call

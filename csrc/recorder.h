@@ -15,7 +15,8 @@
 namespace launcher {
 
 // Seconds: upper bounds of the histogram's buckets, which has one more beyond the last.
-constexpr std::array<double, 16> kBounds = {1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 2.5, 5, 10};
+constexpr std::array<double, 16> kBounds = {1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2,
+                                            5e-2, 0.1,    0.25, 0.5,  1,      2.5,  5,    10};
 
 class Recorder {
  public:

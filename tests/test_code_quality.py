@@ -24,6 +24,15 @@ def test_the_code_is_clean(name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_native_code_has_one_look():
+    if importlib.util.find_spec("clang_format") is None:
+        pytest.skip("clang-format is not installed; it comes with the extra `test`")
+    files = sorted(str(x) for kind in ("*.cc", "*.h") for x in (ROOT / "csrc").glob(kind))
+    command = [sys.executable, "-m", "clang_format", "--dry-run", "-Werror", *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_importing_the_package_starts_no_backend():
     # a backend that starts at import could no longer be configured by the program
     code = "import jax_mfa; from jax._src import xla_bridge; assert not xla_bridge._backends, xla_bridge._backends"
