@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 REGISTER_BYTES = 512
 FRAGMENT_BUDGET = 448
@@ -255,21 +254,23 @@ TUNED_FIELDS = {
     "buffers": (0, 1, 2),
     **dict.fromkeys(("cache_q", "cache_do", "cache_k", "cache_v"), (False, True)),
 }
-AnyTiles = TypeVar("AnyTiles", ForwardTiles, QueryTiles, KeyTiles)
 
 
-def candidates(usual: AnyTiles, h: int, v: int, item: int) -> list[AnyTiles]:
-    """Tiles that registers and threadgroup memory allow, the usual ones first, then by how many fields differ."""
+def candidates(usual: Any, h: int, v: int, item: int) -> list[Any]:
+    """Tiles of the kind of the usual ones that registers and threadgroup memory allow: those first, then by how many
+    fields differ."""
     fields = dataclasses.asdict(usual)
     choices = itertools.product(*(TUNED_FIELDS.get(name, (value,)) for name, value in fields.items()))
-    others = [type(usual)(*values) for values in choices]
-    fits = lambda x: (
-        x.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET and (x.threadgroup_memory(h, v, item) <= THREADGROUP_BYTES)
-    )
-    differing: Callable[[AnyTiles], int] = lambda x: sum(
-        a != b for a, b in zip(dataclasses.astuple(x), fields.values())
-    )
-    return [usual, *sorted((x for x in others if x != usual and fits(x)), key=differing)]
+
+    def fits(x: Any) -> bool:
+        small = x.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET
+        return small and x.threadgroup_memory(h, v, item) <= THREADGROUP_BYTES
+
+    def differing(x: Any) -> int:
+        return sum(a != b for a, b in zip(dataclasses.astuple(x), fields.values()))
+
+    others = [x for x in (type(usual)(*values) for values in choices) if x != usual and fits(x)]
+    return [usual, *sorted(others, key=differing)]
 
 
 @dataclasses.dataclass(frozen=True)
