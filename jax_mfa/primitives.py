@@ -551,7 +551,7 @@ def _choice(name: str, spec: Specification, operands: Operands, wanted, implemen
     """What is told of an attention in a program; its operands are abstract."""
     call = _CALLS[name]
     if implementation == "metal":
-        plan = metal.plan_of(spec, operands, call, metal.runtime.get().variant, wanted)
+        plan = metal.plan_of(spec, operands, call, metal.tiles_of(spec, operands, call), wanted)
         text = ", ".join(f"{d.kernel.name} × {d.threadgroups}" for d in plan.dispatches)
     else:
         text = str(blockwise.tiling_of(spec, operands, backward="backward" in call))

@@ -182,7 +182,7 @@ def candidates(spec: Specification, operands: Operands, part: str) -> list[tuple
     return [tuple(map(int, dataclasses.astuple(x))) for x in tiles.candidates(usual, *sizes)]
 
 
-def _tiles(spec: Specification, operands: Operands, of_pass: str) -> str | Tiles:
+def tiles_of(spec: Specification, operands: Operands, of_pass: str) -> str | Tiles:
     """What `tune` found for a pass of a problem, else the name of the chip's table."""
     variant, won = runtime.get().variant, {}
     for part in PARTS[of_pass]:
@@ -216,7 +216,9 @@ def forward(spec: Specification, operands: Operands):
     """Attention, and maximum and sum of each row, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
     o, carried = operands, launch_arrays(spec, operands)
     plan = _checked(
-        kernels.forward(spec, o.query, o.key, o.value, variant=_tiles(spec, o, "forward"), uses=features(o), **carried)
+        kernels.forward(
+            spec, o.query, o.key, o.value, variant=tiles_of(spec, o, "forward"), uses=features(o), **carried
+        )
     )
     return tuple(runtime.call(plan, runtime.TARGETS[0], o.query, o.key, o.value, *carried.values()).values())
 
@@ -224,7 +226,7 @@ def forward(spec: Specification, operands: Operands):
 def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
     """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
     o, carried = operands, launch_arrays(spec, operands)
-    variant = _tiles(spec, o, "backward")
+    variant = tiles_of(spec, o, "backward")
     plan = kernels.backward(spec, o.query, o.key, o.value, wanted=wanted, variant=variant, uses=features(o), **carried)
     d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
     inputs = (o.query, o.key, o.value, *carried.values(), out, row_max, row_sum, d_out, d_lse)
