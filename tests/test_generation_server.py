@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from flax import nnx
 from harness import quick_jit
 
 openai = pytest.importorskip("openai")
@@ -21,7 +22,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
 from generation import tokenizer as tokenizers  # noqa: E402
 from generation import training, weights  # noqa: E402
+from generation.config import to_json  # noqa: E402
 from generation.engine import Engine  # noqa: E402
+from generation.model import Decoder  # noqa: E402
 from generation.runner import Runner  # noqa: E402
 from generation.sampling import GREEDY, Sampling  # noqa: E402
 from generation.scheduler import Request  # noqa: E402
@@ -34,9 +37,15 @@ PAGES, LENGTH, BATCH = 64, 96, 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """A model that was never trained."""
     path = tmp_path_factory.mktemp("model") / "small"
-    size = training.Size(steps=1, batch=1, context=LENGTH, window=16, vocabulary=300, layers=1, width=32, head_size=16)
-    training.make(path, size, text=training.local_text()[:20_000], jit=quick_jit)
+    path.mkdir()
+    tokenizer = tokenizers.train(training.local_text()[:20_000], 300)
+    size = training.Size(context=LENGTH, layers=1, width=32, head_size=16)
+    config = size.config(tokenizer.get_vocab_size(), tokenizer.token_to_id(tokenizers.END))
+    tokenizers.save(path, tokenizer)
+    weights.save(path, Decoder(config, rngs=nnx.Rngs(0)))
+    (path / "config.json").write_text(json.dumps(to_json(config)), encoding="utf-8")
     return path
 
 
@@ -60,11 +69,11 @@ class Running:
         runner.reset()
         self.text = tokenizers.Text(folder)
         self.engine = Engine(runner, BATCH, 64)
-        self.broken = False
+        self.broken, self.slow = False, slow
         step = self.engine.runner.run
 
         def run(pieces):
-            time.sleep(slow)
+            time.sleep(self.slow)
             if self.broken:
                 self.broken = False
                 raise RuntimeError("the device is gone")
@@ -195,7 +204,7 @@ def test_what_is_malformed_is_refused_by_name(folder, runner):
             ({"prompt": "a", "stream": "yes"}, "stream"), ({"prompt": "a", "seed": 1.5}, "seed"),
             ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"), ({"prompt": "a", "colour": "red"}, "colour"),
         ):  # fmt: skip
-            assert refused(400, name, json=facts)["param"] == name
+            assert refused(400, name, content=json.dumps(facts))["param"] == name
         chat = f"{running.url}/v1/chat/completions"
         for messages in ([], [{"role": "user"}], ["hello"], [{"role": "user", "content": [{"type": "image_url"}]}]):
             assert refused(400, "messages", url=chat, json={"messages": messages})["param"] == "messages"
@@ -263,8 +272,9 @@ def test_a_full_cache_says_when_to_come_again_and_loses_nothing(folder, runner):
 
 
 def test_a_fault_of_the_worker_is_an_error_of_its_requests_alone(folder, runner):
-    with Running(folder, runner, slow=0.03) as running:
+    with Running(folder, runner) as running:
         wanted = running.alone("After", 10)
+        running.slow = 0.2  # all of them come before one is done
 
         async def one(client, prompt, count, stream):
             try:
@@ -285,7 +295,7 @@ def test_a_fault_of_the_worker_is_an_error_of_its_requests_alone(folder, runner)
                 others = [asyncio.create_task(one(client, "After", 10, i % 2 == 0)) for i in range(4)]
                 while len(running.engine.scheduler.waiting) < 4:
                     await asyncio.sleep(0.01)
-                running.broken = True
+                running.broken, running.slow = True, 0
                 return await asyncio.gather(*first), await asyncio.gather(*others)
 
         failed, others = asyncio.run(everyone())

@@ -13,8 +13,8 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Histogram, exposition
@@ -169,6 +169,37 @@ def conversation(fields: Fields, text: Text) -> list[int]:
         raise Refusal(400, str(error), "messages") from None
 
 
+# --- what an answer looks like
+
+
+class Form(NamedTuple):
+    """Of the choices in an answer, and of the pieces of these in a stream."""
+
+    prefix: str
+    kind: str
+    piece_kind: str
+    whole: Callable[[str, str | None], dict[str, Any]]
+    piece: Callable[[str, str | None], dict[str, Any]]
+
+
+def _plain(text, finish):
+    return {"text": text, "logprobs": None, "finish_reason": finish}
+
+
+def _message(text, finish):
+    message = {"role": "assistant", "content": text, "refusal": None}
+    return {"message": message, "logprobs": None, "finish_reason": finish}
+
+
+def _delta(text, finish):
+    delta = {} if finish and not text else {"role": "assistant", "content": text}
+    return {"delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+COMPLETION = Form("cmpl", "text_completion", "text_completion", _plain, _plain)
+CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk", _message, _delta)
+
+
 # --- the application
 
 
@@ -222,26 +253,14 @@ class Interface:
         given = prompts(fields, self.text)
         facts = asked(fields, self.model)
         fields.end()
-        piece = lambda text, finish: {"text": text, "logprobs": None, "finish_reason": finish}
-        return await self._answer(request, given, facts, 16, "cmpl", "text_completion", "text_completion", piece, piece)
+        return await self._answer(request, given, facts, 16, COMPLETION)
 
     async def chat(self, request: HTTPRequest) -> Response:
         fields = await self._fields(request)
         given = [conversation(fields, self.text)]
         facts = asked(fields, self.model)
         fields.end()
-
-        def whole(text, finish):
-            message = {"role": "assistant", "content": text, "refusal": None}
-            return {"message": message, "logprobs": None, "finish_reason": finish}
-
-        def piece(text, finish):
-            delta = {} if finish and not text else {"role": "assistant", "content": text}
-            return {"delta": delta, "logprobs": None, "finish_reason": finish}
-
-        kinds = ("chat.completion", "chat.completion.chunk")
-        most = self.service.engine.runner.most_length - len(given[0])
-        return await self._answer(request, given, facts, most, "chatcmpl", *kinds, whole, piece)
+        return await self._answer(request, given, facts, self.service.engine.runner.most_length - len(given[0]), CHAT)
 
     def _admit(self, request: HTTPRequest) -> None:
         shown = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -268,7 +287,8 @@ class Interface:
             raise Refusal(400, f"the body must be a JSON object, got {type(found).__name__}")
         return Fields(found)
 
-    async def _answer(self, request, given, facts: Asked, most, prefix, kind, piece_kind, whole, piece) -> Response:
+    async def _answer(self, request, given: list[list[int]], facts: Asked, most: int, form: Form) -> Response:
+        """Submits a job for each choice of each prompt, of `most` tokens where the client does not say."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         count = len(given) * facts.choices
         if count > self.limits.choices:
@@ -296,7 +316,7 @@ class Interface:
             raise Refusal(503, str(closing), code="shutting_down") from None
 
         events = self._events(request, jobs, queue)
-        about = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
+        about = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
         try:
             if facts.stream:
                 first = await anext(events)  # what fails before its first text is an error of HTTP
@@ -306,13 +326,15 @@ class Interface:
                     try:
                         event = first
                         while True:
-                            choice = {"index": jobs.index(event.job), **piece(event.text, event.finish)}
+                            choice = {"index": jobs.index(event.job), **form.piece(event.text, event.finish)}
                             usage = {"usage": None} if facts.usage else {}
-                            yield line({**about, "object": piece_kind, "choices": [choice], **usage})
+                            yield line({**about, "object": form.piece_kind, "choices": [choice], **usage})
                             event = await anext(events)
                     except StopAsyncIteration:
                         if facts.usage:
-                            yield line({**about, "object": piece_kind, "choices": [], "usage": usage_of(given, jobs)})
+                            yield line(
+                                {**about, "object": form.piece_kind, "choices": [], "usage": usage_of(given, jobs)}
+                            )
                     except Refusal as refusal:
                         yield line({"error": refusal.error})
                     yield "data: [DONE]\n\n"
@@ -323,8 +345,8 @@ class Interface:
                 i = jobs.index(event.job)
                 texts[i] += event.text
                 ends[i] = event.finish
-            choices = [{"index": i, **whole(*x)} for i, x in enumerate(zip(texts, ends))]
-            return JSONResponse({**about, "object": kind, "choices": choices, "usage": usage_of(given, jobs)})
+            choices = [{"index": i, **form.whole(*x)} for i, x in enumerate(zip(texts, ends))]
+            return JSONResponse({**about, "object": form.kind, "choices": choices, "usage": usage_of(given, jobs)})
         except BaseException:
             await events.aclose()
             raise

@@ -44,7 +44,12 @@ class Text:
         return self.tokenizer.get_vocab_size()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Tokens; with `special` also those that the model wants at the beginning."""
+        """Tokens; with `special` also those that the model wants at the beginning.
+
+        Raises:
+          UnicodeEncodeError: for halves of surrogate pairs.
+        """
+        text.encode()
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
