@@ -103,8 +103,8 @@ Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes,
     throw Error(Cause::kOutOfMemory,
                 "Metal gave no buffer of " + std::to_string(bytes) + " bytes: let arrays go, or divide the batch");
   if (bytes == 0) return out;
-  if (use == Use::kRead) std::memcpy(out.buffer->contents(), data, bytes);
-  if (use == Use::kWritten) out.copy_to = data;
+  if (use == Use::kRead || use == Use::kUpdated) std::memcpy(out.buffer->contents(), data, bytes);
+  if (use == Use::kWritten || use == Use::kUpdated) out.copy_to = data;
   count(statistics().buffers_staged);
   if (use != Use::kScratch) count(statistics().bytes_staged, static_cast<int64_t>(bytes));
   return out;

@@ -55,8 +55,8 @@ struct Binding {
   uint64_t bytes = 0;
 };
 
-// What to do with the range: kRead is copied in, kWritten copied out, kScratch neither.
-enum class Use { kRead, kWritten, kScratch };
+// What to do with the range: kRead is copied in, kWritten copied out, kUpdated both, kScratch neither.
+enum class Use { kRead, kWritten, kUpdated, kScratch };
 
 // Throws Error(kOutOfMemory).
 Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes, Use use, const NS::String* marker, bool whole);

@@ -18,6 +18,7 @@ DType dtype_of(ffi::DataType type) {
     case ffi::DataType::PRED: return DType::kBool;
     case ffi::DataType::S8: return DType::kInt8;
     case ffi::DataType::U8: return DType::kUInt8;
+    case ffi::DataType::U16: return DType::kUInt16;
     case ffi::DataType::S32: return DType::kInt32;
     case ffi::DataType::U32: return DType::kUInt32;
     case ffi::DataType::S64: return DType::kInt64;

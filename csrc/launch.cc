@@ -65,6 +65,16 @@ void check(const Plan& plan, const std::vector<uint32_t>& wanted, const std::vec
   }
 }
 
+Use use_of(Role role) {
+  switch (role) {
+    case Role::kInput: return Use::kRead;
+    case Role::kOutput: return Use::kWritten;
+    case Role::kUpdated: return Use::kUpdated;
+    case Role::kScratch: break;
+  }
+  return Use::kScratch;
+}
+
 void bind_all(Flight& flight, const std::vector<Memory>& operands, const std::vector<Memory>& results) {
   const Plan& plan = flight.prepared->plan;
   flight.bindings.reserve(plan.buffers.size());
@@ -72,7 +82,11 @@ void bind_all(Flight& flight, const std::vector<Memory>& operands, const std::ve
   for (size_t i = 0; i < plan.buffers.size(); ++i) {
     const BufferPlan& buffer = plan.buffers[i];
     const Memory& memory = buffer.role == Role::kInput ? operands[operand++] : results[result++];
-    const Use use = buffer.role == Role::kInput ? Use::kRead : buffer.role == Role::kOutput ? Use::kWritten : Use::kScratch;
+    if (buffer.role == Role::kUpdated && operands[operand++].data != memory.data && buffer.bytes)
+      throw Error(Cause::kInvalidPlan, "plan " + plan.name + ": " + buffer.name +
+                                           " is updated in place, and the call has another " +
+                                           "place for the result (input_output_aliases)");
+    const Use use = use_of(buffer.role);
     const bool whole = flight.prepared->whole[i];
     flight.bindings.push_back(bind(flight.device->metal(), flight.device->staging(), memory.data, buffer.bytes, use,
                                    flight.prepared->markers[i].get(), whole));

@@ -24,10 +24,10 @@ struct DTypeRow {
   uint64_t size;
 };
 constexpr DTypeRow kDTypes[] = {
-    {DType::kBool, "bool", 1},       {DType::kInt8, "int8", 1},           {DType::kUInt8, "uint8", 1},
-    {DType::kInt32, "int32", 4},     {DType::kUInt32, "uint32", 4},       {DType::kInt64, "int64", 8},
-    {DType::kFloat16, "float16", 2}, {DType::kBFloat16, "bfloat16", 2},   {DType::kFloat32, "float32", 4},
-    {DType::kFloat64, "float64", 8}, {DType::kOther, "another dtype", 0},
+    {DType::kBool, "bool", 1},       {DType::kInt8, "int8", 1},       {DType::kUInt8, "uint8", 1},
+    {DType::kUInt16, "uint16", 2},   {DType::kInt32, "int32", 4},     {DType::kUInt32, "uint32", 4},
+    {DType::kInt64, "int64", 8},     {DType::kFloat16, "float16", 2}, {DType::kBFloat16, "bfloat16", 2},
+    {DType::kFloat32, "float32", 4}, {DType::kFloat64, "float64", 8}, {DType::kOther, "another dtype", 0},
 };
 
 // A value of the plan together with where it stands, for messages.
@@ -95,7 +95,8 @@ BufferPlan read_buffer(const Node& node) {
   if (role == "input") out.role = Role::kInput;
   else if (role == "output") out.role = Role::kOutput;
   else if (role == "scratch") out.role = Role::kScratch;
-  else node.at("role").fail("must be input, output or scratch, not \"" + role + "\"");
+  else if (role == "updated") out.role = Role::kUpdated;
+  else node.at("role").fail("must be input, output, scratch or updated, not \"" + role + "\"");
   const std::string& dtype = node.at("dtype").string();
   out.dtype = DType::kOther;
   for (const DTypeRow& row : kDTypes)
@@ -215,7 +216,9 @@ Plan parse_plan(std::string_view text) {
     BufferPlan buffer = read_buffer(node);
     for (const BufferPlan& other : out.buffers)
       if (other.name == buffer.name) node.fail("repeats the name \"" + buffer.name + "\"");
-    (buffer.role == Role::kInput ? out.operands : out.results).push_back(static_cast<uint32_t>(out.buffers.size()));
+    const auto at = static_cast<uint32_t>(out.buffers.size());
+    if (buffer.role == Role::kInput || buffer.role == Role::kUpdated) out.operands.push_back(at);
+    if (buffer.role != Role::kInput) out.results.push_back(at);
     out.buffers.push_back(std::move(buffer));
   }
   for (const Node& node : root.at("dispatches").items()) out.dispatches.push_back(read_dispatch(node, out.buffers, shared));

@@ -11,11 +11,24 @@
 
 namespace launcher {
 
-enum class DType : uint8_t { kBool, kInt8, kUInt8, kInt32, kUInt32, kInt64, kFloat16, kBFloat16, kFloat32, kFloat64, kOther };
+enum class DType : uint8_t {
+  kBool,
+  kInt8,
+  kUInt8,
+  kUInt16,
+  kInt32,
+  kUInt32,
+  kInt64,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kFloat64,
+  kOther
+};
 const char* name_of(DType dtype);
 uint64_t size_of(DType dtype);
 
-enum class Role : uint8_t { kInput, kOutput, kScratch };
+enum class Role : uint8_t { kInput, kOutput, kScratch, kUpdated };  // kUpdated: an operand, and in its memory a result
 
 struct BufferPlan {
   std::string name;

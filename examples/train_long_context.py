@@ -13,7 +13,7 @@ Attention is `jax_mfa.ring_attention` over a mesh data × sequence, in zigzag or
 (`jax.distributed`, with gloo between CPUs). One sees a progress bar with the loss; the folder `--out` receives orbax
 checkpoints and `loss.png`. If a process dies, the others end with an error within `--timeout` seconds (at once, where
 the connection closes), and the same command goes on from the last checkpoint, with the losses of a run that nothing
-disturbed.
+disturbed. Each process runs below a parent (`processes.py`), which says what became of it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,6 +37,7 @@ try:
     import optax
     import orbax.checkpoint as ocp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from processes import Watch, is_started, launch
     from tqdm import tqdm
     from train_char_lm import read_text
 
@@ -49,8 +47,6 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
 
-DIED = 3  # exit status of a process that another one left alone
-GRACE = 5  # seconds between asking a process to end and ending it
 # float32 numbers for each token: what a layer keeps for the backward pass and what is needed beside, in widths, and the
 # logits; fitted to what the compiler says (XLA's CPU backend, JAX 0.10)
 KEPT, WORKING, LETTERS = 25, 5, 3 * 128
@@ -260,33 +256,6 @@ class Checkpoints:
 # ------------------------------------------------------------------------------------------------------------- program
 
 
-class Watch:
-    """Ends this process with an error when something has taken too long: another process then is gone, or hangs."""
-
-    def __init__(self, number: int, seconds: float):
-        self.number, self.seconds, self.doing, self.since = number, seconds, "", math.inf
-        threading.Thread(target=self.look, daemon=True).start()
-
-    def begins(self, doing: str) -> None:
-        self.doing, self.since = doing, time.monotonic()
-
-    def ends(self) -> None:
-        self.since = math.inf
-
-    def look(self) -> None:
-        while True:
-            time.sleep(min(self.seconds / 4, 1))
-            if time.monotonic() - self.since > self.seconds:
-                self.leave(f"no answer from the other processes for {self.seconds:g} s while {self.doing}")
-
-    def leave(self, what: str) -> None:
-        """Ends the process at once: within JAX a thread may wait for ever for one that is gone."""
-        print(
-            f"error: process {self.number}: {what}. Start the same command again to go on", file=sys.stderr, flush=True
-        )
-        os._exit(DIED)
-
-
 def plot_losses(path: Path, losses: Sequence[float], title: str) -> None:
     import matplotlib
 
@@ -342,44 +311,13 @@ def train(options: argparse.Namespace, settings: Settings, watch: Watch) -> None
     say(f"loss        {losses[0]:.6f} at first, {losses[-1]:.6f} at last, in {options.out / 'loss.png'}")
 
 
-def launch(argv: Sequence[str], count: int) -> int:
-    """Runs this program as so many processes. When one dies, the others are ended; the exit status is its."""
+def commands(argv: Sequence[str], count: int) -> dict[int, list[str]]:
+    """This program as so many processes of this machine."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, __file__, *argv]
-    run = [
-        subprocess.Popen([*command, "--hosts", str(count), "--host-id", str(i), "--coordinator", f"localhost:{port}"])
-        for i in range(count)
-    ]
-
-    def end(how: int) -> None:
-        for process in run:
-            if process.poll() is None:
-                process.send_signal(how)
-
-    failed = None
-    try:
-        while any(process.poll() is None for process in run):
-            time.sleep(0.1)
-            ended = [(i, process.returncode) for i, process in enumerate(run) if process.returncode]
-            if ended and failed is None:
-                # who was left alone says so itself; the one that died first may not have been able to
-                failed = min(ended, key=lambda x: x[1] == DIED)
-                deadline = time.monotonic() + GRACE
-            if failed is not None and time.monotonic() > deadline:
-                end(signal.SIGKILL)
-    except KeyboardInterrupt:
-        end(signal.SIGTERM)
-        time.sleep(0.5)
-        end(signal.SIGKILL)
-        return 128 + signal.SIGINT
-    if failed is None:
-        return 0
-    number, status = failed
-    why = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-    print(f"error: process {number} {why}; the same command goes on from the last checkpoint", file=sys.stderr)
-    return DIED if status < 0 else status
+        place = ["--hosts", str(count), "--coordinator", f"localhost:{free.getsockname()[1]}", "--host-id"]
+    own = without([x for x in argv if x != "--overwrite"], "--processes")
+    return {i: [sys.executable, __file__, *own, *place, str(i)] for i in range(count)}
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -432,14 +370,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError("--processes starts them all; --coordinator is for one of several started by hand")
         if options.hosts > 1 and not options.coordinator:
             raise ValueError("--hosts needs --coordinator, the address of process 0")
-        if options.overwrite and options.host_id == 0 and (options.out / "checkpoints").exists():
+        if options.overwrite and options.host_id == 0 and not is_started() and (options.out / "checkpoints").exists():
             shutil.rmtree(options.out / "checkpoints")
         options.out.mkdir(parents=True, exist_ok=True)
         if options.processes is not None and options.processes > 1:
             settings.check(options.processes)
             refuse_what_does_not_fit(settings, options.processes, options.budget)
-            own = [x for x in argv if x != "--overwrite"]
-            sys.exit(launch(without(own, "--processes"), options.processes))
+            sys.exit(launch(commands(argv, options.processes)))
+        if options.hosts > 1 and not is_started():
+            sys.exit(launch({options.host_id: [sys.executable, __file__, *argv]}))
         watch = Watch(options.host_id, options.start_timeout)
         if options.hosts > 1:
             watch.begins("connecting")

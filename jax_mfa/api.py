@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
@@ -457,7 +456,7 @@ def explain(
     return _choose(implementation, *specify_abstract(**arguments), _elsewhere())
 
 
-_SPECIFIED = tuple(inspect.signature(specify).parameters)[5:-1]
+_SPECIFIED = tuple(sorted(_Keywords.__optional_keys__))
 
 
 def _keywords(arguments):

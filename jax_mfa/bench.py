@@ -287,7 +287,6 @@ def _of_devices(options) -> _Benchmark:
     """Attention over several devices, of which the first implementation is timed."""
     if options.models is not None or options.preset:
         raise argparse.ArgumentTypeError("argument --devices: not allowed with --models or --preset")
-    bench_devices.force_devices(max(options.devices))
     if len(jax.devices()) < max(options.devices):
         raise argparse.ArgumentTypeError(f"argument --devices: there are {len(jax.devices())}")
 

@@ -171,10 +171,11 @@ def head_sizes(variant: str, dtype: str) -> list[tuple[int, int]]:
 
 def decode_sizes(dtype: str) -> list[tuple[int, int, int]]:
     """T, H and V for each tile that decoding may take: the smallest heads that it serves."""
-    found: dict[tiles.DecodeTiles, tuple[int, int, int]] = {}
-    for v, queries in itertools.product(range(8, tiles.MAX_HEAD + 1, 8), (3, 7)):
+    found: dict[tiles.DecodeTiles | tiles.DecodeRows, tuple[int, int, int]] = {}
+    item = ITEM_SIZES["float32" if dtype == "bfloat16" else dtype]  # of the operands
+    for queries, v in itertools.product((3, 7, 1, 2), range(8, tiles.MAX_HEAD + 1, 8)):
         for h in (v, 8):
-            tile = tiles.decode(HEADS // KEY_HEADS * queries, h, v, ITEM_SIZES[dtype])
+            tile = tiles.decode(HEADS // KEY_HEADS * queries, h, v, item)
             if tile is not None:
                 found.setdefault(tile, (queries, h, v))
     return list(found.values())

@@ -61,6 +61,13 @@ def varying_of(tree) -> frozenset:
     return frozenset().union(*(varying(jax.typeof(x)) for x in jax.tree.leaves(tree)))
 
 
+def varying_along(*axes) -> frozenset:
+    """These mesh axes (or tuples of them, or None), as far as `shard_map` keeps account of what varies."""
+    if not hasattr(jax, "typeof"):
+        return frozenset()
+    return varying_of([lax.axis_index(axis) for axis in axes if axis is not None])
+
+
 def vary(tree, axes: frozenset):
     """Marks arrays as varying along all of these mesh axes."""
 

@@ -10,7 +10,7 @@ heads, H head size of queries and keys, V of values.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,53 @@ PAGE_SIZES = tuple(2**i for i in range(3, 9))
 MOST_ROWS = 512
 
 
+class _Keywords(TypedDict, total=False):
+    """The keyword arguments of `paged_attention` that its result's type does not depend on."""
+
+    query_start_locs: Numbers[ArrayLike] | None
+    is_causal: bool
+    scale: ArrayLike | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    logits_soft_cap: float | None
+    alibi_slopes: Numbers[ArrayLike] | None
+    sinks: Numbers[ArrayLike] | None
+    implementation: Implementation | None
+    check_tables: bool
+
+
+@overload
+def paged_attention(
+    query: Columns,
+    key_pages: Columns,
+    value_pages: Columns,
+    block_tables: Numbers[ArrayLike],
+    context_lens: Numbers[ArrayLike],
+    *,
+    return_residual: Literal[False] = False,
+    **keywords: Unpack[_Keywords],
+) -> Array: ...
+@overload
+def paged_attention(
+    query: Columns,
+    key_pages: Columns,
+    value_pages: Columns,
+    block_tables: Numbers[ArrayLike],
+    context_lens: Numbers[ArrayLike],
+    *,
+    return_residual: Literal[True],
+    **keywords: Unpack[_Keywords],
+) -> tuple[Array, Array]: ...
+@overload
+def paged_attention(
+    query: Columns,
+    key_pages: Columns,
+    value_pages: Columns,
+    block_tables: Numbers[ArrayLike],
+    context_lens: Numbers[ArrayLike],
+    *,
+    return_residual: bool,
+    **keywords: Unpack[_Keywords],
+) -> Array | tuple[Array, Array]: ...
 def paged_attention(
     query: Columns,
     key_pages: Columns,

@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
+from jax_mfa.metal import append
 from jax_mfa.page_book import PageBook, Write
 from jax_mfa.paged import PAGE_SIZES
 from jax_mfa.quantization import quantize
@@ -159,7 +161,27 @@ def _padded(where: Write, sequences: int) -> Write:
 
 
 def _write(pages, key, value, where: Write):
+    where = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), where)
+    if where.slots.size and append.takes(pages):
+        return lax.platform_dependent(pages, key, value, where, cpu=_on_metal, default=_scattered)
+    return _scattered(pages, key, value, where)
+
+
+def _scattered(pages, key, value, where: Write):
     return tuple(_written(x, new, where) for x, new in zip(pages, (key, value)))
+
+
+@jax.custom_batching.custom_vmap
+def _on_metal(pages, key, value, where: Write):
+    found = append.write(pages, key, value, where)
+    return _scattered(pages, key, value, where) if found is None else found
+
+
+@_on_metal.def_vmap
+def _on_metal_mapped(size, mapped, *arguments):
+    axes = jax.tree.map(lambda x: 0 if x else None, mapped)
+    found = jax.vmap(_scattered, in_axes=axes, axis_size=size)(*arguments)
+    return found, jax.tree.map(lambda _: True, found)
 
 
 _write_in_place = jax.jit(_write, donate_argnums=0)
@@ -171,7 +193,7 @@ def _written(pages, new, where: Write):
         written = {name: _written(x, coming[name], where) for name, x in pages.parts().items()}
         return dataclasses.replace(pages, **written)
     count, page = pages.shape[:2]
-    slots, sources, targets = (jnp.asarray(x) for x in where)
+    slots, sources, targets = where
     # there is no page `count`: what goes there is dropped
     place = lambda x: jnp.where(x < 0, count, x)
     if sources.size:

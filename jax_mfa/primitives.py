@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.ad_checkpoint import name_p
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -117,12 +118,28 @@ def _tangent(*arrays, spec, names, wanted, implementation):
     return blockwise.tangent(spec, operands, *arrays[n:known], wanted, arrays[known:])
 
 
+def _share(results, rows):
+    """The part that columns have in whole rows: exp(their log-sum-exp − that of the rows), and how far their own output
+    is from that of the rows; 1 and 0 where the columns are all there are.
+
+    With w that part, Δ that difference: t(out) = w · (t(own out) + Δ · t(own lse)), and t(lse) = w · t(own lse).
+    """
+    (own_out, own_lse), (out, row_max, row_sum) = results, rows
+    seen = own_lse != -np.inf
+    whole_lse = row_max + jnp.log(jnp.where(seen, row_sum, 1))
+    weight = jnp.where(seen, jnp.exp(jnp.where(seen, own_lse - whole_lse, 0)), 0)
+    return weight, (own_out - out).astype(own_lse.dtype)
+
+
 def _differentiable_tangent(*arrays, spec, names, wanted, implementation):
     """`_tangent` by the reference, for derivatives of derivatives."""
     _no_jnp(implementation)
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
-    tangents = arrays[len(names) + len(RESIDUAL_NAMES) :]
-    return jax.jvp(fun, at, tuple(t.astype(x.dtype) for t, x in zip(tangents, at)))[1]
+    rows, tangents = arrays[len(names) :][:3], arrays[len(names) + len(RESIDUAL_NAMES) :]
+    results, (t_out, t_lse) = jax.jvp(fun, at, tuple(t.astype(x.dtype) for t, x in zip(tangents, at)))
+    weight, apart = _share(results, rows)
+    t_lse = weight * t_lse
+    return (weight[..., None] * t_out + apart * t_lse[..., None]).astype(t_out.dtype), t_lse
 
 
 def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
@@ -130,8 +147,10 @@ def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
     _no_jnp(implementation)
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
     results, pullback = jax.vjp(fun, *at)
-    cotangents = arrays[len(names) + len(RESIDUAL_NAMES) :]
-    found = pullback(tuple(ct.astype(x.dtype) for ct, x in zip(cotangents, results)))
+    *rows, d_out, d_lse = arrays[len(names) :]
+    weight, apart = _share(results, rows)
+    d_lse = weight * (d_lse + (d_out.astype(d_lse.dtype) * apart).sum(-1))
+    found = pullback(((weight[..., None] * d_out).astype(results[0].dtype), d_lse.astype(results[1].dtype)))
     return tuple(x.astype(dtype) for x, dtype in zip(found, _dtypes(arrays, spec, names, wanted)))
 
 
@@ -154,17 +173,16 @@ def _transpose_tangent(*arrays, spec, names, wanted, moving, implementation):
 
 
 def _differentiable_transpose_tangent(*arrays, spec, names, wanted, moving, implementation):
-    """`_transpose_tangent` by the reference, which has no use for what the forward pass kept."""
+    """`_transpose_tangent` by the reference."""
     known = (*names, *BACKWARD_NAMES)
-    given, tangents = dict(zip(known, arrays)), dict(zip(moving, arrays[len(known) :]))
-    at = tuple(name for name in moving if name not in BACKWARD_NAMES[:3])
+    given, tangents = dict(zip(known, arrays)), tuple(arrays[len(known) :])
 
     def fun(*varying):
-        now = {**given, **dict(zip(at, varying))}
+        now = {**given, **dict(zip(moving, varying))}
         static = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
         return _differentiable_transpose(*(now[name] for name in known), **static)
 
-    return jax.jvp(fun, tuple(given[name] for name in at), tuple(tangents[name] for name in at))[1]
+    return jax.jvp(fun, tuple(given[name] for name in moving), tangents)[1]
 
 
 # --- shapes
@@ -591,20 +609,19 @@ def _vary_alike(arrays):
     return meshes.vary(arrays, meshes.varying_of(arrays))
 
 
-def _register_with_old_shard_map():
+def _register_with_old_shard_map(*own):
     """JAX before 0.6 asks each primitive how it maps replication; here as for any elementwise one."""
     try:
-        from jax._src.ad_checkpoint import name_p
         from jax.experimental import shard_map
 
-        for primitive in (attention_p, transpose_p, tangent_p, transpose_tangent_p, name_p):
+        for primitive in own:
             shard_map.register_standard_check(primitive)
             shard_map.register_standard_rewrite(primitive)
     except (ImportError, AttributeError):  # newer JAX reads the types of the results
         pass
 
 
-_register_with_old_shard_map()
+_register_with_old_shard_map(attention_p, transpose_p, tangent_p, transpose_tangent_p, name_p)
 
 
 def attention(spec: Specification, operands: Operands, implementation: str | None = None):
@@ -627,3 +644,16 @@ def attention_transpose(
     arrays, names = pack(operands)
     static = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
     return transpose_p.bind(*_vary_alike((*arrays, *rows)), **static)
+
+
+def attention_tangent(
+    spec: Specification, operands: Operands, results, wanted: tuple[str, ...], tangents, implementation=None
+):
+    """What output and log-sum-exp change by (see `blockwise.tangent`).
+
+    `results` are out, row_max and row_sum. Where rows see more columns than the operands hold, they are those of all
+    columns, and what is found is the part that these columns have.
+    """
+    arrays, names = pack(operands)
+    static = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
+    return tangent_p.bind(*_vary_alike((*arrays, *results, *tangents)), **static)

@@ -81,11 +81,18 @@ FILES_OF_THE_DEFINITION = (
 )
 
 
+# of these files, what `metal` runs by default: tests/metal/test_serving.py holds its kernels to the same
+OF_STORAGE = ("test_paged.py", "test_quantized_attention.py")
+OF_STORAGE_ON_METAL = ("test_queries_may_be_quantised", "test_rows_of_equal_numbers_and_bits_of_bfloat16")
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         implementation = getattr(params.get("implementation"), "name", "")
         if implementation == "reference" and item.path.name not in FILES_OF_THE_DEFINITION:
+            item.add_marker("sweep")
+        if implementation == "metal" and item.path.name in OF_STORAGE and item.originalname not in OF_STORAGE_ON_METAL:
             item.add_marker("sweep")
         quick = item.path.name in QUICK_FILES and item.originalname not in NOT_QUICK
         if quick and implementation in ("", "blockwise"):

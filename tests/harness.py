@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import Mesh
 
 import jax_mfa
 
@@ -219,6 +220,11 @@ def check_case(implementation, case, dtype="float32", seed=0, jit=quick_jit):
         assert_matches_oracle(implementation, arguments, d_out=d_out, d_lse=d_lse, answer=answer, jit=jit)
 
 
+def mesh_of(*shape, names=("ring", "heads")):
+    """A mesh of the first devices."""
+    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names[: len(shape)])
+
+
 def arrays(*shapes, dtype="float32", seed=0):
     """Random normal numpy arrays."""
     rng = np.random.default_rng(seed)
@@ -230,8 +236,18 @@ def qkv(B=2, T=7, S=9, N=4, K=2, H=8, V=None, dtype="float32", seed=0):
     return arrays((B, T, N, H), (B, S, K, H), (B, S, K, V or H), dtype=dtype, seed=seed)
 
 
+needs_eight_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 needs_emulator = pytest.mark.skipif(
     not os.environ.get("JAX_MFA_DEVICE", "").startswith("emulator"),
     reason="needs the emulated device, which could not be built",
 )
 BY_NAME_OF_IMPLEMENTATION = {x.name: x for x in IMPLEMENTATIONS}
+
+
+def shard_map(fun, mesh, in_specs, out_specs):
+    """JAX's own `shard_map`, with its checks."""
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    from jax.experimental.shard_map import shard_map
+
+    return shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs)

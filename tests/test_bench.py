@@ -9,7 +9,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jax_mfa import bench, bench_figures, bench_models
+from jax_mfa import bench, bench_devices, bench_figures, bench_models
 from jax_mfa.__main__ import main
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -343,3 +343,29 @@ def test_a_file_that_is_none_cannot_be_compared(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--compare", str(tmp_path / "old.json"), str(tmp_path / "none.json")])
     assert "argument --compare: " in capsys.readouterr().err
+
+
+def test_over_devices_what_is_sent_and_kept_stands_beside_the_formulas(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which is changed
+    command = [*QUICK, "blockwise", "--lengths", "64", "--devices", "1,4", "--heads", "4", "--out", str(tmp_path)]
+    assert main(command) == 0
+    found = json.loads((tmp_path / "bench_devices.json").read_text())["rows"]
+    assert len(found) == 2 * (1 + len(bench_devices.FORMS)) and not any(row["failure"] for row in found)
+    for row in found:
+        assert row["seconds"] > 0 and row["memory"] > 0 and row["memory_formula"] > 0
+        assert row["bytes_sent"] == pytest.approx(row["bytes_formula"])
+        assert (row["bytes_sent"] > 0) == (row["devices"] > 1)
+    keys = 64 // 4 * 4 * (8 + 8) * 4  # of one device, four heads of size 8
+    ring = {row["kind"]: row["bytes_sent"] for row in found if row["form"] == "ring"}
+    # three hops forward; back three more, and five of the sums of gradients, in float32
+    assert ring == {"forward": 3 * keys, "forward+backward": 11 * keys}
+    assert "| 64 | 4 | ulysses | forward+backward |" in capsys.readouterr().out
+
+
+def test_a_form_that_fails_is_listed_with_its_reason_and_the_others_go_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.delitem(bench_devices.FORMS, "ring, zigzag")
+    command = [*QUICK, "blockwise", "--devices", "2", "--out", str(tmp_path), "--lengths", "16", "--heads", "3"]
+    assert main(command) == 1  # three heads cannot be exchanged over two devices
+    said = capsys.readouterr().out
+    assert "ulysses did not run 16 over 2 devices, forward: ValueError: " in said and "ring did not run" not in said

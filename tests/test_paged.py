@@ -110,15 +110,6 @@ def check(implementation, problem, features, jit=quick_jit, **changed):
     assert not np.asarray(d_query[nobody]).any()
 
 
-def refused(implementation) -> bool:
-    if implementation.name != "metal":
-        return False
-    p = Problem()
-    with pytest.raises(NotImplementedError, match=r"metal.*block_tables"):
-        paged_attention(p.query, p.key, p.value, p.tables, p.lengths, query_start_locs=p.starts, implementation="metal")
-    return True
-
-
 PAIRS = [
     ("plain", "everything", 8),
     ("plain", "not causal", 16),
@@ -133,9 +124,8 @@ PAIRS = [
 def test_ragged_batches_are_right_whatever_lies_behind_a_length(implementation, schemes, features, page):
     if not implementation.own_rules and features != "window":
         pytest.skip("the definition gathers the pages and goes on as with any array")
-    if not refused(implementation):
-        problem = Problem(page, schemes=schemes)
-        check(implementation, problem, problem.features(features))
+    problem = Problem(page, schemes=schemes)
+    check(implementation, problem, problem.features(features))
 
 
 @pytest.mark.parametrize("page", [128, 256])
@@ -158,8 +148,6 @@ def test_in_other_dtypes(dtype):
 
 
 def test_rows_of_equal_numbers_and_bits_of_bfloat16(implementation):
-    if refused(implementation):
-        return
     with types_of("bfloat16"):
         p = Problem(rows=(3, 3, 3), lengths=(40, 3, 33), dtype=jnp.bfloat16)
         query = p.query[:9].reshape(B, 3, N, H)
@@ -172,8 +160,6 @@ def test_rows_of_equal_numbers_and_bits_of_bfloat16(implementation):
 
 @own
 def test_under_vmap_pools_and_tables_may_be_mapped_or_not(implementation):
-    if refused(implementation):
-        return
     a, b = Problem(schemes="int8"), Problem(schemes="int8", seed=1)
     run = quick_jit(functools.partial(paged_attention, implementation=implementation.name))
     both = lambda get: jax.tree.map(lambda *x: np.stack(x), *(get(p) for p in (a, b)))
@@ -225,8 +211,6 @@ def test_causality_by_the_row_of_a_table_is_found_out(monkeypatch):
 
 
 def test_entries_outside_of_the_pool_are_refused_clamped_or_reported(implementation):
-    if refused(implementation):
-        return
     p = Problem(lengths=(30, 3, 20))
     query, bad, near = p.query[:3].reshape(B, 1, N, H), p.tables.copy(), p.tables.copy()
     bad[0, 2], near[0, 2] = p.count + 5, p.count - 1
@@ -319,15 +303,23 @@ abstract = jax.ShapeDtypeStruct
 integers = lambda *shape: abstract(shape, jnp.int32)
 
 
-@pytest.mark.parametrize(("scheme", "rows", "ragged"), [(None, 1, False), (Scheme("int4", True, center=16), 900, True)])
-def test_temporary_memory_is_that_of_tables_not_of_contexts(scheme, rows, ragged):
+QUARTER = Scheme("int4", True, center=16)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows", "ragged", "implementation"),
+    [(None, 1, False, "blockwise"), (QUARTER, 900, True, "blockwise"), (QUARTER, 900, True, "metal")],
+)
+def test_temporary_memory_is_that_of_tables_not_of_contexts(scheme, rows, ragged, implementation):
+    if not _named(implementation).available:
+        pytest.skip(f"{implementation} cannot run here")
     page, size, batch = 16, 64, 4
 
     def temporary(width):
         pages = abstract((batch * width, page, K, size), jnp.bfloat16)
         pages = pages if scheme is None else jax.eval_shape(lambda x: quantize(x, scheme), pages)
         query = abstract((rows, N, size) if ragged else (batch, rows, N, size), jnp.bfloat16)
-        run = functools.partial(paged_attention, implementation="blockwise")
+        run = functools.partial(paged_attention, implementation=implementation)
         of_ragged = lambda *x: run(*x[:-1], query_start_locs=x[-1])
         arguments = query, pages, pages, integers(batch, width), integers(batch), *([integers(batch + 1)] * ragged)
         compiled = quick_jit(of_ragged if ragged else run).lower(*arguments).compile()

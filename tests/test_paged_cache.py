@@ -10,7 +10,8 @@ import pytest
 from harness import arrays, assert_close
 from oracle import attention
 
-from jax_mfa import OutOfPages, PageBook, PagedKVCache, Scheme, paged_attention
+from jax_mfa import OutOfPages, PageBook, PagedKVCache, Scheme, metal, paged_attention
+from jax_mfa.metal import append
 from jax_mfa.page_book import Write
 from jax_mfa.paged_cache import _write_in_place
 
@@ -129,18 +130,33 @@ def test_a_common_prefix_is_found_shared_and_copied_when_written():
 # --- on the device
 
 
+@pytest.fixture(autouse=True, params=["blockwise"])
+def writer(request, monkeypatch):
+    """What writes tokens: kernels, where a test asks for them."""
+    if request.param == "blockwise":
+        monkeypatch.setattr(append, "takes", lambda pages: False)
+    elif metal.runtime.get().reason:
+        pytest.skip(metal.runtime.get().reason)
+    jax.clear_caches()
+    return request.param
+
+
+both = pytest.mark.parametrize("writer", ["blockwise", "metal"], indirect=True)
+
+
+@both
 @pytest.mark.parametrize(
     ("dtype", "schemes"),
     [("bfloat16", (None, None)), ("float32", (Scheme("int8"), Scheme("int4", True, channels=2)))],
     ids=["plain", "quantised"],
 )
-def test_what_was_appended_is_attended_to(schemes, dtype):
+def test_what_was_appended_is_attended_to(writer, schemes, dtype):
     rng = np.random.default_rng(0)
     cache = PagedKVCache.create(16, PAGE, K, H, V, dtype=dtype, key_scheme=schemes[0], value_scheme=schemes[1])
     book, tokens = cache.book, {}
     new = lambda n: tuple(rng.standard_normal((n, K, size)).astype(jnp.dtype(dtype)) for size in (H, V))
 
-    def append(sequences, counts):
+    def add(sequences, counts):
         nonlocal cache
         key, value = new(sum(counts))
         cache = cache.append(sequences, key, value, counts)
@@ -148,15 +164,16 @@ def test_what_was_appended_is_attended_to(schemes, dtype):
             tokens[x] = [np.concatenate([old, part]) for old, part in zip(tokens.get(x, new(0)), parts)]
 
     a, b = book.allocate(), book.allocate()
-    append([a, b], [13, 5])
+    add([a, b], [13, 5])
     c = book.fork(a)
     tokens[c] = tokens[a]
-    append([c, b, a], [2, 9, 4])
+    add([c, b, a], [2, 9, 4])
     book.truncate(c, 6)
     tokens[c] = [x[:6] for x in tokens[c]]
-    append([c], [3])
+    add([c], [3])
     query = rng.standard_normal((3, 1, 4, H)).astype(jnp.dtype(dtype))
-    out = paged_attention(query, cache.key_pages, cache.value_pages, *book.tables([a, b, c]))
+    read = functools.partial(paged_attention, implementation=writer)
+    out = read(query, cache.key_pages, cache.value_pages, *book.tables([a, b, c]))
     for row, x in enumerate((a, b, c)):
         key, value = (y[None] for y in tokens[x])
         wanted = attention(query[row : row + 1], key, value).out[0]
@@ -183,15 +200,17 @@ def test_layers_share_a_book_and_write_under_jit():
         assert not page[1].any()  # padding is not written
 
 
+@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scheme", [None, "int8"])
-def test_a_pool_is_written_in_place(scheme, dtype):
+def test_a_pool_is_written_in_place(writer, scheme, dtype):
     create = lambda pages: PagedKVCache.create(pages, 16, K, 64, dtype=dtype, key_scheme=scheme, value_scheme=scheme)
     parts = jax.eval_shape(lambda: jax.tree.leaves(create(2048)))
     pool = jax.tree.unflatten(jax.tree.structure(create(1)), parts)
     new = jax.ShapeDtypeStruct((5, K, 64), dtype)
     where = Write(*(jax.ShapeDtypeStruct((n,), jnp.int32) for n in (5, 2, 2)))
     lowered = _write_in_place.lower((pool.key_pages, pool.value_pages), new, new, where)
+    assert ("jax_mfa_append" in lowered.as_text()) == (writer == "metal")
     memory = lowered.compile().memory_analysis()
     total = sum(x.size * x.dtype.itemsize for x in parts)
     assert memory.alias_size_in_bytes == total

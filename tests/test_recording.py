@@ -57,13 +57,12 @@ def test_what_is_done_outside_is_not_recorded_and_recorders_nest():
 
 
 def test_a_fallback_says_why():
-    x = jnp.ones((1, 8, 2, 4))
-    stored = jax_mfa.quantize(x, "int8")
+    x = jnp.ones((1, 4, 1, 577))
     with jax_mfa.record() as seen:
-        jax.jit(lambda x: jax_mfa.dot_product_attention(x, stored, x))(x)
+        fresh()(x)
     (choice,) = seen.choices
-    assert choice.implementation == "blockwise" and choice.problem.endswith("key=int8")
-    assert choice.reason.startswith("key: Metal has no kernels for quantised")
+    assert choice.implementation == "blockwise"
+    assert choice.reason.startswith("query, key, value: head sizes go to 576, got H = 577")
     assert f"({choice.reason})" in str(seen)
 
 

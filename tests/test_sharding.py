@@ -102,17 +102,27 @@ def collectives(program) -> dict[str, int]:
     return {name: len(re.findall(rf"= [^=]* {name}(?:-start)?\(", text)) for name in COLLECTIVES}
 
 
+# each case with both axes split; one alone where an array has rows and heads of its own, and where it serves all
+ALONE = ("everything by row and head", "shared by all")
+over_meshes = pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=() if mesh == "both" or name in ALONE else pytest.mark.sweep)
+        for name in CASES
+        for mesh in MESHES
+    ],
+)
+
+
 @own
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", CASES)
+@over_meshes
 def test_answers_are_those_of_one_device(implementation, name, mesh):
     arguments = CASES[name].arguments()
     assert_matches_oracle(implementation, arguments, jit=functools.partial(jit_on, MESHES[mesh]))
 
 
 @own
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", CASES)
+@over_meshes
 def test_nothing_is_gathered(implementation, name, mesh):
     case = CASES[name]
     program = compiled(implementation, placed(case.arguments(), MESHES[mesh]))

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from jax_mfa import api, dot_product_attention
+from jax_mfa import api, dot_product_attention, paged, paged_attention
 from jax_mfa.specification import specify
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -36,6 +36,9 @@ assert_type(jax_mfa.dot_product_attention(q, k, v, return_residual=True), tuple[
 assert_type(jax_mfa.flash_attention(q, k, v, scale=q.sum()), tuple[jax.Array, jax.Array])
 assert_type(jax_mfa.decode_attention(q, k, v, [1, 2]), jax.Array)
 assert_type(jax_mfa.decode_attention(q, k, v, 3, return_residual=True), tuple[jax.Array, jax.Array])
+assert_type(jax_mfa.paged_attention(q, k, v, [[0], [1]], [3, 8], sinks=np.ones(4)), jax.Array)
+residual = jax_mfa.paged_attention(q, k, v, [[0], [1]], lengths, return_residual=True)
+assert_type(residual, tuple[jax.Array, jax.Array])
 numbers = np.ones((2, 3, 4, 8), np.float32)
 blocks = jax_mfa.BlockMask.causal(3, 3, (2, 2)) & jax_mfa.BlockMask.from_mask(np.ones((3, 3), bool), (2, 2))
 some = jax_mfa.dot_product_attention(
@@ -79,6 +82,8 @@ jax_mfa.flash_attention(q, k, v, caussal=True)
 jax_mfa.flash_attention(q, k, v, return_residual=True)
 jax_mfa.decode_attention(q, k, v, 3, caussal=True)
 jax_mfa.decode_attention(q, k, v, 3, is_causal=True)
+jax_mfa.paged_attention(q, k, v, [[0]], [3], caussal=True)
+jax_mfa.paged_attention(q, k, v, [[0]], [3]).items()
 jax_mfa.explain(q, k, v, caussal=True)
 jax_mfa.flash_attention_varlen(q, k, v, [0, 3], caussal=True)
 out, lse = jax_mfa.dot_product_attention(q, k, v, return_residual=False).items
@@ -150,6 +155,8 @@ def test_checkers_know_the_keywords_that_there_are():
     declared = set(api._Keywords.__optional_keys__)
     arrays = {"query", "key", "value", "bias", "mask"}
     assert declared | arrays | {"parts"} == set(inspect.signature(specify).parameters)  # `parts` is the ring's alone
+    of_pages = {name for name, x in inspect.signature(paged_attention).parameters.items() if x.kind is x.KEYWORD_ONLY}
+    assert set(paged._Keywords.__optional_keys__) | {"return_residual"} == of_pages
     own = {"implementation", "return_residual"}
     keywords = inspect.signature(dot_product_attention).parameters.items()
     assert declared | own == {name for name, x in keywords if x.kind is x.KEYWORD_ONLY}

@@ -7,6 +7,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from jax_mfa import whole_rows
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step, add, finite
 from jax_mfa.blockwise.tiling import backward_tiling
@@ -28,10 +29,7 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
     p = Problem(spec, operands, c)
     acc = p.acc
-    # d(score) = dropped(probability) · d(p) − probability · shift, with shift = Σ d_out · out − d_lse
-    # (written as a product: XLA's CPU backend of JAX 0.10 takes seventy times as long for the sum)
-    d_rows = d_out.astype(acc)
-    shift = jnp.einsum("...v,...v->...", d_rows, out.astype(acc), precision="highest") - d_lse.astype(acc)
+    d_rows, shift, found_sum = d_out.astype(acc), whole_rows.shift(out, d_out, d_lse, acc), row_sum
     if not spec.every_row_sees(operands):
         empty = row_sum == 0
         row_sum = jnp.where(empty, acc.type(1), row_sum)
@@ -98,7 +96,7 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
     def scaled(x):  # [B, ...]
         if operands.scale is None:
             return x * spec.scale
-        scale = p.per_batch_row("scale", operands.scale).reshape(-1, *(1,) * (x.ndim - 1))
+        scale = whole_rows.per_batch_row(spec, operands, "scale", acc).reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.where(x == 0, x, x * scale)  # a sum of nothing is 0, whatever the scale
 
     def cotangent(name):
@@ -117,10 +115,7 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
         elif name == "alibi_slopes":
             x = d_slopes.reshape(-1, p.n)
         elif name == "sinks":
-            sinks = p.per_batch_row("sinks", operands.sinks)[:, None]
-            if not spec.every_row_sees(operands):
-                sinks = jnp.where(empty, acc.type(0), sinks)
-            x = -(jnp.exp(sinks - row_max) * inverse * shift).sum(1)
+            return whole_rows.sink_gradient(spec, operands, row_max, found_sum, shift).astype(operand.dtype)
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
 
     return tuple(cotangent(name) for name in wanted)

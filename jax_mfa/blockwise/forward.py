@@ -84,7 +84,7 @@ def _with_lost_rows(p: Problem, lost, sums, row_max, total):
     seen = _seen(p, lost)
     undefined, empty = lost & seen, lost & ~seen  # rows that see scores of −∞ alone, and rows that see nothing
     if o.sinks is not None:
-        sinks = p.per_row_and_head("sinks", o.sinks)
+        sinks = p.per_row_and_head("sinks")
         high = jnp.where(lost, -np.inf, row_max)
         new_max = jnp.where(empty, zero, jnp.maximum(high, sinks))
         rescale = jnp.where(undefined, zero, jnp.exp(high - new_max))

@@ -14,6 +14,7 @@ from jax import lax
 from jax_mfa.blockwise.tiling import LISTED_TURNS, Tiling, careful_tiling
 from jax_mfa.philox import keep_mask
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows, row_index
+from jax_mfa.whole_rows import per_batch_row
 
 _MOST = 2**31 - 1  # of int32
 
@@ -85,6 +86,16 @@ def _int32(indices):
 def add(x, part, *start):
     """`x` with `part` added to it, from `start` on."""
     return put(x, _cut(x, part.shape, *start) + part, *start)
+
+
+def put_axis(x, part, start, axis: int):
+    """`x` with `part` in it, from `start` on along `axis`."""
+    return put(x, part, *(start if k == axis else 0 for k in range(x.ndim)))
+
+
+def add_axis(x, part, start, axis: int):
+    """`x` with `part` added to it, from `start` on along `axis`."""
+    return add(x, part, *(start if k == axis else 0 for k in range(x.ndim)))
 
 
 def slice_axis(x, start, size: int, axis: int):
@@ -188,13 +199,9 @@ class Problem:
         as_it_is = self.met_once or not isinstance(x, jax.Array)
         return x if as_it_is else jnp.moveaxis(x, 2, 1).astype(self.acc)
 
-    def per_batch_row(self, name: str, x):
-        """`[rows, ...]` of the operand of this name, or like it, as `[B|1, ...]` in the accumulation dtype."""
-        return (x if x.shape[0] == 1 else expand_rows(x, getattr(self.repeats, name), self.batch)).astype(self.acc)
-
-    def per_row_and_head(self, name: str, x):
-        """`[rows, N]` as `[B|1, K, G, 1]`."""
-        x = self.per_batch_row(name, x)
+    def per_row_and_head(self, name: str):
+        """The operand `[rows, N]` of this name as `[B|1, K, G, 1]`."""
+        x = per_batch_row(self.spec, self.operands, name, self.acc)
         return x.reshape(x.shape[0], self.k, self.g, 1)
 
     # --- loops

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 
+from jax_mfa import whole_rows
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step
 from jax_mfa.blockwise.tiling import forward_tiling
@@ -81,8 +81,7 @@ def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, want
     (sums,), (lse,) = p.mended(run)
     sums, lse = p.by_token(sums), p.by_token(lse)
     if t.sinks is not None:
-        sinks, t_sinks = (p.per_batch_row("sinks", x)[:, None] for x in (operands.sinks, t.sinks))
-        sinks = jnp.where(empty, acc.type(-np.inf), sinks)
-        lse = lse + jnp.exp(sinks - row_max) * inverse * t_sinks
+        t_sinks = whole_rows.per_batch_row(spec, operands, "sinks", acc, t.sinks)[:, None]
+        lse = lse + whole_rows.sink_probability(spec, operands, row_max, row_sum) * t_sinks
     t_out = sums - out.astype(acc) * lse[..., None]
     return t_out.astype(operands.query.dtype), lse

@@ -13,7 +13,6 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -21,48 +20,14 @@ from jax_mfa import api, checks, meshes
 from jax_mfa.api import Implementation
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.context_parallel import attend
+from jax_mfa.context_parallel import layout as layouts
 from jax_mfa.context_parallel import order as orders
 from jax_mfa.context_parallel.choice import Choice, Form, choose
 from jax_mfa.context_parallel.costs import Machine, Problem
+from jax_mfa.context_parallel.layout import Layout
 from jax_mfa.context_parallel.order import Order
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import Operands, concrete, known_integers, specify, specify_abstract
-from jax_mfa.storage import QuantizedArray
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """How sequences, batch rows and heads are split.
-
-    Attributes:
-      function: the public function that was called, for errors.
-      ring: mesh axis of the ring, None for no ring; heads: mesh axis of the exchange, likewise.
-      order: of the tokens along the ring.
-      batch_axis, head_axis: mesh axes that split batch rows and heads, for the bits of dropout and whole arrays.
-    """
-
-    function: str
-    ring: Any
-    heads: Any
-    order: str
-    batch_axis: Any
-    head_axis: Any
-
-    def __post_init__(self):
-        if self.order not in orders.ORDERS:
-            raise ValueError(f"order must be one of {orders.ORDERS}, got {self.order!r}")
-        if self.order != "contiguous" and self.ring is None:
-            raise ValueError(f"order must be 'contiguous' without a ring, got {self.order!r}: work is balanced anyway")
-        named = [x for x in (self.ring, self.heads, self.batch_axis, self.head_axis) if x is not None]
-        flat = [name for x in named for name in (x if isinstance(x, tuple) else (x,))]
-        if len(flat) != len(set(flat)):
-            raise ValueError(f"axis_name, batch_axis and head_axis must be different mesh axes, got {flat}")
-
-    @property
-    def sequence(self) -> tuple:
-        """The mesh axes of the sequence, the outer first."""
-        axes = [x for x in (self.ring, self.heads) if x is not None]
-        return tuple(name for x in axes for name in (x if isinstance(x, tuple) else (x,)))
+from jax_mfa.specification import Operands, specify, specify_abstract
 
 
 def ring_attention(
@@ -114,14 +79,14 @@ def ring_attention(
 
     Returns:
       `[B, T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp, `[B, T, N]` float32 (float64
-      for float64). Both are differentiable, in reverse mode: forward mode raises JAX's error for a `custom_vjp`.
+      for float64). Both are differentiable in every mode, as on one device; derivatives of derivatives take its memory.
 
     Raises:
       ValueError, TypeError: as `dot_product_attention`; also for an axis that is not there, a length that does not
         divide, keys that are not split as queries are, and positions that are not those of the order.
       NotImplementedError: where a named implementation cannot run the call.
     """
-    layout = _Layout("ring_attention", axis_name, None, order, batch_axis, head_axis)
+    layout = Layout("ring_attention", axis_name, None, order, batch_axis, head_axis)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
     return _call(layout, arguments, mesh, positions, implementation, return_residual)
 
@@ -145,8 +110,7 @@ def ulysses_attention(
     """Attention over a sequence that is split over devices, which exchange rows for heads before and after.
 
     Each device then has the whole sequence of N / devices heads (DeepSpeed Ulysses, arXiv:2309.14509). The devices must
-    divide N, and divide K or be a multiple of it, in which case keys and values are sent more than once. Forward mode
-    works as it does on one device.
+    divide N, and divide K or be a multiple of it, in which case keys and values are sent more than once.
 
     Args:
       query, key, value, bias, mask, axis_name, mesh, batch_axis, head_axis, positions, implementation,
@@ -155,7 +119,7 @@ def ulysses_attention(
     Returns, Raises:
       as there; also ValueError where the heads do not divide.
     """
-    layout = _Layout("ulysses_attention", None, axis_name, "contiguous", batch_axis, head_axis)
+    layout = Layout("ulysses_attention", None, axis_name, "contiguous", batch_axis, head_axis)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
     return _call(layout, arguments, mesh, positions, implementation, return_residual)
 
@@ -203,7 +167,7 @@ def context_parallel_attention(
     if form is None:
         form = forms[0] if pair else _chosen(axis_name, mesh, order, machine, head_axis, batch_axis, arguments).form
     ring, heads = axis_name if pair else (axis_name, None) if form == "ring" else (None, axis_name)
-    layout = _Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis)
+    layout = Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis)
     return _call(layout, arguments, mesh, positions, implementation, return_residual)
 
 
@@ -236,14 +200,10 @@ class SequenceSharding:
         """The positions of the tokens that a device holds, int32 `[length]`; with a mesh those of all tokens."""
         pair = isinstance(self.axis_name, (tuple, list))
         ring, heads = self.axis_name if pair else (self.axis_name, None)
-        if self.mesh is not None:
-            if self.order == "contiguous":
-                return jnp.arange(length, dtype=jnp.int32)
-            devices = meshes.mesh_axis_size(self.mesh, ring, "axis_name")
-            return jnp.asarray(orders.zigzag_permutation(length, devices), jnp.int32)
-        sizes = [1 if axis is None else meshes.axis_size(axis, "axis_name") for axis in (ring, heads)]
-        own = orders.positions_of(self.order, sizes[0], lax.axis_index(ring), length * sizes[1])
-        return own if heads is None else lax.dynamic_slice_in_dim(own, lax.axis_index(heads) * length, length)
+        layout = Layout("SequenceSharding", ring, heads, self.order, self.batch_axis, self.head_axis)
+        if self.mesh is None:
+            return layout.own_positions(length)
+        return jnp.asarray(orders.permutation(self.order, length, layout.sizes(self.mesh)[0]), jnp.int32)
 
 
 def explain_context_parallel(
@@ -276,7 +236,7 @@ def explain_context_parallel(
     checks.integer("devices", devices, least=1)
     if heads_devices is not None and devices % checks.integer("heads_devices", heads_devices, least=1):
         raise ValueError(f"heads_devices must divide devices = {devices}, got {heads_devices}")
-    refuse_quantised("explain_context_parallel", query=query, key=key, value=value)
+    layouts.refuse_quantised("explain_context_parallel", query=query, key=key, value=value)
     spec, o = specify_abstract(query=query, key=key, value=value, bias=bias, mask=mask, **keywords)
     return choose(_problem(spec, o), devices, order, machine or Machine(), heads_devices)
 
@@ -288,17 +248,10 @@ def _problem(spec, o: Operands, parts: int = 1) -> Problem:
     return Problem(batch, parts * t, parts * s, n, k, h, v, o.query.dtype.itemsize, spec)
 
 
-def refuse_quantised(function: str, **arguments) -> None:
-    """Raises `NotImplementedError` for a query, key or value that is a `QuantizedArray`: plain arrays alone travel."""
-    for name, x in arguments.items():
-        if isinstance(x, QuantizedArray):
-            raise NotImplementedError(f"{function} takes no QuantizedArray, got one as {name}: pass an array")
-
-
 def _chosen(axis, mesh, order: str, machine, head_axis, batch_axis, arguments: dict) -> Choice:
     """The form for what a device holds, or without a mesh for whole arrays."""
     given = {name: x for name, x in arguments.items() if x is not None}
-    refuse_quantised("context_parallel_attention", **arguments)
+    layouts.refuse_quantised("context_parallel_attention", **arguments)
     if mesh is None:
         devices = meshes.axis_size(axis, "axis_name")
         return choose(_problem(*specify(**given, parts=devices), parts=devices), devices, order, machine or Machine())
@@ -316,10 +269,10 @@ def _chosen(axis, mesh, order: str, machine, head_axis, batch_axis, arguments: d
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _call(layout: _Layout, arguments: dict, mesh, positions, implementation, return_residual: bool):
+def _call(layout: Layout, arguments: dict, mesh, positions, implementation, return_residual: bool):
     api._refuse_unknown(layout.function, {k: x for k, x in arguments.items() if k not in _ARRAYS}, {})
     api.names_of(implementation)  # what is no name is said first
-    refuse_quantised(layout.function, **arguments)
+    layouts.refuse_quantised(layout.function, **arguments)
     if mesh is None:
         out, lse = _of_own_share(layout, arguments, positions, implementation)
     else:
@@ -330,115 +283,41 @@ def _call(layout: _Layout, arguments: dict, mesh, positions, implementation, ret
 _ARRAYS = ("query", "key", "value", "bias", "mask")
 
 
-def _of_own_share(layout: _Layout, arguments: dict, positions, implementation):
+def _of_own_share(layout: Layout, arguments: dict, positions, implementation):
     """Output and log-sum-exp of what one device holds."""
-    sizes = [1 if axis is None else meshes.axis_size(axis, "axis_name") for axis in (layout.ring, layout.heads)]
-    for name in ("batch_axis", "head_axis"):
-        if getattr(layout, name) is not None:
-            meshes.axis_size(getattr(layout, name), name)
-    _check_that_keys_are_split(layout, arguments)
-    parts = sizes[0] * sizes[1]
+    sizes = layout.sizes()
+    layouts.check_that_keys_are_split(layout, arguments)
+    parts = math.prod(sizes)
     spec, operands = specify(**arguments, parts=parts)
-    _check_lengths(layout, sizes, parts * operands.query.shape[1], parts * operands.key.shape[1])
-    _check_heads(layout, sizes[1], operands)
-    _check_blocks(layout, sizes, spec.mask_block, operands.query.shape[1], operands.key.shape[1])
-    chosen = api._decided(implementation, spec, operands)
-    if chosen == "reference":
-        raise NotImplementedError(
-            f"implementation={implementation!r} cannot run {layout.function}: the reference keeps nothing to merge"
-        )
+    t, s = operands.query.shape[1], operands.key.shape[1]
+    layouts.check_lengths(layout, sizes, parts * t, parts * s)
+    layouts.check_heads(layout, sizes[1], operands)
+    layouts.check_blocks(layout, sizes, spec.mask_block, t, s)
+    chosen = layouts.decided(layout.function, implementation, spec, operands)
     operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
     ring = Ring(spec, layout.ring, sizes[0], layout.order, chosen)
     out, lse = attend.attention(ring, layout.heads, operands)
     shape = np.shape(arguments["query"])[:-1]
     out = out[..., : np.shape(arguments["value"])[-1]]
     if positions is not None:
-        right = _in_order(layout, sizes, positions, operands.query.shape[1])
+        right = layouts.in_order(layout, positions, t)
         out, lse = (jnp.where(right, x, jnp.asarray(jnp.nan, x.dtype)) for x in (out, lse))
     return out.reshape(*shape, out.shape[-1]), lse.reshape(shape)
-
-
-def _check_that_keys_are_split(layout: _Layout, arguments: dict) -> None:
-    """Refuses arrays that `shard_map` knows to be the same on all devices."""
-    account = meshes.varying_of(lax.axis_index(layout.sequence[0]))
-    for name in ("query", "key", "value"):
-        missing = [axis for axis in layout.sequence if account and axis not in meshes.varying_of(arguments[name])]
-        if missing:
-            raise ValueError(
-                f"{name} must be split along the mesh axis {missing[0]!r}, of which each device holds its part; it is "
-                "the same on all of them"
-            )
-
-
-def _check_lengths(layout: _Layout, sizes: list[int], t: int, s: int) -> None:
-    multiple = sizes[0] * sizes[1] * orders.chunks_of(layout.order)
-    for name, lengths, letter, size in (
-        ("query", "query_seq_lengths", "T", t),
-        ("key", "key_value_seq_lengths", "S", s),
-    ):
-        if size % multiple:
-            runs = " · 2 runs of tokens" if layout.order == "zigzag" else ""
-            raise ValueError(
-                f"the length of {name} must be a multiple of {multiple} (devices{runs}), got {letter} = {size}: "
-                f"pad it, and give {lengths}"
-            )
-
-
-def _check_heads(layout: _Layout, devices: int, o: Operands) -> None:
-    n, k = o.query.shape[2], o.key.shape[2]
-    if n % devices or (k % devices and devices % k):
-        raise ValueError(
-            f"{layout.function} exchanges heads over {devices} devices, which must divide the N heads of query, and "
-            f"divide the K of key or be a multiple of it: got N = {n}, K = {k}; ring_attention takes any"
-        )
-
-
-def _check_blocks(layout: _Layout, sizes: list[int], block: tuple[int, int] | None, t: int, s: int) -> None:
-    """Refuses blocks of a mask that are cut through, of t rows and s columns on each device."""
-    if block is None:
-        return
-    chunks = orders.chunks_of(layout.order)
-    rows = math.gcd(t, t * sizes[1] // chunks) if math.prod(sizes) > 1 else 0
-    columns = s * sizes[1] // chunks if sizes[0] > 1 else 0
-    for name, size, own in (("query", block[0], rows), ("key", block[1], columns)):
-        if own % size:
-            raise ValueError(
-                f"block_mask must have blocks that no part of {name} cuts through: parts have {own} tokens, blocks are "
-                f"{list(block)}"
-            )
-
-
-def _in_order(layout: _Layout, sizes, positions, length: int):
-    """Whether a device's positions are those of the order; [1, 1, 1] or so, to broadcast."""
-    positions = known_integers("positions", positions, -(2**31), 2**31 - 1, "integers [T]")
-    if positions.shape != (length,):
-        raise ValueError(f"positions must have shape [T] = [{length}], got {list(positions.shape)}")
-    ring_devices, heads_devices = sizes
-    index = jnp.zeros((), jnp.int32) if layout.ring is None else lax.axis_index(layout.ring)
-    wanted = orders.positions_of(layout.order, ring_devices, index, length * heads_devices)
-    if layout.heads is not None:
-        wanted = lax.dynamic_slice_in_dim(wanted, lax.axis_index(layout.heads) * length, length)
-    return (wanted == positions).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Whole arrays
 
 
-def _of_whole_arrays(layout: _Layout, mesh, arguments: dict, positions, implementation):
-    for name in ("batch_axis", "head_axis"):
-        if getattr(layout, name) is not None:
-            meshes.mesh_axis_size(mesh, getattr(layout, name), name)
-    sizes = [
-        1 if axis is None else meshes.mesh_axis_size(mesh, axis, "axis_name") for axis in (layout.ring, layout.heads)
-    ]
+def _of_whole_arrays(layout: Layout, mesh, arguments: dict, positions, implementation):
+    sizes = layout.sizes(mesh)
     query, key = arguments["query"], arguments["key"]
     spec, _ = specify_abstract(**arguments)  # says what is wrong with them, as long as values are known
     t, s = np.shape(query)[-3], np.shape(key)[-3]
-    _check_lengths(layout, sizes, t, s)
-    _check_blocks(layout, sizes, spec.mask_block, *(x // math.prod(sizes) for x in (t, s)))
+    layouts.check_lengths(layout, sizes, t, s)
+    layouts.check_blocks(layout, sizes, spec.mask_block, *(x // math.prod(sizes) for x in (t, s)))
     if positions is not None:
-        _check_positions(layout, sizes, positions, t)
+        layouts.in_order(layout, positions, t, sizes[0])
     arguments = {name: x for name, x in {**arguments, "positions": positions}.items() if x is not None}
     lead = np.shape(query)[:-3]
     placed, specs, static = {}, {}, []
@@ -456,7 +335,7 @@ def _of_whole_arrays(layout: _Layout, mesh, arguments: dict, positions, implemen
 
 
 @functools.lru_cache(maxsize=256)
-def _program(layout: _Layout, mesh, static: tuple, tree, specs: tuple, rows: PartitionSpec, implementation):
+def _program(layout: Layout, mesh, static: tuple, tree, specs: tuple, rows: PartitionSpec, implementation):
     """A jitted function of arrays by name, kept so that calls outside of `jit` need not compile each time."""
 
     def run(placed):
@@ -488,7 +367,7 @@ _AXES_OF = {
 }
 
 
-def _split(layout: _Layout, name: str, lead: tuple[int, ...], x) -> PartitionSpec:
+def _split(layout: Layout, name: str, lead: tuple[int, ...], x) -> PartitionSpec:
     """How an argument is split over the mesh."""
     shape = np.shape(x)
     if name not in _AXES_OF:
@@ -502,22 +381,3 @@ def _split(layout: _Layout, name: str, lead: tuple[int, ...], x) -> PartitionSpe
         axis = {"r": layout.sequence, "c": layout.sequence, "n": layout.head_axis, "x": None}[letter]
         entries.append(axis if size > 1 or whole else None)
     return PartitionSpec(*entries)
-
-
-def _check_positions(layout: _Layout, sizes, positions, length: int) -> None:
-    """Refuses positions that are known not to be those of the order."""
-    positions = known_integers("positions", positions, -(2**31), 2**31 - 1, "integers [T]")
-    if positions.shape != (length,):
-        raise ValueError(f"positions must have shape [T] = [{length}], got {list(positions.shape)}")
-    values = concrete(positions)
-    if values is None:
-        return
-    devices = sizes[0]
-    wanted = np.arange(length) if layout.order == "contiguous" else orders.zigzag_permutation(length, devices)
-    wrong = np.flatnonzero(values != wanted)
-    if wrong.size:
-        place = wrong[0]
-        raise ValueError(
-            f"positions must be those of order={layout.order!r} over {devices} devices: at place {place} token "
-            f"{wanted[place]} was expected, got {values[place]} (see jax_mfa.zigzag)"
-        )

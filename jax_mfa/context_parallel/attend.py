@@ -1,7 +1,8 @@
 """Attention of a device's own rows within `shard_map`, by ring, by an exchange of heads, or both.
 
-Operands in, output and log-sum-exp out. The ring has a derivative of its own, for JAX would keep the keys of every
-device; the exchange has JAX's.
+Operands in, output and log-sum-exp out. The ring has derivatives of its own, for JAX would keep the keys of every
+device: a tangent that goes around once more, as a primitive whose transpose is the backward pass. The exchange has
+JAX's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jax_mfa import meshes, primitives
 from jax_mfa.context_parallel import ring as rings
@@ -33,7 +36,7 @@ def attention(ring: Ring, heads_axis: Any, operands: Operands):
     Returns:
       out: [B, T, N, V] of the query's dtype; lse: [B, T, N].
     """
-    axes = meshes.varying_of((operands, *(lax.axis_index(x) for x in (ring.axis, heads_axis) if x is not None)))
+    axes = meshes.varying_of(operands) | meshes.varying_along(ring.axis, heads_axis)
     operands = meshes.vary(operands, axes)
     if heads_axis is None:
         return _whole_or_ring(ring, operands)
@@ -47,14 +50,13 @@ def _whole_or_ring(ring: Ring, o: Operands):
     if 0 in (b, t, n, o.key.shape[1]):  # nobody looks, or there is nothing to see
         acc = accumulation_dtype(o.query.dtype)
         return jnp.zeros((b, t, n, o.value.shape[-1]), o.query.dtype), jnp.full((b, t, n), -np.inf, acc)
-    if ring.devices > 1:
-        return _ring_attention(ring, o)
-    out, row_max, row_sum = primitives.attention(ring.spec, o, ring.implementation)
+    attend = functools.partial(primitives.attention, implementation=ring.implementation)
+    out, row_max, row_sum = _ring_attention(ring, o) if ring.devices > 1 else attend(ring.spec, o)
     return out, primitives.log_sum_exp(row_max, row_sum)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The ring's derivative
+# The ring's derivatives
 
 
 def _vary(operands: Operands):
@@ -66,29 +68,91 @@ def _forward(ring: Ring, operands: Operands):
     return rings.forward(ring, operands, attend, _vary(operands))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _ring_attention(ring: Ring, operands: Operands):
-    out, row_max, row_sum = _forward(ring, operands)
-    return out, primitives.log_sum_exp(row_max, row_sum)
+    """Output, maximum and sum of each row; these have derivatives as in `primitives`."""
+    return _forward(ring, operands)
 
 
-def _ring_forward(ring: Ring, operands: Operands):
-    results = tuple(checkpoint_name(x, name) for x, name in zip(_forward(ring, operands), primitives.RESIDUAL_NAMES))
-    return (results[0], primitives.log_sum_exp(*results[1:])), (operands, results)
+@_ring_attention.defjvp  # without symbolic zeros, which `shard_map` does not know
+def _ring_jvp(ring: Ring, primals, tangents):
+    (operands,), (moving,) = primals, tangents
+    results = _ring_attention(ring, operands)
+    results = tuple(checkpoint_name(x, name) for x, name in zip(results, primitives.RESIDUAL_NAMES))
+    wanted = tuple(name for name in DIFFERENTIABLE if getattr(moving, name) is not None)
+    arrays, names = primitives.pack(operands)
+    changes = (getattr(moving, name) for name in wanted)
+    arrays = primitives._vary_alike((*arrays, *results, *changes))
+    t_out, t_lse = ring_tangent_p.bind(*arrays, ring=ring, names=names, wanted=wanted, maps=())
+    zeros = jnp.zeros_like(results[2])
+    zeros = jnp.where(results[2] == 0, zeros, zeros)  # `shard_map` sees them vary as the sums do
+    return results, (t_out, t_lse, zeros)
 
 
-def _ring_backward(ring: Ring, kept, cotangents):
-    operands, results = kept
-    wanted = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
-
-    def transpose(spec, operands, rows, names):
-        return primitives.attention_transpose(spec, operands, rows, names, ring.implementation)
-
-    found = rings.backward(ring, operands, (*results, *cotangents), wanted, transpose, _vary(operands))
-    return (Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, found))}),)
+def _tangent(ring: Ring, names, wanted, *arrays):
+    n, known = len(names), len(names) + len(primitives.RESIDUAL_NAMES)
+    operands = primitives.unpack(arrays[:n], names)
+    differentiate = functools.partial(primitives.attention_tangent, implementation=ring.implementation)
+    return rings.tangent(ring, operands, arrays[n:known], wanted, arrays[known:], differentiate, _vary(operands))
 
 
-_ring_attention.defvjp(_ring_forward, _ring_backward)
+def _transpose(ring: Ring, names, wanted, *arrays):
+    n = len(names)
+    operands = primitives.unpack(arrays[:n], names)
+    transpose = functools.partial(primitives.attention_transpose, implementation=ring.implementation)
+    return rings.backward(ring, operands, arrays[n:], wanted, transpose, _vary(operands))
+
+
+def _of_each(fun, maps, count: int):
+    """`fun` under `vmap`s, given for each the mapped axes of its first arrays; those of `count` more are the first."""
+    for dims in maps:
+        fun = jax.vmap(fun, in_axes=(*dims, *(0,) * count))
+    return fun
+
+
+def _ring_tangent(*arrays, ring, names, wanted, maps):
+    return _of_each(functools.partial(_tangent, ring, names, wanted), maps, len(wanted))(*arrays)
+
+
+def _ring_tangent_transpose(cotangents, *arrays, ring, names, wanted, maps):
+    n = len(names) + len(primitives.RESIDUAL_NAMES)
+    linear = tuple(name for name, x in zip(wanted, arrays[n:]) if ad.is_undefined_primal(x))
+    arrays = primitives._vary_alike((*arrays[:n], *(ad.instantiate_zeros(x) for x in cotangents)))
+    results = _of_each(functools.partial(_transpose, ring, names, linear), maps, 2)(*arrays)
+    found = dict(zip(linear, results))
+    return [None] * n + [found.get(name) for name in wanted]
+
+
+def _ring_tangent_batching(arrays, dims, *, ring, names, wanted, maps):
+    n = len(names) + len(primitives.RESIDUAL_NAMES)
+    size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
+    changes = [primitives._mapped(x, d, size) for x, d in zip(arrays[n:], dims[n:])]
+    maps = (*maps, tuple(dims[:n]))
+    return ring_tangent_p.bind(*arrays[:n], *changes, ring=ring, names=names, wanted=wanted, maps=maps), (0, 0)
+
+
+def _ring_tangent_shapes(*avals, names, maps, **_):
+    def of_result(i: int):
+        shape = list(avals[i].shape)
+        for dims in reversed(maps):
+            if dims[i] is not None:
+                del shape[dims[i]]
+        return avals[i].update(shape=(*avals[-1].shape[: len(maps)], *shape), weak_type=False)
+
+    return of_result(len(names)), of_result(len(names) + 1)
+
+
+# (operands, results, tangents of the wanted operands) → tangents of (out, lse). `maps`: for each `vmap` around it the
+# mapped axes of operands and results; tangents are mapped along the first.
+ring_tangent_p = Primitive("jax_mfa_ring_tangent")
+ring_tangent_p.multiple_results = True
+ring_tangent_p.def_impl(_ring_tangent)
+ring_tangent_p.def_abstract_eval(_ring_tangent_shapes)
+mlir.register_lowering(ring_tangent_p, mlir.lower_fun(_ring_tangent, multiple_results=True))
+batching.primitive_batchers[ring_tangent_p] = _ring_tangent_batching
+ad.primitive_jvps[ring_tangent_p] = primitives._jvp_by_jax(_ring_tangent)
+ad.primitive_transposes[ring_tangent_p] = _ring_tangent_transpose
+primitives._register_with_old_shard_map(ring_tangent_p)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def choose(problem: Problem, devices: int, order: str, machine: Machine, heads_d
     reasons: dict[str, str] = {}
     times: dict[Form, float] = {}
     for form, (ring, heads) in candidates.items():
-        refusal = costs.divides(problem, heads) if heads > 1 else ""
+        refusal = costs.undivided(problem.heads, problem.key_heads, heads) if heads > 1 else ""
         if form == "ulysses" and order != "contiguous":
             refusal = f"tokens are in {order} order"
         if refusal:

@@ -87,10 +87,11 @@ def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str
     query, out = (rows * p.heads * size * p.itemsize for size in (p.head_size, p.value_size))
     keys = columns * p.key_heads * (p.head_size + p.value_size) * p.itemsize
     arguments = query + keys + out
-    exchanged = 0.0
+    exchanged = exchanged_lse = 0.0
     if u > 1:
         keys *= max(u / p.key_heads, 1)  # fewer heads than devices are sent more than once
-        exchanged = (query + keys + out + ACCUMULATOR * rows * p.heads) * (u - 1) / u  # and the log-sum-exp
+        exchanged = (query + keys + out) * (u - 1) / u
+        exchanged_lse = ACCUMULATOR * rows * p.heads * (u - 1) / u  # nobody asks for its gradient, as a rule
     schedule = _schedule(p, n, u, order)
     travelling = keys * schedule.permutes
     wide = ACCUMULATOR / p.itemsize
@@ -106,7 +107,7 @@ def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str
     else:
         ahead, behind = layouts, 2 * layouts
     return Cost(
-        forward_bytes=exchanged + travelling,
+        forward_bytes=exchanged + exchanged_lse + travelling,
         backward_bytes=exchanged + travelling + sums,
         forward_memory=arguments + copies + ahead + 2 * statistics,
         backward_memory=2 * arguments + 2 * copies + behind + 4 * statistics,
@@ -165,13 +166,12 @@ def seconds(
     return max(compute, transfer) + (compute / cost.steps if transfer > compute else 0)
 
 
-def divides(problem: Problem, devices: int) -> str:
+def undivided(heads: int, key_heads: int, devices: int) -> str:
     """Why heads cannot be exchanged over so many devices; empty where they can."""
-    n, k = problem.heads, problem.key_heads
-    if n % devices:
-        return f"{devices} devices do not divide N = {n} heads"
-    if k % devices and devices % k:
-        return f"{devices} devices neither divide K = {k} key heads nor are a multiple of them"
+    if heads % devices:
+        return f"{devices} devices do not divide N = {heads} heads"
+    if key_heads % devices and devices % key_heads:
+        return f"{devices} devices neither divide K = {key_heads} key heads nor are a multiple of them"
     return ""
 
 

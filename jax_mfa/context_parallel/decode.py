@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 
 from jax_mfa import api, cache, meshes, primitives
 from jax_mfa.api import Implementation, Numbers
-from jax_mfa.context_parallel import ring as rings
-from jax_mfa.context_parallel.api import refuse_quantised
+from jax_mfa.context_parallel import partial
+from jax_mfa.context_parallel.layout import decided, refuse_quantised
 from jax_mfa.specification import accumulation_dtype, counted_from, known_lengths, specify
 
 
@@ -117,18 +117,16 @@ def _of_own_columns(query, key, value, filled, axis, devices: int, implementatio
     if operands.dropout is not None:
         # rows count from 0 on, as on one device
         operands = operands._replace(dropout=counted_from(operands.dropout, column=first))
-    chosen = api._decided(implementation, spec, operands)
-    if chosen == "reference":
-        raise NotImplementedError(f"implementation={implementation!r} cannot run sharded_decode_attention")
+    chosen = decided("sharded_decode_attention", implementation, spec, operands)
     results = primitives.attention(spec, operands._replace(sinks=None), chosen)
     out, row_max, row_sum = _differentiable(*results)
-    sums, row_max, row_sum = rings.part(out, row_max, row_sum, accumulation_dtype(operands.query.dtype))
+    sums, row_max, row_sum = partial.weighed(out, row_max, row_sum, accumulation_dtype(operands.query.dtype))
     # one number each beside the sums; every device fills a place of its own
     own = jnp.concatenate([sums, row_max[..., None], row_sum[..., None]], axis=-1)[None]
     places = jnp.zeros((devices, *own.shape[1:]), own.dtype)
     found = lax.psum(lax.dynamic_update_slice_in_dim(places, own, lax.axis_index(axis), 0), axis)
     parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in found]
-    out, row_max, row_sum = rings.finished(spec, operands, functools.reduce(rings.merge_parts, parts))
+    out, row_max, row_sum = partial.finished(spec, operands, functools.reduce(partial.merged, parts))
     shape = np.shape(query)[:-1]
     return out[..., : np.shape(value)[-1]].reshape(*shape, -1), (row_max + jnp.log(row_sum)).reshape(shape)
 

@@ -45,6 +45,11 @@ def zigzag_permutation(length: int, devices: int) -> np.ndarray:
     return np.concatenate([runs[[i, 2 * devices - 1 - i]].reshape(-1) for i in range(devices)])
 
 
+def permutation(order: str, length: int, devices: int) -> np.ndarray:
+    """Which token stands at which place of a whole sequence in this order."""
+    return np.arange(length) if order == "contiguous" else zigzag_permutation(length, devices)
+
+
 def zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array | np.ndarray:
     """An array in the order of tokens as one in zigzag order, for `order="zigzag"`.
 

@@ -20,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mfa.blockwise.step import slice_axis
+from jax_mfa import whole_rows
+from jax_mfa.blockwise.step import add_axis, put_axis, slice_axis
 from jax_mfa.context_parallel import order as orders
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, counted_from, expand_rows, reduce_rows
+from jax_mfa.context_parallel import partial
+from jax_mfa.specification import Operands, Specification, accumulation_dtype, counted_from
 
 # what of the operands travels
 _TRAVELLING = ("key", "value", "key_segment_ids")
@@ -100,11 +102,16 @@ def _in_band(spec: Specification, row, rows: int, column, columns: int, least_of
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where chunks begin: rows and columns among those that are here, and the columns among all that there are."""
+    """Where chunks begin: rows and columns among those that are here, the columns among all as they are stored, and the
+    positions of both. What depends on the device is a function: XLA's partitioner, of JAX 0.4, takes no index of a
+    device that nobody uses.
+    """
 
     row: Any
     column: Any
-    column_of_all: Any
+    column_of_all: Callable[[], Any]
+    row_position: Callable[[], Any]
+    column_position: Callable[[], Any]
 
 
 class _Pairs:
@@ -112,46 +119,52 @@ class _Pairs:
 
     def __init__(self, ring: Ring, operands: Operands):
         self.ring, self.operands = ring, operands
-        self.me = lax.axis_index(ring.axis)
         self.rows, self.columns = (x.shape[1] // ring.chunks for x in (operands.query, operands.key))
 
     def over(self, source, held: dict, visit: Callable, state):
         """`visit(problem, place, state)` for each chunk of rows and of columns that may see each other.
 
         Args:
-          source: the device that the columns belong to.
+          source: gives the device that the columns belong to.
           held: the travelling operands that are here.
         """
         ring, chunks = self.ring, self.ring.chunks
 
         def turn(pair, state):
             a, b = pair // chunks, pair % chunks
-            row0 = ring.start_of(self.me, a, self.rows)
-            column0 = ring.start_of(source, b, self.columns)
-            place = _Place(a * self.rows, b * self.columns, (source * chunks + b) * self.columns)
-            go = lambda state: visit(self.problem(held, row0, column0, place), place, state)
-            sees = self.may_see(row0, column0)
+            place = _Place(
+                row=a * self.rows,
+                column=b * self.columns,
+                column_of_all=lambda: (source() * chunks + b) * self.columns,
+                row_position=lambda: ring.start_of(lax.axis_index(ring.axis), a, self.rows),
+                column_position=lambda: ring.start_of(source(), b, self.columns),
+            )
+            go = lambda state: visit(self.problem(held, place), place, state)
+            sees = self.may_see(place)
             return go(state) if sees is True else lax.cond(sees, go, lambda state: state, state)
 
         return turn(0, state) if chunks == 1 else lax.fori_loop(0, chunks * chunks, turn, state)
 
-    def may_see(self, row0, column0):
-        """Whether the chunks that start at these positions may see each other; True where that is known."""
+    def may_see(self, place: _Place):
+        """Whether the chunks at a place may see each other; True where that is known."""
         o, spec = self.operands, self.ring.spec
         least = most = spec.query_offset
         if o.query_offset is not None:
             least, most = o.query_offset.min(), o.query_offset.max()
-        sees = _in_band(spec, row0, self.rows, column0, self.columns, least, most)
+        sees: Any = True
+        if spec.band != (None, None):
+            starts = place.row_position(), self.rows, place.column_position(), self.columns
+            sees = _in_band(spec, *starts, least, most)
         if o.key_lengths is not None:
-            sees = sees & (column0 < o.key_lengths.max())
+            sees = sees & (place.column_position() < o.key_lengths.max())
         if o.query_lengths is not None:
-            sees = sees & (row0 < o.query_lengths.max())
+            sees = sees & (place.row_position() < o.query_lengths.max())
         return sees
 
-    def problem(self, held: dict, row0, column0, place: _Place) -> tuple[Specification, Operands]:
-        """The rows of one chunk against the columns of another, as a problem of its own."""
-        o, spec, rows, columns = self.operands, self.ring.spec, self.rows, self.columns
-        block_rows, block_columns = spec.mask_block or (1, 1)
+    def cut(self, o: Operands, held: dict, place: _Place) -> Operands:
+        """What operands, or arrays like them, have at a place; what counts tokens still counts them from the first."""
+        rows, columns = self.rows, self.columns
+        block_rows, block_columns = self.ring.spec.mask_block or (1, 1)
 
         def of_rows(x):
             return None if x is None else slice_axis(x, place.row, rows, 1)
@@ -160,46 +173,42 @@ class _Pairs:
             if x is None:
                 return None
             x = slice_axis(x, place.row // row_block, rows // row_block, 2)
-            return slice_axis(x, place.column_of_all // column_block, columns // column_block, 3)
+            return slice_axis(x, place.column_of_all() // column_block, columns // column_block, 3)
 
-        def length(x, start, most: int):
-            return None if x is None else jnp.clip(x - start, 0, most)
-
-        # where nothing asks for places, a problem without an offset is the simpler one
-        offset = None
-        if spec.band != (None, None) or o.alibi_slopes is not None:
-            offset = (spec.query_offset if o.query_offset is None else o.query_offset) + (row0 - column0)
-            offset = jnp.asarray(offset, jnp.int32).reshape(-1)
-        dropout = o.dropout
-        if dropout is not None:
-            dropout = counted_from(dropout, row=row0, column=column0)
-        ranges = of_rows(o.key_ranges)
-        problem = Operands(
+        return o._replace(
             query=of_rows(o.query),
             **{name: slice_axis(x, place.column, columns, 1) for name, x in held.items()},
             bias=scores(o.bias),
             mask=scores(o.mask),
             block_mask=scores(o.block_mask, block_rows, block_columns),
-            scale=o.scale,
+            query_segment_ids=of_rows(o.query_segment_ids),
+            key_ranges=of_rows(o.key_ranges),
+            sinks=None,  # those of whole rows
+        )
+
+    def problem(self, held: dict, place: _Place) -> tuple[Specification, Operands]:
+        """The rows of one chunk against the columns of another, as a problem of its own."""
+        o, spec, rows, columns = self.operands, self.ring.spec, self.rows, self.columns
+
+        row0, column0 = place.row_position, place.column_position
+
+        def length(x, start: Callable, most: int):
+            return None if x is None else jnp.clip(x - start(), 0, most)
+
+        # where nothing asks for places, a problem without an offset is the simpler one
+        offset = None
+        if spec.band != (None, None) or o.alibi_slopes is not None:
+            offset = (spec.query_offset if o.query_offset is None else o.query_offset) + (row0() - column0())
+            offset = jnp.asarray(offset, jnp.int32).reshape(-1)
+        here = self.cut(o, held, place)
+        here = here._replace(
             query_offset=offset,
             query_lengths=length(o.query_lengths, row0, rows),
             key_lengths=length(o.key_lengths, column0, columns),
-            query_segment_ids=of_rows(o.query_segment_ids),
-            key_ranges=None if ranges is None else jnp.clip(ranges - column0, 0, columns),
-            alibi_slopes=o.alibi_slopes,
-            dropout=dropout,
+            key_ranges=length(here.key_ranges, column0, columns),
+            dropout=None if o.dropout is None else counted_from(o.dropout, row=row0(), column=column0()),
         )
-        return dataclasses.replace(spec, query_offset=0), problem
-
-
-def _put(x, part, start, axis: int = 1):
-    """`x` with `part` in it, from `start` on along an axis."""
-    return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, start, axis)
-
-
-def _add(x, part, start, axis: int = 1):
-    """`x` with `part` added to it, from `start` on along an axis."""
-    return _put(x, slice_axis(x, start, part.shape[axis], axis) + part, start, axis)
+        return dataclasses.replace(spec, query_offset=0), here
 
 
 def _travelling(operands: Operands) -> dict:
@@ -223,13 +232,13 @@ def _walk(ring: Ring, schedule: Schedule, travelling, passengers, compute: Calla
       The passengers, at home, and the state.
     """
     n, hops = ring.devices, schedule.hops
-    me = lax.axis_index(ring.axis)
 
     def send(tree, by: int):
         return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, [(i, (i + by) % n) for i in range(n)]), tree)
 
     def stop(step, travelling, passengers, state):
-        found, state = compute((me - schedule.start - step) % n, travelling, state)
+        source = lambda: (lax.axis_index(ring.axis) - schedule.start - step) % n
+        found, state = compute(source, travelling, state)
         return jax.tree.map(jnp.add, passengers, found), state
 
     def turn(step, carry):
@@ -273,59 +282,15 @@ def forward(ring: Ring, operands: Operands, attend: Callable, vary: Callable = l
 
     def visit(problem, place, state):
         own = [slice_axis(x, place.row, pairs.rows, 1) for x in state]
-        merged = merge_parts(own, part(*attend(*problem), acc))
-        return tuple(_put(x, new, place.row) for x, new in zip(state, merged))
+        merged = partial.merged(own, partial.weighed(*attend(*problem), acc))
+        return tuple(put_axis(x, new, place.row, 1) for x, new in zip(state, merged))
 
     def compute(source, held, state):
         return (), pairs.over(source, held, visit, state)
 
     empty = jnp.zeros((b, t, n, o.value.shape[-1]), acc), jnp.full((b, t, n), -np.inf, acc), jnp.zeros((b, t, n), acc)
     _, (sums, row_max, row_sum) = _walk(ring, _schedule(ring, o), _travelling(o), (), compute, vary(empty))
-    return finished(ring.spec, o, (sums, row_max, row_sum))
-
-
-def finished(spec: Specification, operands: Operands, merged):
-    """Output, maximum and sum of whole rows, their sinks included, from merged parts without them."""
-    sums, row_max, row_sum = merged
-    acc = sums.dtype.type
-    if operands.sinks is not None:
-        sinks = _per_batch_row(spec, operands, "sinks", sums.dtype)[:, None]
-        seen = (row_max != -np.inf) | jnp.isnan(row_sum)
-        sink = jnp.zeros_like(sums), jnp.where(seen, sinks, -np.inf), jnp.where(seen, acc(1), acc(0))
-        sums, row_max, row_sum = merge_parts(merged, sink)
-    out = sums / jnp.where(row_sum == 0, acc(1), row_sum)[..., None]
-    return out.astype(operands.query.dtype), jnp.where(row_max == -np.inf, acc(0), row_max), row_sum
-
-
-def part(out, row_max, row_sum, acc):
-    """A partial result as sums: of weighted values, the maximum, −∞ where no score is above that, and of weights.
-
-    A row that sees scores of −∞ alone has the sum NaN beside a finite maximum; other columns may yet define its
-    softmax.
-    """
-    lost = (row_sum == 0) | (jnp.isnan(row_sum) & jnp.isfinite(row_max))
-    sums = jnp.where(lost[..., None], acc.type(0), out.astype(acc) * row_sum[..., None])
-    return sums, jnp.where(lost, acc.type(-np.inf), row_max), row_sum
-
-
-def merge_parts(a, b):
-    """Two partial results of disjoint columns as one."""
-    high = jnp.maximum(a[1], b[1])  # NaN where either is
-    lost = high == -np.inf
-
-    def weighed(sums, row_max, row_sum):
-        nothing = row_max == -np.inf
-        weight = jnp.where(nothing, 0, jnp.exp(jnp.where(nothing, 0, row_max - jnp.where(nothing, 0, high))))
-        return jnp.where(nothing[..., None], 0, sums * weight[..., None]), jnp.where(nothing, 0, row_sum * weight)
-
-    (sums_a, sum_a), (sums_b, sum_b) = weighed(*a), weighed(*b)
-    return sums_a + sums_b, high, jnp.where(lost, a[2] + b[2], sum_a + sum_b)
-
-
-def _per_batch_row(spec: Specification, operands: Operands, name: str, acc):
-    """`[rows, N]` as `[B|1, N]`."""
-    x, batch = getattr(operands, name), operands.query.shape[0]
-    return (x if x.shape[0] == 1 else expand_rows(x, getattr(Operands(*spec.repeats), name), batch)).astype(acc)
+    return partial.finished(ring.spec, o, (sums, row_max, row_sum))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -368,28 +333,71 @@ def backward(
     followed, stayed = _walk(ring, _schedule(ring, o), _travelling(o), zeros(follow), compute, zeros(staying))
     sums = {**followed, **stayed}
     if "sinks" in wanted:
-        sums["sinks"] = _of_sinks(ring.spec, o, rows, acc)
+        out, row_max, row_sum, d_out, d_lse = rows
+        shift = whole_rows.shift(out, d_out, d_lse, acc)
+        sums["sinks"] = whole_rows.sink_gradient(ring.spec, o, row_max, row_sum, shift)
     return tuple(sums[name].astype(getattr(o, name).dtype) for name in wanted)
 
 
 def _gathered(name: str, x, part, place: _Place):
     """A pair's share of a gradient, added to the whole."""
     if name == "query":
-        return _add(x, part, place.row)
+        return add_axis(x, part, place.row, 1)
     if name in _TRAVELLING:
-        return _add(x, part, place.column)
+        return add_axis(x, part, place.column, 1)
     if name != "bias":
         return x + part
     rows = slice_axis(x, place.row, part.shape[2], 2)  # or one for all, and of columns too
-    return _put(x, _add(rows, part, place.column_of_all, 3), place.row, 2)
+    return put_axis(x, add_axis(rows, part, place.column_of_all(), 3), place.row, 2)
 
 
-def _of_sinks(spec: Specification, o: Operands, rows, acc):
-    """The gradient of the sinks, from whole rows."""
-    out, row_max, row_sum, d_out, d_lse = rows
-    shift = jnp.einsum("...v,...v->...", d_out.astype(acc), out.astype(acc), precision="highest") - d_lse.astype(acc)
-    empty = row_sum == 0
-    sinks = _per_batch_row(spec, o, "sinks", acc)[:, None]
-    weight = jnp.exp(jnp.where(empty, 0, sinks - row_max)) / jnp.where(empty, acc.type(1), row_sum)
-    x = -jnp.where(empty, 0, weight * shift).sum(1)
-    return reduce_rows(x, Operands(*spec.repeats).sinks, o.sinks.shape[0])
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward mode
+
+
+def tangent(
+    ring: Ring,
+    operands: Operands,
+    results: tuple,
+    wanted: tuple[str, ...],
+    tangents: tuple,
+    differentiate: Callable,
+    vary: Callable = lambda x: x,
+):
+    """What output and log-sum-exp change by where the operands named in `wanted` change by `tangents`.
+
+    Both are sums over the columns once the statistics of whole rows are known, so each part adds its share.
+
+    Args:
+      operands, vary: as in `forward`.
+      results: out, row_max and row_sum as `forward` gave them.
+      differentiate: `(spec, operands, results, wanted, tangents)` to what `blockwise.tangent` returns.
+    """
+    o = operands
+    acc = accumulation_dtype(o.query.dtype)
+    pairs = _Pairs(ring, o)
+    moving = Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
+    parts = tuple(name for name in wanted if name != "sinks")
+
+    def compute(source, travelling, state):
+        held, held_tangents = travelling
+
+        def visit(problem, place, state):
+            spec, now = problem
+            at = pairs.cut(moving, held_tangents, place)
+            own = [slice_axis(x, place.row, pairs.rows, 1) for x in results]
+            found = differentiate(spec, now, own, parts, [getattr(at, name) for name in parts])
+            return tuple(add_axis(x, part.astype(acc), place.row, 1) for x, part in zip(state, found))
+
+        return (), pairs.over(source, held, visit, state)
+
+    out, row_max, row_sum = results
+    t_out, t_lse = vary((jnp.zeros(out.shape, acc), jnp.zeros(row_max.shape, acc)))
+    if parts:
+        travelling = _travelling(o), _travelling(moving)
+        _, (t_out, t_lse) = _walk(ring, _schedule(ring, o), travelling, (), compute, (t_out, t_lse))
+    if moving.sinks is not None:
+        t_sinks = whole_rows.per_batch_row(ring.spec, o, "sinks", acc, moving.sinks)[:, None]
+        moved = whole_rows.sink_probability(ring.spec, o, row_max, row_sum) * t_sinks
+        t_out, t_lse = t_out - out.astype(acc) * moved[..., None], t_lse + moved
+    return t_out.astype(out.dtype), t_lse

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mfa import tuned
-from jax_mfa.metal import crossover, kernels, runtime, tiles
+from jax_mfa import tuned, whole_rows
+from jax_mfa.metal import crossover, kernels, operands, runtime, tiles
 from jax_mfa.metal.plan import Plan
-from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS, Portable, Tiles
+from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS, Tiles
 from jax_mfa.specification import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
+from jax_mfa.storage import stored
 
 DTYPES = ("float16", "bfloat16", "float32")
 # as reported of hosted runners: kernels that leave zeros (Metal.jl issue 309) or never end (llama.cpp issue 8617), and
@@ -29,20 +30,15 @@ class Failed(RuntimeError):
     """Metal was found, but its kernels for a problem could not be had; the text is Metal's."""
 
 
-def lacking(spec: Specification, operands: Operands) -> str:
+def lacking(spec: Specification, o: Operands) -> str:
     """Which argument of a problem the kernels do not take; empty where they take it. Knows no device."""
-    if operands.block_tables is not None:
-        return "block_tables: Metal has no kernels for pages yet"
-    for name, storage in (("key", spec.key_storage), ("value", spec.value_storage)):
-        if storage is not None:
-            return f"{name}: Metal has no kernels for quantised keys and values yet, got {storage.scheme.kind}"
-    dtype = operands.query.dtype.name
+    dtype = o.query.dtype.name
     if dtype not in DTYPES:
         return f"query: Metal has no {dtype}; it takes {', '.join(DTYPES)}"
-    if operands.bias is not None and operands.bias.dtype.name not in DTYPES:
-        return f"bias: Metal has no {operands.bias.dtype.name}; it takes {', '.join(DTYPES)}"
-    b, _, n, h = operands.query.shape
-    v = operands.value.shape[-1]
+    if o.bias is not None and o.bias.dtype.name not in DTYPES:
+        return f"bias: Metal has no {o.bias.dtype.name}; it takes {', '.join(DTYPES)}"
+    b, _, n, h = o.query.shape
+    v = stored(spec, o).value.shape[-1]
     if not isinstance(b, int):
         return f"query: a launch plan is made for a known batch, got B = {b}"
     if max(h, v) > MAX_HEAD:
@@ -52,30 +48,30 @@ def lacking(spec: Specification, operands: Operands) -> str:
     return ""
 
 
-def refusal(spec: Specification, operands: Operands) -> str:
+def refusal(spec: Specification, o: Operands) -> str:
     """Why Metal cannot run a problem on this host; empty where it can."""
-    return lacking(spec, operands) or runtime.get().reason
+    return lacking(spec, o) or runtime.get().reason
 
 
 def _device() -> str:
     return runtime.get().device.get("name", "Metal")
 
 
-def _estimate(spec: Specification, operands: Operands) -> crossover.Estimate | None:
-    return crossover.estimate(spec, operands, _device()) if runtime.get().device else None
+def _estimate(spec: Specification, o: Operands) -> crossover.Estimate | None:
+    return crossover.estimate(spec, o, _device()) if runtime.get().device else None
 
 
-def too_small(spec: Specification, operands: Operands) -> str:
+def too_small(spec: Specification, o: Operands) -> str:
     """Why a problem that Metal can run is better off elsewhere; empty where it is not, or nobody knows."""
     if runtime.get().virtual and crossover.applies():
         return f"{_device()} is {VIRTUAL}; implementation='metal' uses it all the same"
-    found = _estimate(spec, operands)
+    found = _estimate(spec, o)
     return "" if found is None or found.pays or not crossover.applies() else f"does not pay on {_device()}: {found}"
 
 
-def described(spec: Specification, operands: Operands) -> str:
+def described(spec: Specification, o: Operands) -> str:
     """The device that would run a problem, and what is expected of it."""
-    found = _estimate(spec, operands)
+    found = _estimate(spec, o)
     where = f"{_device()}, on JAX's platform cpu"
     if runtime.get().virtual:
         where += f" ({VIRTUAL})"
@@ -85,9 +81,9 @@ def described(spec: Specification, operands: Operands) -> str:
     return f"{where}: {found}{all_the_same}"
 
 
-def declined(spec: Specification, operands: Operands) -> str:
+def declined(spec: Specification, o: Operands) -> str:
     """Why a problem does not go to Metal where the choice is left open, but for what keeps a host from using Metal."""
-    return lacking(spec, operands) or ("" if runtime.get().reason else too_small(spec, operands))
+    return lacking(spec, o) or ("" if runtime.get().reason else too_small(spec, o))
 
 
 def variants() -> tuple[str, ...]:
@@ -97,72 +93,33 @@ def variants() -> tuple[str, ...]:
 
 
 def launch_arrays(spec: Specification, o: Operands) -> dict:
-    """What a launch carries beside query, key and value (`kernels.OPTIONAL`), small operands in its layout."""
+    """What a launch carries of a problem's operands, by name, in the order and layout of `operands.CARRIED`."""
     repeats = Operands(*spec.repeats)
-    batch, t, n, _ = o.query.shape
-    s = o.key.shape[1]
+    batch = o.query.shape[0]
 
-    def row(name):
-        """An operand with one row for each batch row."""
-        x = expand_rows(getattr(o, name), getattr(repeats, name), batch)
+    def carried(name):
+        x, known = getattr(o, name), operands.OPERANDS[name]
+        if known.shape[0] != "B" or name == "query":
+            return x
+        x = expand_rows(x, getattr(repeats, name), batch)
+        if name == "query_offset":
+            x = jnp.clip(x, -MAX_POSITION, MAX_POSITION)
+        x = jnp.asarray(x, operands.DTYPES[known.msl])
         return jnp.broadcast_to(x, (batch, *x.shape[1:]))
 
-    def table(*columns):
-        """Columns of arrays or numbers, side by side; None where all are numbers."""
-        if not any(hasattr(x, "shape") for x in columns):
-            return None
-        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in columns))
-        dtype = jnp.int32 if shape == (batch,) else jnp.float32
-        return jnp.stack([jnp.broadcast_to(jnp.asarray(x, dtype), shape) for x in columns], axis=-1)
-
-    offset: Any = spec.query_offset
-    if o.query_offset is not None:
-        offset = jnp.clip(row("query_offset"), -MAX_POSITION, MAX_POSITION)
-    limits = table(
-        offset,
-        t if o.query_lengths is None else row("query_lengths"),
-        s if o.key_lengths is None else row("key_lengths"),
-    )
-    numbers = table(
-        spec.scale if o.scale is None else jnp.broadcast_to(row("scale")[:, None], (batch, n)),
-        0.0 if o.alibi_slopes is None else row("alibi_slopes"),
-        0.0 if o.sinks is None else row("sinks"),
-    )
-    found = {
-        "limits": limits,
-        "numbers": None if numbers is None else numbers.reshape(batch * n, 3),
-        "bias": o.bias,
-        "mask": o.mask,
-        "blocks": o.block_mask,
-        "query_segments": None if o.query_segment_ids is None else row("query_segment_ids"),
-        "key_segments": None if o.key_segment_ids is None else row("key_segment_ids"),
-        "dropout": None if o.dropout is None else row("dropout"),
-        "key_ranges": None if o.key_ranges is None else row("key_ranges"),
-    }
-    return {name: x for name, x in found.items() if x is not None}
-
-
-def features(o: Operands) -> tuple[str, ...]:
-    """What a launch reads of its `numbers` beside the scale."""
-    uses = {"slopes": o.alibi_slopes, "sinks": o.sinks}
-    return tuple(name for name, x in uses.items() if x is not None)
+    return {name: carried(name) for name in operands.CARRIED if getattr(o, name) is not None}
 
 
 def plan_of(
-    spec: Specification,
-    operands: Operands,
-    of_pass: str,
-    variant: str | Tiles | Portable,
-    wanted: tuple[str, ...] | None = None,
+    spec: Specification, o: Operands, of_pass: str, variant: kernels.Variant, wanted: tuple[str, ...] | None = None
 ) -> Plan:
     """The plan of a pass as it is made here, of abstract operands too; with all gradients unless some are `wanted`."""
-    carried = jax.eval_shape(lambda operands: launch_arrays(spec, operands), operands)
-    arrays = (operands.query, operands.key, operands.value)
+    arrays = jax.eval_shape(lambda o: launch_arrays(spec, o), o)
     if of_pass == "forward":
-        return kernels.forward(spec, *arrays, variant=variant, uses=features(operands), **carried)
+        return kernels.forward(spec, arrays, variant=variant)
     if wanted is None:
-        wanted = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
-    return kernels.backward(spec, *arrays, wanted=wanted, variant=variant, uses=features(operands), **carried)
+        wanted = tuple(name for name in DIFFERENTIABLE if getattr(o, name) is not None)
+    return kernels.backward(spec, arrays, wanted=wanted, variant=variant)
 
 
 # the tiles that each pass takes from a table, and the gradients that show one at work
@@ -172,27 +129,29 @@ PARTS: dict[str, dict[str, tuple[str, ...] | None]] = {
 }
 
 
-def candidates(spec: Specification, operands: Operands, part: str) -> list[tuple[int, ...]]:
+def candidates(spec: Specification, o: Operands, part: str) -> list[tuple[int, ...]]:
     """Tiles of a part of `Tiles` that `tune` may take for a problem, the usual ones first; none where it has none."""
-    variant, o = runtime.get().variant, operands
-    if variant not in VARIANTS or (part == "forward" and kernels.decodes(spec, o.query, o.key, o.value)):
+    variant = runtime.get().variant
+    if variant not in VARIANTS or (part == "forward" and kernels.decodes(spec, o.query.shape[1], o.key.shape[1])):
+        return []
+    if variant in tiles.EMULATED_BFLOAT and o.query.dtype.name == "bfloat16":
         return []
     sizes = o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize
     usual = getattr(tiles.select(variant, *sizes), part)
     return [tuple(map(int, dataclasses.astuple(x))) for x in tiles.candidates(usual, *sizes)]
 
 
-def tiles_of(spec: Specification, operands: Operands, of_pass: str) -> str | Tiles:
+def tiles_of(spec: Specification, o: Operands, of_pass: str) -> kernels.Variant:
     """What `tune` found for a pass of a problem, else the name of the chip's table."""
     variant, won = runtime.get().variant, {}
-    for part in PARTS[of_pass]:
-        allowed = lambda numbers, part=part: numbers in candidates(spec, operands, part)
-        found = tuned.of(f"metal {part}", lambda: spec.summary(operands), allowed)
+    for part in PARTS[of_pass] if spec.is_plain else ():
+        allowed = lambda numbers, part=part: numbers in candidates(spec, o, part)
+        found = tuned.of(f"metal {part}", lambda: spec.summary(o), allowed)
         if found is not None:
             won[part] = found
     if not won:
         return variant
-    base = tiles.select(variant, operands.query.shape[-1], operands.value.shape[-1], operands.query.dtype.itemsize)
+    base = tiles.select(variant, o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize)
     assert isinstance(base, Tiles)
     return dataclasses.replace(base, **{part: _typed(getattr(base, part), numbers) for part, numbers in won.items()})
 
@@ -212,39 +171,32 @@ def _checked(plan):
     return plan
 
 
-def forward(spec: Specification, operands: Operands):
+def forward(spec: Specification, o: Operands):
     """Attention, and maximum and sum of each row, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
-    o, carried = operands, launch_arrays(spec, operands)
-    plan = _checked(
-        kernels.forward(
-            spec, o.query, o.key, o.value, variant=tiles_of(spec, o, "forward"), uses=features(o), **carried
-        )
-    )
-    return tuple(runtime.call(plan, runtime.TARGETS[0], o.query, o.key, o.value, *carried.values()).values())
+    arrays = launch_arrays(spec, o)
+    plan = _checked(kernels.forward(spec, arrays, variant=tiles_of(spec, o, "forward")))
+    return tuple(runtime.call(plan, runtime.TARGETS[0], *arrays.values()).values())
 
 
-def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
+def backward(spec: Specification, o: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
     """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
-    o, carried = operands, launch_arrays(spec, operands)
-    variant = tiles_of(spec, o, "backward")
-    plan = kernels.backward(spec, o.query, o.key, o.value, wanted=wanted, variant=variant, uses=features(o), **carried)
+    arrays = launch_arrays(spec, o)
+    plan = _checked(kernels.backward(spec, arrays, wanted=wanted, variant=tiles_of(spec, o, "backward")))
     d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
-    inputs = (o.query, o.key, o.value, *carried.values(), out, row_max, row_sum, d_out, d_lse)
-    found = runtime.call(_checked(plan), runtime.TARGETS[1], *inputs)
+    found = runtime.call(plan, runtime.TARGETS[1], *arrays.values(), out, row_max, row_sum, d_out, d_lse)
+
+    whole = stored(spec, o)
 
     def cotangent(name):
-        operand, repeat = getattr(o, name), getattr(Operands(*spec.repeats), name)
+        operand, repeat = getattr(whole, name), getattr(Operands(*spec.repeats), name)
         if name == "bias":
             return found["d_bias"]
         if name == "scale":
-            x = found["d_scale"].sum((1, 2))
+            x = found["score_sums"][..., 0].sum((1, 2))
         elif name == "alibi_slopes":
-            x = found["d_slopes"].sum(1)
+            x = found["score_sums"][..., 1].sum(1)
         elif name == "sinks":
-            sinks = jnp.broadcast_to(expand_rows(o.sinks, repeat, out.shape[0]), (out.shape[0], out.shape[2]))
-            empty = row_sum == 0
-            weight = jnp.exp(jnp.where(empty, 0, sinks.astype(row_max.dtype)[:, None] - row_max))
-            x = -(weight / jnp.where(empty, 1, row_sum) * found["row_sums"]).sum(1)
+            return whole_rows.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
         else:
             x = found[f"d_{name}"]
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)

@@ -12,16 +12,21 @@ import json
 from typing import Any
 
 LANGUAGE = (3, 1)  # bfloat; macOS 14
-ITEM_SIZES = {"bool": 1, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_SIZES = {
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(("uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+}
 SCALARS = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}  # MSL's names
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array of a plan. Inputs are the call's operands in this order, outputs and scratch its results."""
+    """An array of a plan. Inputs are the call's operands in this order, outputs and scratch its results; what is
+    updated is among both."""
 
     name: str
-    role: str  # input, output or scratch
+    role: str  # input, output, scratch, or updated: an input, and in its place an output that dispatches change
     dtype: str
     shape: tuple[int, ...]
 
@@ -37,6 +42,7 @@ class Kernel:
       threads: per threadgroup.
       threadgroup_memory: bytes that its arrays take, for readers; the compiler allocates them.
       fragment_bytes: registers per thread that its fragments take, for readers and tests (see `tiles.py`).
+      definitions: MSL that the template's arguments need beside the base text.
     """
 
     name: str
@@ -45,9 +51,14 @@ class Kernel:
     threads: int
     threadgroup_memory: int = 0
     fragment_bytes: int = 0
+    definitions: str = ""
 
     @property
     def instantiation(self) -> str:
+        return self.definitions + self.explicit
+
+    @property
+    def explicit(self) -> str:
         function, *arguments = self.template
         spelt = ", ".join(str(x).lower() if isinstance(x, bool) else str(x) for x in arguments)
         whole = f"{function}<{spelt}>"
@@ -95,12 +106,17 @@ class Plan:
     dispatches: tuple[Dispatch, ...]
 
     @property
+    def operands(self) -> tuple[Buffer, ...]:
+        return tuple(b for b in self.buffers if b.role in ("input", "updated"))
+
+    @property
     def results(self) -> tuple[Buffer, ...]:
         return tuple(b for b in self.buffers if b.role != "input")
 
     @property
     def instantiations(self) -> str:
-        return "".join(dict.fromkeys(d.kernel.instantiation for d in self.dispatches))
+        kernels = [d.kernel for d in self.dispatches]
+        return "".join(dict.fromkeys([*(k.definitions for k in kernels), *(k.explicit for k in kernels)]))
 
     @functools.cached_property
     def json(self) -> str:
@@ -120,10 +136,11 @@ class Plan:
 
     def _dispatches(self) -> list[dict[str, Any]]:
         read = {b.name for b in self.buffers if b.role == "input"}
+        updated = {b.name for b in self.buffers if b.role == "updated"}
         found = []
         for d in self.dispatches:
             found.append(_dispatch(d, read))
-            read |= {a.buffer for a in d.arguments if a.buffer}
+            read |= {a.buffer for a in d.arguments if a.buffer and a.buffer not in updated}
         return found
 
 

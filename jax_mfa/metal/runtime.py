@@ -29,7 +29,7 @@ from jax_mfa import kept, recording
 from jax_mfa.metal import source
 from jax_mfa.metal.plan import Plan
 
-TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward")
+TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward", "jax_mfa_append")
 NOT_APPLE = "this host has no Metal: the native module is built on macOS for Apple silicon only"
 ROSETTA = "this Python is built for Intel and runs under Rosetta: Metal needs one built for Apple silicon (arm64)"
 _EMULATOR = pathlib.Path(__file__).resolve().parents[2] / "tests" / "emulator"
@@ -237,5 +237,6 @@ def warn_once(reason: str) -> None:
 def call(plan: Plan, target: str, *arrays):
     """The outputs of a plan by name, as traced values. `arrays` are its inputs in order."""
     shapes = [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in plan.results]
-    results = ffi.ffi_call(target, shapes)(*arrays, plan=plan.json)
-    return {b.name: x for x, b in zip(results, plan.results) if b.role == "output"}
+    aliases = {i: plan.results.index(b) for i, b in enumerate(plan.operands) if b.role == "updated"}
+    results = ffi.ffi_call(target, shapes, input_output_aliases=aliases)(*arrays, plan=plan.json)
+    return {b.name: x for x, b in zip(results, plan.results) if b.role != "scratch"}

@@ -21,57 +21,13 @@ import jax.numpy as jnp
 
 from jax_mfa import metal
 from jax_mfa.command_line import positive
-from jax_mfa.metal import DTYPES, plan_of, source, tiles
+from jax_mfa.metal import DTYPES, operands, plan_of, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
 from jax_mfa.specification import specify_abstract
 
 HELP = "print the Metal source and the launch plan of a problem"
 PASSES = ("forward", "backward")
 SEPARATOR = "// ---- plan.json"
-_STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
-_FIELD = re.compile(r"^\s*(\w+) (\w+);\s*(?://\s*(.*))?$")
-_MACRO = re.compile(r"^#define (\w+)[ \t]*\\\n((?:.*\\\n)*.*)$", re.MULTILINE)
-_PARAMETER = re.compile(
-    r"(device|constant) (?:const )?([^*&,]+?)\s*([*&])\s*(\w+) \[\[buffer\((\d+)\)[^\]]*\]\],?[ ]*(?://(.*)|/\*(.*?)\*/)?"
-)
-_FORMATS = {"int": "i", "uint": "I", "float": "f", "uchar": "B"}
-# columns of the tables that a plan may carry inline
-_INLINE = {
-    "limits": ("position of row 0", "rows from here on see nothing", "columns from here on are invisible"),
-    "numbers": ("scale", "ALiBi slope", "logit of the sink"),
-}
-_BROADCAST = "an axis of size 1 serves all; batch row b reads row (b / repeat) % rows"
-# what a harness must know to fill the inputs and to judge the results
-_MEANINGS = {
-    "query": "[B, T, N, H]",
-    "key": "[rows, S, K, H]",
-    "value": "[rows, S, K, V]",
-    "limits": "[B, 3]: " + "; ".join(_INLINE["limits"]),
-    "numbers": "[B*N, 3]: " + "; ".join(_INLINE["numbers"]),
-    "bias": f"[rows, 1|N, 1|T, 1|S], added to the scaled scores; {_BROADCAST}",
-    "mask": f"[rows, 1|N, 1|T, 1|S], true where a score counts; {_BROADCAST}",
-    "blocks": f"[rows, 1|N, T/block_rows, S/block_columns], true where a block of scores counts; {_BROADCAST}",
-    "query_segments": "[B, T]: a row sees the columns of its own segment",
-    "key_segments": "[B, S]",
-    "key_ranges": "[B, T, 2]: first visible column of a row, and the one after the last",
-    "dropout": "[B, 6]: two words of the seed; batch index, head, row and column where its random counter starts",
-    "out": "[B, T, N, V]: softmax(scale * q k^T) v; zeros where a row sees nothing",
-    "row_max": "[B, T, N]: largest score of a row, its sink included; finite, 0 where there is none",
-    "row_sum": "[B, T, N]: sum of exp(score - row_max); 0 where a row sees nothing, NaN where it has no softmax",
-    "d_out": "[B, T, N, V]: cotangent of out",
-    "d_lse": "[B, T, N]: cotangent of the log-sum-exp, row_max + log(row_sum); zeros where that is unused",
-    "row_sums": "[B, T, N]: sum(d_out * out) - d_lse; zero where a row sees nothing",
-    "row_states": "[B, T, N, 2]: row_max, log2(row_sum)",
-    "d_query": "[B, T, N, H]",
-    "d_key": "[B, S, K, H]: summed over the N / K query heads of each key head",
-    "d_value": "[B, S, K, V]: summed over the N / K query heads of each key head",
-    "d_bias": "as bias: summed over what it was broadcast to",
-    "d_scale": "[B, T, N]: to be summed over T and N",
-    "d_slopes": "[B, T, N]: to be summed over T",
-    "row_lists": "[B, 1|N, tiles of rows, 2 + tiles of columns]: how many, of them wholly visible, which: those first, "
-    "the others from the end; or [… 4]: the two numbers, and where each run begins",
-    "column_lists": "as row_lists, for tiles of columns",
-}
 
 
 def program(plan: Plan) -> str:
@@ -79,51 +35,15 @@ def program(plan: Plan) -> str:
     return source.base() + "\n" + plan.instantiations
 
 
-def _structs(text: str) -> dict[str, list[tuple[str, str, str]]]:
-    """The structs of numbers in an MSL text: (scalar type, name, comment) of each field, inner structs laid flat."""
-    structs: dict[str, list[tuple[str, str, str]]] = {}
-    for name, body in _STRUCT.findall(text):
-        fields = []
-        for line in filter(str.strip, body.splitlines()):
-            found = _FIELD.match(line)
-            if found is None or (found[1] not in _FORMATS and found[1] not in structs):
-                break
-            kind, field, note = found[1], found[2], found[3] or ""
-            inner = [(t, f"{field}.{x}", n or note) for t, x, n in structs.get(kind, ())]
-            fields += inner or [(kind, field, note)]
-        else:
-            structs[name] = fields
-    return structs
-
-
-def _parameters(text: str, function: str) -> dict[int, dict[str, str]]:
-    """What a kernel template says of each of its buffers: address space, MSL type, name and comment."""
-    signature = re.search(rf"\bvoid {function}\((.*?)\)\s*\{{\n", text, re.DOTALL)
-    if signature is None:
-        raise ValueError(f"no kernel {function} in the source")
-    declared = signature[1]
-    for name, body in reversed(_MACRO.findall(text)):  # a macro may use those before it
-        declared = re.sub(rf"\b{name}\b", lambda _, body=body: body.replace("\\\n", "\n"), declared)  # type: ignore[misc]
-    found = {}
-    for space, kind, mark, name, index, *notes in _PARAMETER.findall(declared):
-        note = "".join(notes).strip()
-        found[int(index)] = {"name": name, "type": f"{space} {kind}{mark}", **({"note": note} if note else {})}
-    return found
-
-
-def _decoded(data: bytes, name: str, kind: str, structs) -> list[dict[str, Any]]:
-    """The fields of inline bytes, each with its offset and value."""
-    fields = structs.get(kind)
-    if fields is None:  # an array of numbers
-        kind = kind if kind in _FORMATS else "uchar"
-        count = len(data) // struct.calcsize(_FORMATS[kind])
-        notes = _INLINE.get(name, ())
-        fields = [(kind, str(i), notes[i] if len(notes) == count else "") for i in range(count)]
+def _decoded(data: bytes, kind: str) -> list[dict[str, Any]]:
+    """The numbers of inline bytes, each with its offset and value."""
     found, offset = [], 0
-    for kind, name, note in fields:
-        (value,) = struct.unpack_from("<" + _FORMATS[kind], data, offset)
-        found.append({"offset": offset, "type": kind, "name": name, "value": value} | ({"note": note} if note else {}))
-        offset += struct.calcsize(_FORMATS[kind])
+    for field in operands.fields(kind):
+        code = operands.FORMATS[field.msl]
+        (value,) = struct.unpack_from("<" + code, data, offset)
+        note = {"note": field.meaning} if field.meaning else {}
+        found.append({"offset": offset, "type": field.msl, "name": field.name, "value": value} | note)
+        offset += struct.calcsize(code)
     if offset != len(data):
         raise ValueError(f"{len(data)} inline bytes for {offset} bytes of {kind}")
     return found
@@ -132,25 +52,27 @@ def _decoded(data: bytes, name: str, kind: str, structs) -> list[dict[str, Any]]
 def described(plan: Plan) -> dict[str, Any]:
     """A plan's JSON with notes for readers; the launcher takes it as it is and ignores them."""
     text, body = program(plan), plan.as_dict()
-    structs = _structs(text)
     major, minor = body["library"]["language"]
     body["library"] |= {
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "note": f"source: sha256 of the text without its instantiations; MSL {major}.{minor}, fast math off",
     }
-    for buffer in body["buffers"]:
-        buffer["bytes"] = ITEM_SIZES[buffer["dtype"]] * math.prod(buffer["shape"])
-        buffer["note"] = _MEANINGS.get(buffer["name"], "")
+    notes = {}
     for dispatch, known in zip(body["dispatches"], plan.dispatches):
         function, *arguments = known.kernel.template
-        parameters = _parameters(text, function)
+        signature = operands.signature(function)
         dispatch["template"] = {"function": function, "arguments": arguments}
         dispatch["fragment_bytes_per_thread"] = known.kernel.fragment_bytes
-        for argument, own in zip(dispatch["arguments"], known.arguments):
-            argument["parameter"] = parameters[own.index]
-            if own.buffer is None:
-                kind = argument["parameter"]["type"].split()[-1].rstrip("&*")
-                argument["fields"] = _decoded(own.bytes, argument["parameter"]["name"], kind, structs)
+        for argument, bound in zip(dispatch["arguments"], known.arguments):
+            operand = operands.OPERANDS[signature.names[bound.index]]
+            kind = operand.type(operand.name in signature.writes)
+            argument["parameter"] = {"name": operand.name, "type": kind, "note": operand.note}
+            if bound.buffer is None:
+                argument["fields"] = _decoded(bound.bytes, operand.msl)
+            notes[bound.buffer] = operand.note
+    for buffer in body["buffers"]:
+        buffer["bytes"] = ITEM_SIZES[buffer["dtype"]] * math.prod(buffer["shape"])
+        buffer["note"] = notes[buffer["name"]]
     body["note"] = "dispatches run one after another, each seeing what those before it wrote"
     return body
 
@@ -180,11 +102,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
     if options.dropout:
         static["dropout_rate"] = options.dropout
         arrays["dropout_seed"] = shaped("uint32", 2)
-    spec, operands = specify_abstract(**{**static, **arrays})
-    refused = metal.lacking(spec, operands)
+    spec, o = specify_abstract(**{**static, **arrays})
+    refused = metal.lacking(spec, o)
     if refused:
         raise ValueError(refused)
-    return plan_of(spec, operands, options.of_pass, options.variant)
+    return plan_of(spec, o, options.of_pass, options.variant)
 
 
 def _json(body: dict[str, Any]) -> str:
@@ -220,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         action="store_true",
-        help="offset and lengths differ by batch row: they come as the buffer `limits`",
+        help="offset and lengths differ by batch row",
     )
     parser.add_argument("--mask", action="store_true", help="a boolean mask [B, 1, T, S]")
     parser.add_argument("--bias", action="store_true", help="a bias [1, N, T, S] of the dtype")

@@ -7,7 +7,12 @@ import hashlib
 import pathlib
 import re
 
-ENTRY_FILES = tuple(f"attention/{name}.metal" for name in ("tile_lists", "forward", "decode", "backward", "portable"))
+from jax_mfa.metal import operands
+
+ENTRY_FILES = tuple(
+    f"attention/{name}.metal" for name in ("tile_lists", "forward", "decode", "backward", "portable", "append")
+)
+GENERATED = {"attention/operands.h": operands.text}
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 
 
@@ -26,7 +31,8 @@ def _lines(name: str, seen: set[str]):
         return
     seen.add(name)
     yield f"// ---- {name}"
-    for line in (folder() / name).read_text(encoding="utf-8").splitlines():
+    text = GENERATED[name]() if name in GENERATED else (folder() / name).read_text(encoding="utf-8")
+    for line in text.splitlines():
         include = _INCLUDE.match(line)
         if include:
             yield from _lines(include[1], seen)

@@ -4,11 +4,15 @@ A fragment is 8 × 8; each of 32 threads holds two of its elements. A thread has
 GPUs (github.com/philipturner/metal-benchmarks); `FRAGMENT_BUDGET` of them may go to fragments, the rest is for
 addresses, row statistics and operands on their way. Threadgroup memory is 32,768 bytes.
 
-Starting points were the published block tables of metal-flash-attention and MLX (16 to 32 rows × 64 to 128 columns on
-chips that read device memory directly, tiles of 32 × 16 … 32 in threadgroup memory on others), which give a simdgroup 8
-rows. Here it has 16 where registers allow: a fragment loaded from threadgroup memory then serves two products instead
-of one, for twice the registers, and a core holds fewer simdgroups. `python tests/metal/compiled.py` prints what each
-entry comes to, and what the matrix unit's share of the cycles would be by public figures. Not seen on Apple hardware.
+There is a table for chips of Apple families 7 and 8 (M1, M2), which stage tiles in threadgroup memory, and one for
+family 9 and later. Starting points were the published block tables of metal-flash-attention and MLX: 32 rows × 16 … 32
+columns staged, by 4 simdgroups of 8 rows; 16 to 32 rows × 64 to 128 columns where device memory is read directly. A
+simdgroup of 16 rows uses a fragment that it loaded for two products instead of one, for twice the registers: the more
+registers, the fewer simdgroups a core holds, of which 24 keep its arithmetic busy. So a 16-bit entry of the first table
+is, of the tiles whose interior is predicted to spend 0.85 of its cycles (backward: 0.80) in the matrix unit, the one of
+the largest product of that share with the number of simdgroups; where these say nothing, the larger share.
+`python tests/metal/compiled.py --alternatives 64` prints those that it beat, with all figures and their sources, and
+without the option what each entry comes to. Not seen on Apple hardware.
 """
 
 from __future__ import annotations
@@ -105,8 +109,34 @@ class DecodeTiles:
         return 0
 
 
-def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | None:
-    """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit."""
+@dataclasses.dataclass(frozen=True)
+class DecodeRows:
+    """Template arguments of `attention_decode_rows`, in its order."""
+
+    rows: int
+    simdgroups: int
+    keys: int
+
+    @property
+    def slices(self) -> int:
+        return 1
+
+    def fragment_bytes(self, h: int, v: int, item: int) -> int:
+        """Eight lanes share a query and an output, in float32 both."""
+        return self.rows * (-(-h // 32) + -(-v // 32)) * 16 + self.rows * self.keys * 2
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return 0
+
+
+def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | DecodeRows | None:
+    """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit.
+
+    Up to four rows, which would leave half of a fragment empty, do without the matrix unit.
+    """
+    few = DecodeRows(2 if rows <= 2 else 4, 4, 16)
+    if rows <= few.rows and few.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET:
+        return few
     for blocks in (2, 1):
         for slices in (1, 2, 4):
             tile = DecodeTiles(blocks, 4, 16, slices)
@@ -188,22 +218,22 @@ _WIDE = Tiles(
     KeyTiles(1, 4, 16, 1, 0, False, False, 4),
 )
 
-# (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory
+# (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory: families 7 and 8
 STAGED = {
     (64, 2): Tiles(
-        ForwardTiles(2, 8, 64, 1, True), QueryTiles(2, 8, 32, 2, 1, True, True), KeyTiles(2, 8, 32, 1, 1, True, True)
+        ForwardTiles(2, 8, 32, 1, True), QueryTiles(1, 8, 32, 1, 1, True, True), KeyTiles(1, 8, 32, 2, 1, True, True)
     ),
     (128, 2): Tiles(
-        ForwardTiles(2, 8, 16, 2, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
+        ForwardTiles(1, 8, 32, 1, True), QueryTiles(1, 8, 16, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
     ),
     (256, 2): Tiles(
         ForwardTiles(1, 4, 16, 1, True), QueryTiles(1, 4, 8, 1, 1, True, False), KeyTiles(1, 4, 8, 1, 1, True, False, 2)
     ),
     (64, 4): Tiles(
-        ForwardTiles(2, 4, 32, 1, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
+        ForwardTiles(1, 8, 32, 1, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
     ),
     (128, 4): Tiles(
-        ForwardTiles(1, 8, 16, 1, True), QueryTiles(1, 8, 16, 2, 1, True, True), KeyTiles(1, 4, 8, 1, 1, True, False)
+        ForwardTiles(1, 4, 16, 1, True), QueryTiles(1, 8, 16, 2, 1, True, True), KeyTiles(1, 4, 8, 1, 1, True, False)
     ),
     # dQ and dK/dV would need more threadgroup memory than there is
     (256, 4): Tiles(
@@ -282,6 +312,8 @@ class Portable:
 
 
 VARIANTS = {"staged": STAGED, "direct": DIRECT}
+# of chips before family 9, which emulate bfloat16: it goes to the matrix unit as float32, as in metal-flash-attention
+EMULATED_BFLOAT = ("staged",)
 NAMES = (*VARIANTS, "portable")
 
 

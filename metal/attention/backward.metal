@@ -1,7 +1,7 @@
 // Attention, backward (Dao, arXiv:2307.08691, section 3.1): several kernels and no atomics, so that the same bits come out of
 // every run.
 //
-//   attention_row_sums:    delta = Σ dO·O - d(log-sum-exp) and what probabilities need, three numbers for each row
+//   attention_delta:       delta = Σ dO·O - d(log-sum-exp) and what probabilities need, three numbers for each row
 //   attention_d_query:     dQ = scale · dS K, parallel over query rows
 //   attention_d_key_value: dK = scale · dSᵀ Q and dV = Pᵀ dO, parallel over key rows, looping over the heads of a group
 //   attention_d_bias:      dS summed over what the bias broadcasts, parallel over its elements
@@ -9,23 +9,17 @@
 // with P = exp(score - maximum) / sum computed again and dS = P ∘ (dO Vᵀ - delta). Inputs are matrix operands in their own dtype;
 // P and dS are float32 operands, for the reason given in forward.metal.
 #include "attention/gradient.h"
+#include "attention/key_value.h"
 #include "attention/visibility.h"
-#include "core/pipeline.h"
 
 // One simdgroup for each row.
-template <typename T, int V, int SIMDGROUPS>
-[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_row_sums(
-    device const T* out [[buffer(0)]],                // [B, T, N, V]
-    device const T* d_out [[buffer(1)]],              // [B, T, N, V]
-    device const float* row_maximum [[buffer(2)]],    // [B, T, N]
-    device const float* row_total [[buffer(3)]],      // [B, T, N]
-    device const float* d_lse [[buffer(4)]],          // [B, T, N]
-    device float* row_sums [[buffer(5)]],             // [B, T, N]
-    device float2* row_states [[buffer(6)]],          // [B, T, N]: see `RowState`
-    constant Parameters& p [[buffer(7)]],
+template <typename Types, int SIMDGROUPS>
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_delta(
+    DELTA_OPERANDS,
     uint3 group [[threadgroup_position_in_grid]],     // (SIMDGROUPS rows and heads, 1, batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  constexpr int V = Types::V;
   const ulong rows = ulong(p.queries) * p.heads;
   const ulong row = ulong(group.x) * SIMDGROUPS + simdgroup;
   if (row >= rows) {
@@ -38,36 +32,15 @@ template <typename T, int V, int SIMDGROUPS>
   }
   sum = simd_sum(sum);
   if (lane == 0) {
-    store_gradient_row(row_sums, row_states, at, row_maximum[at], row_total[at], sum - d_lse[at]);
+    store_gradient_row(delta, row_states, at, row_max[at], row_sum[at], sum - d_lse[at]);
   }
 }
 
-// Keys and values on their way to dQ: both are read transposed, keys as they lie too.
-template <typename KeySource, typename ValueSource, typename T, int KEYS, int THREADS, bool STAGED>
-struct KeyValueTilesOfQueries {
-  using Keys = typename TileOf<STAGED, KeySource, T, KEYS, THREADS, straight_form | transposed_form>::Type;
-  using Values = typename TileOf<STAGED, ValueSource, T, KEYS, THREADS, transposed_form>::Type;
-  KeySource key_source;
-  ValueSource value_source;
-  Keys keys;
-  Values values;
-
-  INLINED void fetch(int column) {
-    keys.fetch(key_source, column);
-    values.fetch(value_source, column);
-  }
-
-  INLINED void put(int buffer) {
-    keys.put(buffer);
-    values.put(buffer);
-  }
-};
-
 // dQ of a simdgroup's rows of one head, in its registers.
-template <int BLOCKS, int COUNT>
+template <typename Types, int BLOCKS, int COUNT>
 struct QueryGradient {
-  Visibility visibility;
-  Score score;
+  typename Types::Visibility visibility;
+  typename Types::Score score;
   Dropout drop;
   int first;   // the lane's row of the first block
   bool whole;  // all pairs at hand are visible
@@ -100,7 +73,7 @@ struct QueryGradient {
           Pair pair;
           if (!MASKED || whole || visibility.visible(row, at)) {
             pair = Pair(score, row, at, product, d_p[block][c].thread_elements()[e], row_state[block], keep[c][e]);
-            if ((wants_scale || wants_slopes) && !is_absent(pair.d_score)) {
+            if (wants_sums && !is_absent(pair.d_score)) {
               scale_sum[block] += pair.d_score * product;
               slope_sum[block] += pair.d_score * score.distance(row, at);
             }
@@ -109,7 +82,7 @@ struct QueryGradient {
         }
       }
     }
-    if ((MASKED || score.may_hide()) && spoilt) {
+    if ((MASKED || score.may_be_masked()) && spoilt) {
       accumulate_present<width>(sums, s, keys, from, lane);
     } else {
       accumulate<width>(sums, s, keys, from);
@@ -118,9 +91,7 @@ struct QueryGradient {
 };
 
 template <
-    typename T,
-    typename KeySource,
-    typename ValueSource,
+    typename Types,
     int BLOCKS,
     int SIMDGROUPS,
     int KEYS,
@@ -130,26 +101,24 @@ template <
     bool CACHE_DO,
     int SLICES>   // threadgroups that share the columns of dQ, each with all scores
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_d_query(
-    ATTENTION_OPERANDS,
-    device const T* d_out [[buffer(12)]],          // [B, T, N, V]
-    device const float2* row_states [[buffer(13)]],  // [B, T, N]
-    device const float* row_sums [[buffer(14)]],   // [B, T, N]
-    device T* d_query [[buffer(15)]],              // [B, T, N, H]
-    device float* d_scale [[buffer(16), function_constant(wants_scale)]],   // [B, T, N]: Σ dS · score / scale
-    device float* d_slope [[buffer(17), function_constant(wants_slopes)]],  // [B, T, N]: Σ dS · distance
+    D_QUERY_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (head, tile of rows from the last and slice, batch row)
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
-  constexpr int H = KeySource::size;
-  constexpr int V = ValueSource::size;
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
   static_assert(KEYS / 8 % COLUMNS == 0, "parts of a tile are alike");
   constexpr int rows_of_group = SIMDGROUPS * BLOCKS * 8;
   constexpr int h_fragments = slice_fragments(H, SLICES);
-  using Tiles = KeyValueTilesOfQueries<KeySource, ValueSource, T, KEYS, SIMDGROUPS * 32, (BUFFERS > 0)>;
-  threadgroup T k_room[BUFFERS > 0 ? BUFFERS * Tiles::Keys::room : 1];
-  threadgroup T v_room[BUFFERS > 0 ? BUFFERS * Tiles::Values::room : 1];
+  using T = typename Types::T;
+  using Operand = typename Types::Operand;
+  constexpr int both_forms = straight_form | transposed_form;
+  using Tiles = KeyValueTiles<Types, KEYS, SIMDGROUPS * 32, (BUFFERS > 0), both_forms, transposed_form>;
+  threadgroup Operand k_room[BUFFERS > 0 ? BUFFERS * Tiles::Keys::room : 1];
+  threadgroup Operand v_room[BUFFERS > 0 ? BUFFERS * Tiles::Values::room : 1];
 
+  const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const Lane lane(lane_index);
   const int head = group.x;
@@ -158,20 +127,22 @@ template <
   const int slice = int(group.y) % SLICES;
   const int group_row = int((grid.height - 1 - group.y) / SLICES) * rows_of_group;
   const int first = group_row + simdgroup * BLOCKS * 8;
-  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
-  const Score score(p, numbers, bias, batch, head, visibility.offset);
-  const OwnRows<T, H, BLOCKS, CACHE_Q> q(Dense<T, H>(query, batch, p.queries, p.heads, head, p.queries), first, lane);
-  const OwnRows<T, V, BLOCKS, CACHE_DO> d_o(Dense<T, V>(d_out, batch, p.queries, p.heads, head, p.queries), first, lane);
+  const typename Types::Visibility visibility(features, batch, head, lane_index);
+  const typename Types::Score score(features, batch, head, visibility.offset);
+  const OwnRows<typename Types::Query, Operand, BLOCKS, CACHE_Q> q(
+      queries_of<Types>(features, query, batch, head, p.queries), first, lane);
+  const OwnRows<typename Types::Cotangent, Operand, BLOCKS, CACHE_DO> d_o(
+      cotangents_of<Types>(features, d_out, batch, head, p.queries), first, lane);
   Tiles tiles = {
-      KeySource(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns),
-      ValueSource(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns),
+      keys_of<Types>(features, key, batch, key_head, visibility.columns),
+      values_of<Types>(features, value, batch, key_head, visibility.columns),
       typename Tiles::Keys(k_room, thread_index, lane), typename Tiles::Values(v_room, thread_index, lane)};
-  QueryGradient<BLOCKS, h_fragments> gradient = {
-      visibility, score, Dropout(p, dropout, batch, head), first + lane.row, false, {}, {}, {}, {}};
+  QueryGradient<Types, BLOCKS, h_fragments> gradient = {
+      visibility, score, Dropout(features, batch, head), first + lane.row, false, {}, {}, {}, {}};
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = min(gradient.first + block * 8, p.queries - 1);
-    gradient.row_state[block] = RowState(row_states, row_sums, (ulong(batch) * p.queries + row) * p.heads + head);
+    gradient.row_state[block] = RowState(row_states, delta, (ulong(batch) * p.queries + row) * p.heads + head);
     gradient.scale_sum[block] = 0;
     gradient.slope_sum[block] = 0;
   }
@@ -188,7 +159,7 @@ template <
     pipeline.ahead(more, next);
     const auto keys = tiles.keys.reader(tiles.key_source, column, pipeline.buffer);
     const auto values = tiles.values.reader(tiles.value_source, column, pipeline.buffer);
-    const bool spoilt = score.may_hide() && !keys.finite(lane_index);
+    const bool spoilt = score.may_be_masked() && !keys.finite(lane_index);
     ROLLED
     for (int part = 0; part < KEYS / 8; part += COLUMNS) {
       gradient.template add<false, COLUMNS>(
@@ -228,24 +199,14 @@ template <
   for (int block = 0; block < BLOCKS; ++block) {
     const int left = p.queries - first - block * 8;
     const ulong at_row = (ulong(batch) * p.queries + first + block * 8 + lane.row) * p.heads + head;
-    const bool writes = slice == 0 && lane.column == 0 && lane.row < left;
-    if (wants_scale) {
-      const float sum = sum_along_row(gradient.scale_sum[block]);
-      if (writes) {
-        d_scale[at_row] = sum;
+    if (wants_sums) {
+      const float2 found = float2(sum_along_row(gradient.scale_sum[block]), sum_along_row(gradient.slope_sum[block]));
+      if (slice == 0 && lane.column == 0 && lane.row < left) {
+        score_sums[at_row] = found;
       }
     }
-    if (wants_slopes) {
-      const float sum = sum_along_row(gradient.slope_sum[block]);
-      if (writes) {
-        d_slope[at_row] = sum;
-      }
-    }
-    UNROLLED
-    for (int i = 0; i < h_fragments; ++i) {
-      const int at = (slice * h_fragments + i) * 8;
-      store_within(
-          gradient.sums[block][i], 1.0f, rows + (uint(block * 8) * stride + uint(at)), stride, left, H - at, lane);
+    if (lane.row < left) {
+      store_row<H>(gradient.sums[block], 1.0f, rows + uint(block * 8 + lane.row) * stride, slice * h_fragments, lane);
     }
   }
 }
@@ -302,29 +263,33 @@ struct QueryPlace {
 };
 
 // Queries and dO on their way to dK and dV: each is read as it lies and transposed.
-template <typename T, int H, int V, int QUERIES, int THREADS, bool STAGED>
+template <typename Types, int QUERIES, int THREADS, bool STAGED>
 struct QueryTiles {
-  using Queries = typename TileOf<STAGED, Dense<T, H>, T, QUERIES, THREADS, straight_form | transposed_form>::Type;
-  using Cotangents = typename TileOf<STAGED, Dense<T, V>, T, QUERIES, THREADS, straight_form | transposed_form>::Type;
-  Dense<T, H> query_source;  // of head 0
-  Dense<T, V> cotangent_source;
+  using Operand = typename Types::Operand;
+  using QuerySource = typename Types::Query;
+  using CotangentSource = typename Types::Cotangent;
+  static constant constexpr int forms = straight_form | transposed_form;
+  using Queries = typename TileOf<STAGED, QuerySource, Operand, QUERIES, THREADS, forms>::Type;
+  using Cotangents = typename TileOf<STAGED, CotangentSource, Operand, QUERIES, THREADS, forms>::Type;
+  QuerySource query_source;  // of head 0
+  CotangentSource cotangent_source;
   Queries queries;
   Cotangents cotangents;
   RowStates<QUERIES, THREADS, STAGED> states;
 
-  INLINED Dense<T, H> queries_of(int head) const {
-    Dense<T, H> result = query_source;
+  INLINED QuerySource queries_at(int head) const {
+    QuerySource result = query_source;
     result.turn_by(head);
     return result;
   }
 
-  INLINED Dense<T, V> cotangents_of(int head) const {
-    Dense<T, V> result = cotangent_source;
+  INLINED CotangentSource cotangents_at(int head) const {
+    CotangentSource result = cotangent_source;
     result.turn_by(head);
     return result;
   }
 
-  INLINED RowStates<QUERIES, THREADS, STAGED> states_of(int head) const {
+  INLINED RowStates<QUERIES, THREADS, STAGED> states_at(int head) const {
     RowStates<QUERIES, THREADS, STAGED> result = states;
     result.row_states += head;
     result.deltas += head;
@@ -332,9 +297,9 @@ struct QueryTiles {
   }
 
   INLINED void fetch(QueryPlace place) {
-    queries.fetch(queries_of(place.head), place.row);
-    cotangents.fetch(cotangents_of(place.head), place.row);
-    RowStates<QUERIES, THREADS, STAGED> of_head = states_of(place.head);
+    queries.fetch(queries_at(place.head), place.row);
+    cotangents.fetch(cotangents_at(place.head), place.row);
+    RowStates<QUERIES, THREADS, STAGED> of_head = states_at(place.head);
     of_head.fetch(place.row);
     states.fetched = of_head.fetched;
   }
@@ -366,7 +331,7 @@ struct Turn {
   }
 
   // The turn after this one.
-  template <int QUERIES>
+  template <int QUERIES, typename Visibility>
   INLINED Turn next(
       constant Parameters& p, const thread Visibility& visibility, device const int* lists, int column, int columns) const {
     Turn result = *this;
@@ -381,10 +346,10 @@ struct Turn {
 };
 
 // dK and dV of a simdgroup's keys, in its registers, with scores transposed: rows are keys, columns are queries.
-template <int BLOCKS, int KEY_COUNT, int VALUE_COUNT>
+template <typename Types, int BLOCKS, int KEY_COUNT, int VALUE_COUNT>
 struct KeyValueGradient {
-  Visibility visibility;
-  Score score;
+  typename Types::Visibility visibility;
+  typename Types::Score score;
   Dropout drop;
   int first;   // the lane's key of the first block
   bool whole;  // all pairs at hand are visible
@@ -416,6 +381,15 @@ struct KeyValueGradient {
     } else {
       clear(d_p);
     }
+    int rows[BLOCKS * COLUMNS];
+    int columns[BLOCKS * COLUMNS];
+    UNROLLED
+    for (int i = 0; i < BLOCKS * COLUMNS; ++i) {
+      rows[i] = tile_row + (part + i % COLUMNS) * 8 + lane.column;
+      columns[i] = first + i / COLUMNS * 8;
+    }
+    float2 keep[BLOCKS * COLUMNS];
+    drop.factors_of_columns(rows, columns, keep);
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
       const int column = first + block * 8;
@@ -423,19 +397,19 @@ struct KeyValueGradient {
       for (int c = 0; c < COLUMNS; ++c) {
         UNROLLED
         for (int e = 0; e < 2; ++e) {
-          const int row = tile_row + (part + c) * 8 + lane.column + e;
+          const int row = rows[c] + e;
           Pair pair;
           if (!MASKED || whole || visibility.visible(row, column)) {
             pair = Pair(
                 score, row, column, s[block][c].thread_elements()[e], d_p[block][c].thread_elements()[e], state[c][e],
-                drop.factor(row, column));
+                keep[block * COLUMNS + c][e]);
           }
           s[block][c].thread_elements()[e] = pair.weight;
           d_p[block][c].thread_elements()[e] = pair.d_score;
         }
       }
     }
-    if ((MASKED || score.may_hide()) && spoilt) {
+    if ((MASKED || score.may_be_masked()) && spoilt) {
       if (WITH_VALUE) {
         accumulate_present<value_width>(value_sums, s, cotangents, from_value, lane);
       }
@@ -466,16 +440,16 @@ struct KeyValueGradient {
       visibility.turn_to(head);
       score.turn_to(head);
       drop.head = head;
-      const auto query_source = tiles.queries_of(head);
-      const auto cotangent_source = tiles.cotangents_of(head);
-      const auto states = tiles.states_of(head);
+      const auto query_source = tiles.queries_at(head);
+      const auto cotangent_source = tiles.cotangents_at(head);
+      const auto states = tiles.states_at(head);
       while (turn.whole() && turn.head == head) {
         const int row = turn.place(QUERIES).row;
-        const Turn following = turn.next<QUERIES>(p, visibility, lists, group_column, columns);
+        const Turn following = turn.template next<QUERIES>(p, visibility, lists, group_column, columns);
         pipeline.ahead(following.there(), following.place(QUERIES));
         const auto queries = tiles.queries.reader(query_source, row, pipeline.buffer);
         const auto cotangents = tiles.cotangents.reader(cotangent_source, row, pipeline.buffer);
-        const bool spoilt = score.may_hide() && !(queries.finite(lane_index) && cotangents.finite(lane_index));
+        const bool spoilt = score.may_be_masked() && !(queries.finite(lane_index) && cotangents.finite(lane_index));
         ROLLED
         for (int part = 0; part < QUERIES / 8; part += COLUMNS) {
           add<WITH_KEY, WITH_VALUE, false, COLUMNS>(
@@ -487,7 +461,7 @@ struct KeyValueGradient {
       ROLLED
       while (turn.there() && !turn.whole() && turn.head == head) {
         const int row = turn.place(QUERIES).row;
-        const Turn following = turn.next<QUERIES>(p, visibility, lists, group_column, columns);
+        const Turn following = turn.template next<QUERIES>(p, visibility, lists, group_column, columns);
         pipeline.ahead(following.there(), following.place(QUERIES));
         const int seen = visibility.of_tile(row, QUERIES, own, BLOCKS * 8);
         if (seen != none_visible) {
@@ -519,12 +493,8 @@ INLINED void store_keys(
   device T* rows = to + head_offset(batch, p.keys, p.key_heads, key_head, SIZE) + ulong(uint(first)) * stride;
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
-    UNROLLED
-    for (int i = 0; i < COUNT; ++i) {
-      const int at = (from + i) * 8;
-      store_within(
-          sums[block][i], 1.0f, rows + (uint(block * 8) * stride + uint(at)), stride, p.keys - first - block * 8, SIZE - at,
-          lane);
+    if (first + block * 8 + lane.row < p.keys) {
+      store_row<SIZE>(sums[block], 1.0f, rows + uint(block * 8 + lane.row) * stride, from, lane);
     }
   }
 }
@@ -532,9 +502,7 @@ INLINED void store_keys(
 // A simdgroup has BLOCKS × 8 keys and their values, and sums up dK and dV of them. Where registers do not hold both, SLICES
 // threadgroups share them, each with all scores that it needs: the first half of them sums columns of dV, the others those of dK.
 template <
-    typename T,
-    typename KeySource,
-    typename ValueSource,
+    typename Types,
     int BLOCKS,
     int SIMDGROUPS,
     int QUERIES,
@@ -544,28 +512,26 @@ template <
     bool CACHE_V,
     int SLICES>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_d_key_value(
-    ATTENTION_OPERANDS,
-    device const T* d_out [[buffer(12)]],          // [B, T, N, V]
-    device const float2* row_states [[buffer(13)]],  // [B, T, N]
-    device const float* row_sums [[buffer(14)]],   // [B, T, N]
-    device T* d_key [[buffer(15)]],                // [B, S, K, H]
-    device T* d_value [[buffer(16)]],              // [B, S, K, V]
+    D_KEY_VALUE_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (key head, tile of keys and slice, batch row)
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
-  constexpr int H = KeySource::size;
-  constexpr int V = ValueSource::size;
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
   static_assert(QUERIES / 8 % COLUMNS == 0, "parts of a tile are alike");
   constexpr int keys_of_group = SIMDGROUPS * BLOCKS * 8;
   constexpr int parts = SLICES > 1 ? SLICES / 2 : 1;
   constexpr int h_fragments = slice_fragments(H, parts);
   constexpr int v_fragments = slice_fragments(V, parts);
-  using Tiles = QueryTiles<T, H, V, QUERIES, SIMDGROUPS * 32, (BUFFERS > 0)>;
-  threadgroup T q_room[BUFFERS > 0 ? BUFFERS * Tiles::Queries::room : 1];
-  threadgroup T do_room[BUFFERS > 0 ? BUFFERS * Tiles::Cotangents::room : 1];
+  using T = typename Types::T;
+  using Operand = typename Types::Operand;
+  using Tiles = QueryTiles<Types, QUERIES, SIMDGROUPS * 32, (BUFFERS > 0)>;
+  threadgroup Operand q_room[BUFFERS > 0 ? BUFFERS * Tiles::Queries::room : 1];
+  threadgroup Operand do_room[BUFFERS > 0 ? BUFFERS * Tiles::Cotangents::room : 1];
   threadgroup float state_room[BUFFERS > 0 ? BUFFERS * 3 * QUERIES : 1];
 
+  const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const Lane lane(lane_index);
   const int key_head = group.x;
@@ -577,24 +543,24 @@ template <
   const int first = group_column + simdgroup * BLOCKS * 8;
   const int first_head = key_head * heads_of_group;
   const int end_head = first_head + heads_of_group;
-  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, first_head, lane_index);
-  const Score score(p, numbers, bias, batch, first_head, visibility.offset);
-  const Dropout drop(p, dropout, batch, first_head);
-  const OwnRows<T, H, BLOCKS, CACHE_K> k(
-      KeySource(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, p.keys), first, lane);
-  const OwnRows<T, V, BLOCKS, CACHE_V> v(
-      ValueSource(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, p.keys), first, lane);
+  const typename Types::Visibility visibility(features, batch, first_head, lane_index);
+  const typename Types::Score score(features, batch, first_head, visibility.offset);
+  const Dropout drop(features, batch, first_head);
+  const OwnRows<typename Types::Key, Operand, BLOCKS, CACHE_K> k(
+      keys_of<Types>(features, key, batch, key_head, p.keys), first, lane);
+  const OwnRows<typename Types::Value, Operand, BLOCKS, CACHE_V> v(
+      values_of<Types>(features, value, batch, key_head, p.keys), first, lane);
   const ulong at_batch = ulong(batch) * p.queries * p.heads;
   Tiles tiles = {
-      Dense<T, H>(query, batch, p.queries, p.heads, 0, visibility.rows),
-      Dense<T, V>(d_out, batch, p.queries, p.heads, 0, visibility.rows),
+      queries_of<Types>(features, query, batch, 0, visibility.rows),
+      cotangents_of<Types>(features, d_out, batch, 0, visibility.rows),
       typename Tiles::Queries(q_room, thread_index, lane), typename Tiles::Cotangents(do_room, thread_index, lane),
-      {row_states + at_batch, row_sums + at_batch, uint(p.heads), p.queries - 1, state_room, thread_index, {}}};
+      {row_states + at_batch, delta + at_batch, uint(p.heads), p.queries - 1, state_room, thread_index, {}}};
   const Turn before = {first_head - 1, end_head, 0, {0, 0, 0, 0, nullptr, 0}};
-  const Turn turn = before.next<QUERIES>(p, visibility, lists, group_column, keys_of_group);
+  const Turn turn = before.template next<QUERIES>(p, visibility, lists, group_column, keys_of_group);
 
   if (SLICES == 1) {
-    KeyValueGradient<BLOCKS, h_fragments, v_fragments> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
+    KeyValueGradient<Types, BLOCKS, h_fragments, v_fragments> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
     clear(gradient.key_sums);
     clear(gradient.value_sums);
     gradient.template add_all<true, true, QUERIES, COLUMNS, BUFFERS>(
@@ -603,13 +569,13 @@ template <
     store_keys<T, H>(gradient.key_sums, p, d_key, batch, key_head, first, 0, lane);
     store_keys<T, V>(gradient.value_sums, p, d_value, batch, key_head, first, 0, lane);
   } else if (slice < parts) {
-    KeyValueGradient<BLOCKS, 1, v_fragments> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
+    KeyValueGradient<Types, BLOCKS, 1, v_fragments> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
     clear(gradient.value_sums);
     gradient.template add_all<false, true, QUERIES, COLUMNS, BUFFERS>(
         p, k, v, tiles, turn, lists, group_column, keys_of_group, first, 0, part * v_fragments, lane, lane_index);
     store_keys<T, V>(gradient.value_sums, p, d_value, batch, key_head, first, part * v_fragments, lane);
   } else {
-    KeyValueGradient<BLOCKS, h_fragments, 1> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
+    KeyValueGradient<Types, BLOCKS, h_fragments, 1> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
     clear(gradient.key_sums);
     gradient.template add_all<true, false, QUERIES, COLUMNS, BUFFERS>(
         p, k, v, tiles, turn, lists, group_column, keys_of_group, first, part * h_fragments, 0, lane, lane_index);
@@ -619,18 +585,16 @@ template <
 }
 
 // One simdgroup for each 8 × (8 · COLUMNS) elements of the bias; along an axis that the bias lacks it walks over all tiles.
-template <typename T, typename KeySource, typename ValueSource, int COLUMNS>
+template <typename Types, int COLUMNS>
 [[kernel, max_total_threads_per_threadgroup(32)]] void attention_d_bias(
-    ATTENTION_OPERANDS,
-    device const T* d_out [[buffer(12)]],          // [B, T, N, V]
-    device const float2* row_states [[buffer(13)]],  // [B, T, N]
-    device const float* row_sums [[buffer(14)]],   // [B, T, N]
-    device uchar* d_bias [[buffer(15)]],           // as bias
+    D_BIAS_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (tile of columns, tile of rows, row and head of the bias)
     ushort lane_index [[thread_index_in_simdgroup]]) {
-  constexpr int H = KeySource::size;
-  constexpr int V = ValueSource::size;
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
+  using Operand = typename Types::Operand;
   constexpr int width = COLUMNS * 8;
+  const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const Lane lane(lane_index);
   const int bias_row = int(group.z) / p.bias.heads;
@@ -654,25 +618,27 @@ template <typename T, typename KeySource, typename ValueSource, int COLUMNS>
     }
     for (int head = low_head; head <= high_head; ++head) {
       const int key_head = head / (p.heads / p.key_heads);
-      const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
-      const Score score(p, numbers, bias, batch, head, visibility.offset);
-      const Dropout drop(p, dropout, batch, head);
-      const KeySource keys(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns);
-      const ValueSource values(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns);
+      const typename Types::Visibility visibility(features, batch, head, lane_index);
+      const typename Types::Score score(features, batch, head, visibility.offset);
+      const Dropout drop(features, batch, head);
+      const auto keys = keys_of<Types>(features, key, batch, key_head, visibility.columns);
+      const auto values = values_of<Types>(features, value, batch, key_head, visibility.columns);
       for (int row = first_row; row <= last_row; row += 8) {
-        const OwnRows<T, H, 1, false> q(Dense<T, H>(query, batch, p.queries, p.heads, head, p.queries), row, lane);
-        const OwnRows<T, V, 1, false> d_o(Dense<T, V>(d_out, batch, p.queries, p.heads, head, p.queries), row, lane);
+        const OwnRows<typename Types::Query, Operand, 1, false> q(
+            queries_of<Types>(features, query, batch, head, p.queries), row, lane);
+        const OwnRows<typename Types::Cotangent, Operand, 1, false> d_o(
+            cotangents_of<Types>(features, d_out, batch, head, p.queries), row, lane);
         const int own_row = row + lane.row;
         const RowState state(
-            row_states, row_sums, (ulong(batch) * p.queries + min(own_row, p.queries - 1)) * p.heads + head);
+            row_states, delta, (ulong(batch) * p.queries + min(own_row, p.queries - 1)) * p.heads + head);
         for (int column = first_column; column <= last_column; column += width) {
           if (visibility.of_tile(row, 8, column, width) == none_visible) {
             continue;
           }
           Fragment<float> s[1][COLUMNS];
           Fragment<float> d_p[1][COLUMNS];
-          multiply_rows(s, q, Direct<KeySource, T, width>(lane).reader(keys, column, 0));
-          multiply_rows(d_p, d_o, Direct<ValueSource, T, width>(lane).reader(values, column, 0));
+          multiply_rows(s, q, Direct<typename Types::Key, Operand, width>(lane).reader(keys, column, 0));
+          multiply_rows(d_p, d_o, Direct<typename Types::Value, Operand, width>(lane).reader(values, column, 0));
           UNROLLED
           for (int c = 0; c < COLUMNS; ++c) {
             UNROLLED

@@ -5,6 +5,7 @@
 // whole group, straight from device memory: nobody else wants it. Nothing beyond a batch row's length is read.
 #include "attention/softmax.h"
 #include "attention/visibility.h"
+#include "core/lanes.h"
 
 // Row r of a group is query row r % T of head r / T.
 struct GroupRow {
@@ -21,21 +22,21 @@ struct GroupRow {
 };
 
 // The query rows of a simdgroup in registers; those outside are zero, and are not stored.
-template <typename T, int H, int BLOCKS>
+template <typename Operand, int H, int BLOCKS>
 struct GroupRows {
   static constant constexpr int count = padded(H) / 8;
-  Fragment<T> kept[BLOCKS][count];
+  Fragment<Operand> kept[BLOCKS][count];
 
-  INLINED Fragment<T> at(int block, int i) const {
+  INLINED Fragment<Operand> at(int block, int i) const {
     return kept[block][i];
   }
 };
 
 // The rows of a group, each of its own head, as `attend` asks about them.
-template <int BLOCKS>
+template <typename Types, int BLOCKS>
 struct GroupRules {
-  Visibility visibility[BLOCKS];
-  Score score[BLOCKS];
+  typename Types::Visibility visibility[BLOCKS];
+  typename Types::Score score[BLOCKS];
   int row[BLOCKS];
 
   template <bool MASKED>
@@ -43,27 +44,27 @@ struct GroupRules {
     return (!MASKED || visibility[block].visible(row[block], column)) && score[block].of(product, row[block], column, x);
   }
 
-  INLINED bool may_hide() const {
-    return score[0].may_hide();
+  INLINED bool may_be_masked() const {
+    return score[0].may_be_masked();
   }
 
   template <int COLUMNS>
   INLINED void factors(int, int, thread float2 (&)[COLUMNS]) const {}
 };
 
-template <typename T, typename KeySource, typename ValueSource, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
+template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode(
-    ATTENTION_OPERANDS,
-    device float* split_out [[buffer(12)]],    // [B, K, splits, G·T, V], not normalised
-    device float* split_state [[buffer(13)]],  // [B, K, splits, G·T, 2]: maximum, sum; -0 where nothing is visible
-    constant int& splits [[buffer(14)]],
-    constant int& split_keys [[buffer(15)]],   // columns of a split, a multiple of KEYS
+    DECODE_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (splits / SIMDGROUPS, tile of rows and slice, key head and batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
-  constexpr int H = KeySource::size;
-  constexpr int V = ValueSource::size;
+  using Operand = typename Types::Operand;
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
   constexpr int v_fragments = slice_fragments(V, SLICES);
+  using Keys = LaneKeys<typename Types::Key, Operand, KEYS / 8>;
+  using Values = LaneValues<typename Types::Value, Operand, KEYS / 8>;
+  const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const Lane lane(lane_index);
   const int split = int(group.x) * SIMDGROUPS + simdgroup;
@@ -76,87 +77,257 @@ template <typename T, typename KeySource, typename ValueSource, int BLOCKS, int 
     return;
   }
 
-  const Visibility all(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, key_head, lane_index);
-  GroupRows<T, H, BLOCKS> q;
-  GroupRules<BLOCKS> rules;
+  const typename Types::Visibility all(features, batch, key_head, lane_index);
+  GroupRows<Operand, H, BLOCKS> q;
+  GroupRules<Types, BLOCKS> rules;
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     const GroupRow own(p, key_head, first + block * 8 + lane.row);
     rules.row[block] = own.row;
-    rules.visibility[block] =
-        Visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, own.head, lane_index);
-    rules.score[block] = Score(p, numbers, bias, batch, own.head, all.offset);
-    device const T* at =
-        Dense<T, H>(query, batch, p.queries, p.heads, own.head, p.queries).tile(own.row).rows + lane.column;
+    rules.visibility[block] = typename Types::Visibility(features, batch, own.head, lane_index);
+    rules.score[block] = typename Types::Score(features, batch, own.head, all.offset);
+    const auto at = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
     UNROLLED
     for (int i = 0; i < padded(H) / 8; ++i) {
-      q.kept[block][i] = fragment_of<T>(T(0), T(0));
-      if (own.inside) {
-        q.kept[block][i] = load_within<T, H>(at + i * 8, lane.column + i * 8);
+      Operand x[2];
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        const int channel = Keys::channel(i, lane.column + e);
+        x[e] = own.inside && channel < H ? Operand(at.at(0, channel)) : Operand(0);
       }
+      q.kept[block][i] = fragment_of<Operand>(x[0], x[1]);
     }
   }
 
-  using Keys = Direct<KeySource, T, KEYS>;
-  using Values = Direct<ValueSource, T, KEYS>;
-  const KeySource key_source(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, all.columns);
-  const ValueSource value_source(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, all.columns);
+  const auto key_source = keys_of<Types>(features, key, batch, key_head, all.columns);
+  const auto value_source = values_of<Types>(features, value, batch, key_head, all.columns);
   Running<BLOCKS, v_fragments> running;
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
+  // columns that all rows see; masks may differ among the rows of a simdgroup
+  const int whole_begin = all.column_begin(p.queries - 1);
+  const int whole_end = all.by_bands() && p.queries <= all.rows ? min(all.column_end(0, 0), end) : 0;
   int column = begin;
-  // masks may differ among the rows of a simdgroup
-  for (; only_bands() && column < end && all.band(0, p.queries, column, KEYS) == all_visible; column += KEYS) {
-    const auto keys = Keys(lane).reader(key_source, column, 0);
-    const auto values = Values(lane).reader(value_source, column, 0);
-    const bool spoilt = rules.may_hide() && !values.finite(lane_index);
+  for (; column >= whole_begin && column + KEYS <= whole_end; column += KEYS) {
+    const Keys keys(key_source, column, lane_index, lane);
+    const Values values(value_source, column, lane_index, lane);
+    const bool spoilt = rules.may_be_masked() && !values.finite();
     attend<false, KEYS / 8>(running, q, rules, keys, values, column, slice * v_fragments, spoilt, lane);
   }
   ROLLED
-  for (; column < end; column += KEYS) {
-    const auto keys = Keys(lane).reader(key_source, column, 0);
-    const auto values = Values(lane).reader(value_source, column, 0);
-    const bool spoilt = !values.finite(lane_index);
-    ROLLED
-    for (int part = 0; part < KEYS / 8 && column + part * 8 < end; ++part) {
-      attend<true, 1>(
-          running, q, rules, keys.part(part), values.part(part), column + part * 8, slice * v_fragments, spoilt, lane);
-    }
+  for (; column < end; column += 8) {
+    const LaneKeys<typename Types::Key, Operand, 1> keys(key_source, column, lane_index, lane);
+    const LaneValues<typename Types::Value, Operand, 1> values(value_source, column, lane_index, lane);
+    attend<true, 1>(running, q, rules, keys, values, column, slice * v_fragments, !values.finite(), lane);
   }
 
   const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = first + block * 8;
-    const float sum = sum_along_row(running.total[block]);
+    const float sum = sum_along_row(running.row_sum[block]);
     device float* at = split_out + (plane * rows + row) * V;
     UNROLLED
     for (int i = 0; i < v_fragments; ++i) {
-      const int column = (slice * v_fragments + i) * 8;
-      store_within(running.sums[block][i], 1.0f, at + column, uint(V), rows - row, V - column, lane);
+      const int channel = Values::channel(slice * v_fragments + i, lane);
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        if (row + lane.row < rows && channel + e < V) {
+          at[lane.row * V + channel + e] = running.sums[block][i].thread_elements()[e];
+        }
+      }
     }
     if (slice == 0 && lane.column == 0 && row + lane.row < rows) {
       device float* state = split_state + (plane * rows + row + lane.row) * 2;
-      state[0] = running.high[block];
+      state[0] = running.row_max[block];
       state[1] = sum;
     }
   }
 }
 
+// The same without the matrix unit, for rows too few to fill it: eight lanes share a key, a simdgroup has four keys at once, and
+// each of its quarters sums up what its own keys come to. Nothing is loaded of what a row does not see.
+template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode_rows(
+    DECODE_ROWS_OPERANDS,
+    uint3 launched [[threadgroup_position_in_grid]],  // of (splits / SIMDGROUPS, tile of rows, key head and batch row)
+    ushort simdgroup [[simdgroup_index_in_threadgroup]],
+    ushort lane_index [[thread_index_in_simdgroup]]) {
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
+  using KeyRun = Run<typename Types::Key, 8>;
+  using ValueRun = Run<typename Types::Value, 8>;
+  const Features features = FEATURES;
+  const uint3 group = place_in(grid, launched);
+  const int split = int(group.x) * SIMDGROUPS + simdgroup;
+  const int first = int(group.y) * ROWS;
+  const int key_head = int(group.z) % p.key_heads;
+  const int batch = int(group.z) / p.key_heads;
+  const int rows = p.heads / p.key_heads * p.queries;
+  const int part = lane_index & 7;
+  const int quarter = lane_index >> 3;
+  if (split >= splits) {
+    return;
+  }
+
+  const typename Types::Visibility all(features, batch, key_head, lane_index);
+  float q[ROWS][KeyRun::width];
+  float sums[ROWS][ValueRun::width];
+  float row_max[ROWS];
+  float row_sum[ROWS];
+  GroupRules<Types, ROWS> rules;
+  UNROLLED
+  for (int r = 0; r < ROWS; ++r) {
+    const GroupRow own(p, key_head, first + r);
+    rules.row[r] = own.row;
+    rules.visibility[r] = typename Types::Visibility(features, batch, own.head, lane_index);
+    rules.score[r] = typename Types::Score(features, batch, own.head, all.offset);
+    const auto at = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
+    row_max[r] = -INFINITY;
+    row_sum[r] = absent_weight();
+    UNROLLED
+    for (int i = 0; i < KeyRun::width; ++i) {
+      const int channel = part * KeyRun::width + i;
+      q[r][i] = channel < H ? float(at.at(0, channel)) : 0.0f;
+    }
+    UNROLLED
+    for (int i = 0; i < ValueRun::width; ++i) {
+      sums[r][i] = 0;
+    }
+  }
+
+  const auto keys = keys_of<Types>(features, key, batch, key_head, all.columns);
+  const auto values = values_of<Types>(features, value, batch, key_head, all.columns);
+  const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
+  const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
+  // columns that all rows see, where positions and lengths tell
+  const int whole_begin = all.column_begin(p.queries - 1);
+  const int whole_end = all.by_bands() && p.queries <= all.rows ? min(all.column_end(0, 0), end) : 0;
+  ROLLED
+  for (int tile = begin; tile < end; tile += KEYS) {
+    const bool whole = tile >= whole_begin && tile + KEYS <= whole_end;
+    float x[KEYS / 4][ROWS];
+    bool seen[KEYS / 4][ROWS];
+    uint units[KEYS / 8];
+    UNROLLED
+    for (int k = 0; k < KEYS / 8; ++k) {
+      units[k] = unit_of_eight(keys, min(tile + k * 8, end - 1), lane_index);
+    }
+    UNROLLED
+    for (int k = 0; k < KEYS / 4; ++k) {
+      const int column = tile + k * 4 + quarter;
+      const KeyRun run(keys.token_of(units[k / 2], min(column, end - 1)), part, lane_index - part + KeyRun::reader_of(part));
+      float product[ROWS];
+      UNROLLED
+      for (int r = 0; r < ROWS; ++r) {
+        product[r] = 0;
+      }
+      UNROLLED
+      for (int i = 0; i < KeyRun::width; i += KeyRun::together) {
+        const auto word = run.word(i);
+        UNROLLED
+        for (int e = 0; e < KeyRun::together; ++e) {
+          const float found = run.element(word, i + e, e);
+          UNROLLED
+          for (int r = 0; r < ROWS; ++r) {
+            product[r] = fma(q[r][i + e], found, product[r]);
+          }
+        }
+      }
+      UNROLLED
+      for (int r = 0; r < ROWS; ++r) {
+        product[r] += simd_shuffle_xor(product[r], ushort(1));
+        product[r] += simd_shuffle_xor(product[r], ushort(2));
+        product[r] += simd_shuffle_xor(product[r], ushort(4));
+        x[k][r] = -INFINITY;
+        if (whole) {
+          seen[k][r] = rules.template of<false>(r, product[r], column, x[k][r]);
+        } else {
+          seen[k][r] = column < end && rules.template of<true>(r, product[r], column, x[k][r]);
+        }
+      }
+    }
+    UNROLLED
+    for (int r = 0; r < ROWS; ++r) {
+      float largest = row_max[r];
+      UNROLLED
+      for (int k = 0; k < KEYS / 4; ++k) {
+        largest = max(largest, x[k][r]);
+      }
+      const float from = or_zero(largest);
+      const float shrink = weight_of(row_max[r], from);
+      row_max[r] = largest;
+      row_sum[r] *= shrink;
+      UNROLLED
+      for (int k = 0; k < KEYS / 4; ++k) {
+        x[k][r] = weight_of(x[k][r], from);
+        row_sum[r] += seen[k][r] ? x[k][r] : absent_weight();
+      }
+      UNROLLED
+      for (int i = 0; i < ValueRun::width; ++i) {
+        sums[r][i] *= shrink;
+      }
+    }
+    UNROLLED
+    for (int k = 0; k < KEYS / 4; ++k) {
+      const uint unit = Types::Value::page != 0 ? units[k / 2] : values.row;
+      const int token = min(tile + k * 4 + quarter, end - 1);
+      const ValueRun run(values.token_of(unit, token), part, lane_index - part + ValueRun::reader_of(part));
+      UNROLLED
+      for (int i = 0; i < ValueRun::width; i += ValueRun::together) {
+        const auto word = run.word(i);
+        UNROLLED
+        for (int e = 0; e < ValueRun::together; ++e) {
+          const float found = run.element(word, i + e, e);
+          UNROLLED
+          for (int r = 0; r < ROWS; ++r) {
+            if (seen[k][r]) {
+              sums[r][i + e] = fma(x[k][r], found, sums[r][i + e]);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
+  UNROLLED
+  for (int r = 0; r < ROWS; ++r) {
+    float largest = max(row_max[r], simd_shuffle_xor(row_max[r], ushort(8)));
+    largest = max(largest, simd_shuffle_xor(largest, ushort(16)));
+    const float shrink = weight_of(row_max[r], or_zero(largest));
+    float sum = row_sum[r] * shrink;
+    sum += simd_shuffle_xor(sum, ushort(8));
+    sum += simd_shuffle_xor(sum, ushort(16));
+    const ulong row = plane * rows + first + r;
+    const bool writes = quarter == 0 && first + r < rows;
+    UNROLLED
+    for (int i = 0; i < ValueRun::width; ++i) {
+      const int channel = part * ValueRun::width + i;
+      float y = sums[r][i] * shrink;
+      y += simd_shuffle_xor(y, ushort(8));
+      y += simd_shuffle_xor(y, ushort(16));
+      if (writes && channel < V) {
+        split_out[row * V + channel] = y;
+      }
+    }
+    if (writes && part == 0) {
+      split_state[row * 2] = largest;
+      split_state[row * 2 + 1] = sum;
+    }
+  }
+}
+
 // One simdgroup for each row: its splits become one output, maximum and sum.
-template <typename T, int V, int SIMDGROUPS>
+template <typename Types, int SIMDGROUPS>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_merge(
-    device const float* split_out [[buffer(0)]],
-    device const float* split_state [[buffer(1)]],
-    device const float* numbers [[buffer(2)]],
-    device T* out [[buffer(3)]],              // [B, T, N, V]
-    device float* row_maximum [[buffer(4)]],  // [B, T, N]
-    device float* row_total [[buffer(5)]],    // [B, T, N]
-    constant Parameters& p [[buffer(6)]],
-    constant int& splits [[buffer(7)]],
+    MERGE_OPERANDS,
     uint3 group [[threadgroup_position_in_grid]],  // (SIMDGROUPS rows, key head, batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  using T = typename Types::T;
+  constexpr int V = Types::V;
+  const Features features = FEATURES;
   const int key_head = group.y;
   const int batch = group.z;
   const int rows = p.heads / p.key_heads * p.queries;
@@ -177,8 +348,7 @@ template <typename T, int V, int SIMDGROUPS>
     device const float* state = split_state + ((first + split) * rows + r) * 2;
     sum += state[1] * weight_of(state[0], from);
   }
-  const float sink = has_sinks ? numbers[(ulong(batch) * p.heads + own.head) * p.numbers_stride + 2] : -INFINITY;
-  const FinishedRow row(largest, sum, sink);
+  const FinishedRow row(largest, sum, typename Types::Score(features, batch, own.head, 0).sink(own.head));
   const ulong at = (ulong(batch) * p.queries + own.row) * p.heads + own.head;
   for (int i = lane; i < V; i += 32) {
     float x = 0;
@@ -189,6 +359,6 @@ template <typename T, int V, int SIMDGROUPS>
     out[at * V + i] = T(x * row.factor);
   }
   if (lane == 0) {
-    row.store(row_maximum, row_total, at);
+    row.store(row_max, row_sum, at);
   }
 }

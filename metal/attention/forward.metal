@@ -7,35 +7,15 @@
 // Q, K and V are matrix operands in their own dtype. Scores and output are accumulated in float32, and so is the
 // probability when it becomes an operand: it already lies in the registers of the score, and rounding it to 16 bits would
 // cost about a unit in the last place of the output.
+#include "attention/key_value.h"
 #include "attention/softmax.h"
 #include "attention/visibility.h"
-#include "core/pipeline.h"
-
-// Keys and values on their way: keys are read transposed, values as they lie.
-template <typename KeySource, typename ValueSource, typename T, int KEYS, int THREADS, bool STAGED>
-struct KeyValueTiles {
-  using Keys = typename TileOf<STAGED, KeySource, T, KEYS, THREADS, transposed_form>::Type;
-  using Values = typename TileOf<STAGED, ValueSource, T, KEYS, THREADS, straight_form>::Type;
-  KeySource key_source;
-  ValueSource value_source;
-  Keys keys;
-  Values values;
-
-  INLINED void fetch(int column) {
-    keys.fetch(key_source, column);
-    values.fetch(value_source, column);
-  }
-
-  INLINED void put(int buffer) {
-    keys.put(buffer);
-    values.put(buffer);
-  }
-};
 
 // A simdgroup's rows of one head, from `first` on, as `attend` asks about them.
+template <typename Types>
 struct HeadRows {
-  Visibility visibility;
-  Score score;
+  typename Types::Visibility visibility;
+  typename Types::Score score;
   Dropout drop;
   int first;  // the lane's row of the first block
   bool whole;  // all pairs at hand are visible
@@ -46,8 +26,8 @@ struct HeadRows {
     return (!MASKED || whole || visibility.visible(row, column)) && score.of(product, row, column, x);
   }
 
-  INLINED bool may_hide() const {
-    return score.may_hide();
+  INLINED bool may_be_masked() const {
+    return score.may_be_masked();
   }
 
   template <int COLUMNS>
@@ -57,9 +37,7 @@ struct HeadRows {
 };
 
 template <
-    typename T,
-    typename KeySource,
-    typename ValueSource,
+    typename Types,
     int BLOCKS,
     int SIMDGROUPS,
     int KEYS,
@@ -67,38 +45,39 @@ template <
     bool CACHE_Q,
     int SLICES>     // threadgroups that share the columns of the output, each with all scores
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_forward(
-    ATTENTION_OPERANDS,
-    device T* out [[buffer(12)]],                  // [B, T, N, V]
-    device float* row_maximum [[buffer(13)]],      // [B, T, N]
-    device float* row_total [[buffer(14)]],        // [B, T, N]
+    FORWARD_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (head, tile of rows from the last and slice, batch row)
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
-  constexpr int H = KeySource::size;
-  constexpr int V = ValueSource::size;
+  constexpr int V = Types::V;
   constexpr int rows_of_group = SIMDGROUPS * BLOCKS * 8;
   constexpr int v_fragments = slice_fragments(V, SLICES);
-  using Tiles = KeyValueTiles<KeySource, ValueSource, T, KEYS, SIMDGROUPS * 32, (BUFFERS > 0)>;
-  threadgroup T k_room[BUFFERS > 0 ? BUFFERS * Tiles::Keys::room : 1];
-  threadgroup T v_room[BUFFERS > 0 ? BUFFERS * Tiles::Values::room : 1];
+  using T = typename Types::T;
+  using Operand = typename Types::Operand;
+  using Tiles = KeyValueTiles<Types, KEYS, SIMDGROUPS * 32, (BUFFERS > 0), transposed_form, straight_form>;
+  threadgroup Operand k_room[BUFFERS > 0 ? BUFFERS * Tiles::Keys::room : 1];
+  threadgroup Operand v_room[BUFFERS > 0 ? BUFFERS * Tiles::Values::room : 1];
 
+  const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const Lane lane(lane_index);
+  const int queries = p.queries;  // loaded once: what is stored might be taken for parameters
+  const int heads = p.heads;
   const int head = group.x;
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
   const int slice = int(group.y) % SLICES;
   const int group_row = int((grid.height - 1 - group.y) / SLICES) * rows_of_group;  // under a causal mask the longest go first
   const int first = group_row + simdgroup * BLOCKS * 8;
-  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, lane_index);
-  const Score score(p, numbers, bias, batch, head, visibility.offset);
-  HeadRows rows = {visibility, score, Dropout(p, dropout, batch, head), first + lane.row, false};
-  const OwnRows<T, H, BLOCKS, CACHE_Q> q(
-      Dense<T, H>(query, batch, p.queries, p.heads, head, p.queries), first, lane);
+  const typename Types::Visibility visibility(features, batch, head, lane_index);
+  const typename Types::Score score(features, batch, head, visibility.offset);
+  HeadRows<Types> rows = {visibility, score, Dropout(features, batch, head), first + lane.row, false};
+  const OwnRows<typename Types::Query, Operand, BLOCKS, CACHE_Q> q(
+      queries_of<Types>(features, query, batch, head, queries), first, lane);
   Tiles tiles = {
-      KeySource(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns),
-      ValueSource(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns),
+      keys_of<Types>(features, key, batch, key_head, visibility.columns),
+      values_of<Types>(features, value, batch, key_head, visibility.columns),
       typename Tiles::Keys(k_room, thread_index, lane), typename Tiles::Values(v_room, thread_index, lane)};
   Running<BLOCKS, v_fragments> running;
 
@@ -113,7 +92,7 @@ template <
     pipeline.ahead(more, next);
     const auto keys = tiles.keys.reader(tiles.key_source, column, pipeline.buffer);
     const auto values = tiles.values.reader(tiles.value_source, column, pipeline.buffer);
-    const bool spoilt = score.may_hide() && !values.finite(lane_index);
+    const bool spoilt = score.may_be_masked() && !values.finite(lane_index);
     attend<false, KEYS / 8>(running, q, rows, keys, values, column, slice * v_fragments, spoilt, lane);
     pipeline.turn(more);
     column = next;
@@ -142,21 +121,18 @@ template <
     column = next;
   }
 
-  const uint out_stride = uint(p.heads) * uint(V);
-  device T* out_rows = out + head_offset(batch, p.queries, p.heads, head, V) + ulong(uint(first)) * out_stride;
+  const uint out_stride = uint(heads) * uint(V);
+  device T* out_rows = out + head_offset(batch, queries, heads, head, V) + ulong(uint(first)) * out_stride;
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
-    const FinishedRow row(running.high[block], sum_along_row(running.total[block]), score.sink(head));
-    const int left = p.queries - first - block * 8;
-    UNROLLED
-    for (int i = 0; i < v_fragments; ++i) {
-      const int at = (slice * v_fragments + i) * 8;
-      store_within(
-          running.sums[block][i], row.factor, out_rows + (uint(block * 8) * out_stride + uint(at)), out_stride, left, V - at,
-          lane);
+    const FinishedRow row(running.row_max[block], sum_along_row(running.row_sum[block]), score.sink(head));
+    const int left = queries - first - block * 8;
+    if (lane.row < left) {
+      store_row<V>(
+          running.sums[block], row.factor, out_rows + uint(block * 8 + lane.row) * out_stride, slice * v_fragments, lane);
     }
     if (slice == 0 && lane.column == 0 && lane.row < left) {
-      row.store(row_maximum, row_total, (ulong(batch) * p.queries + first + block * 8 + lane.row) * p.heads + head);
+      row.store(row_max, row_sum, (ulong(batch) * queries + first + block * 8 + lane.row) * heads + head);
     }
   }
 }

@@ -41,6 +41,7 @@ struct Pair {
   INLINED Pair() : weight(absent_weight()), d_score(absent_weight()) {}
 
   // Of a pair that masks allow; `d_weight` is dO · v, `keep` the factor of dropout.
+  template <typename Score>
   INLINED Pair(const thread Score& score, int row, int column, float product, float d_weight, RowState state, float keep) : Pair() {
     float x;
     if (score.of(product, row, column, x)) {

@@ -25,41 +25,36 @@ INLINED float reduce(threadgroup float* scratch, float x, ushort i) {
   return result;
 }
 
-// Product of a row in threadgroup memory with one in device memory, four elements at a time where rows are aligned.
-template <typename T, int SIZE>
-INLINED float dot_rows(threadgroup const float* own, device const T* other) {
+// Product of a row in threadgroup memory with the first of a tile, four elements at a time where rows are aligned.
+template <int SIZE, typename Tile>
+INLINED float dot_rows(threadgroup const float* own, Tile other) {
   constexpr int vector = SIZE % 4 == 0 ? 4 : 1;
   float sum = 0;
   for (int i = 0; i < SIZE; i += vector) {
-    if (vector == 4) {
-      const vec<T, 4> x = *reinterpret_cast<device const vec<T, 4>*>(other + i);
-      for (int e = 0; e < 4; ++e) {
-        sum += own[i + e] * float(x[e]);
-      }
-    } else {
-      sum += own[i] * float(other[i]);
+    const auto x = other.template load<vector>(0, i);
+    for (int e = 0; e < vector; ++e) {
+      sum += own[i + e] * float(x[e]);
     }
   }
   return sum;
 }
 
-template <typename T, int SIZE, int THREADS>
-INLINED void keep_row(threadgroup float* own, device const T* row, ushort thread_index) {
+template <int SIZE, int THREADS, typename Tile>
+INLINED void keep_row(threadgroup float* own, Tile tile, ushort thread_index) {
   for (int i = thread_index; i < SIZE; i += THREADS) {
-    own[i] = float(row[i]);
+    own[i] = float(tile.at(0, i));
   }
 }
 
-template <typename T, typename KeySource, typename ValueSource, int THREADS, int ROWS>
+template <typename Types, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_forward(
-    ATTENTION_OPERANDS,
-    device T* out [[buffer(12)]],
-    device float* row_maximum [[buffer(13)]],
-    device float* row_total [[buffer(14)]],
+    FORWARD_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (row, head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
-  constexpr int H = KeySource::size;
-  constexpr int V = ValueSource::size;
+  using T = typename Types::T;
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
+  const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   threadgroup float q_row[H];
   threadgroup float weights[THREADS];
@@ -68,14 +63,12 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
   const int head = group.y;
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
-  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
-  const Score score(p, numbers, bias, batch, head, visibility.offset);
-  const Dropout drop(p, dropout, batch, head);
-  const KeySource keys(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns);
-  const ValueSource values(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns);
-  const ulong q_stride = ulong(p.heads) * H;
-  keep_row<T, H, THREADS>(
-      q_row, query + head_offset(batch, p.queries, p.heads, head, H) + row * q_stride, thread_index);
+  const typename Types::Visibility visibility(features, batch, head, thread_index);
+  const typename Types::Score score(features, batch, head, visibility.offset);
+  const Dropout drop(features, batch, head);
+  const auto keys = keys_of<Types>(features, key, batch, key_head, visibility.columns);
+  const auto values = values_of<Types>(features, value, batch, key_head, visibility.columns);
+  keep_row<H, THREADS>(q_row, queries_of<Types>(features, query, batch, head, p.queries).tile(row), thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   constexpr int own = (V + THREADS - 1) / THREADS;
@@ -83,8 +76,8 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
   for (int i = 0; i < own; ++i) {
     sums[i] = 0;
   }
-  float high = -INFINITY;
-  float total = absent_weight();
+  float running_max = -INFINITY;
+  float running_sum = absent_weight();
   const int end = visibility.column_end(row, row);
   const int own_rows = has_lists ? ROWS : 1;
   const Walk walk = columns_for<THREADS>(p, visibility, lists, head, row / own_rows * own_rows, own_rows);
@@ -94,14 +87,14 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
     float x = -INFINITY;
     bool visible = visibility.visible(row, at);
     if (visible) {
-      visible = score.of(dot_rows<T, H>(q_row, keys.tile(at).rows), row, at, x);
+      visible = score.of(dot_rows<H>(q_row, keys.tile(at)), row, at, x);
     }
     // a maximum passes over NaN; the sum does not
-    const float largest = max(high, reduce<THREADS, true>(scratch, x, thread_index));
-    const float shrink = weight_of(high, or_zero(largest));
+    const float largest = max(running_max, reduce<THREADS, true>(scratch, x, thread_index));
+    const float shrink = weight_of(running_max, or_zero(largest));
     float weight = visible ? weight_of(x, or_zero(largest)) : absent_weight();
-    total = total * shrink + reduce<THREADS, false>(scratch, weight, thread_index);
-    high = largest;
+    running_sum = running_sum * shrink + reduce<THREADS, false>(scratch, weight, thread_index);
+    running_max = largest;
     if (has_dropout) {
       weight *= drop.factor(row, at);
     }
@@ -113,7 +106,7 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
         float sum = sums[i] * shrink;
         for (int j = 0; j < min(THREADS, end - column); ++j) {
           if (!is_absent(weights[j])) {
-            sum += weights[j] * float(values.tile(column + j).rows[element]);
+            sum += weights[j] * float(values.tile(column + j).at(0, element));
           }
         }
         sums[i] = sum;
@@ -122,7 +115,7 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  const FinishedRow finished(high, total, score.sink(head));
+  const FinishedRow finished(running_max, running_sum, score.sink(head));
   const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
   for (int i = 0; i < own; ++i) {
     const int element = thread_index + i * THREADS;
@@ -131,22 +124,16 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
     }
   }
   if (thread_index == 0) {
-    finished.store(row_maximum, row_total, at_row);
+    finished.store(row_max, row_sum, at_row);
   }
 }
 
-template <typename T, int V, int THREADS>
-[[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_row_sums(
-    device const T* out [[buffer(0)]],
-    device const T* d_out [[buffer(1)]],
-    device const float* row_maximum [[buffer(2)]],
-    device const float* row_total [[buffer(3)]],
-    device const float* d_lse [[buffer(4)]],
-    device float* row_sums [[buffer(5)]],
-    device float2* row_states [[buffer(6)]],
-    constant Parameters& p [[buffer(7)]],
+template <typename Types, int THREADS>
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_delta(
+    DELTA_OPERANDS,
     uint3 group [[threadgroup_position_in_grid]],  // (row and head, 1, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
+  constexpr int V = Types::V;
   threadgroup float scratch[THREADS];
   const ulong at = group.z * (ulong(p.queries) * p.heads) + group.x;
   float sum = 0;
@@ -155,23 +142,19 @@ template <typename T, int V, int THREADS>
   }
   sum = reduce<THREADS, false>(scratch, sum, thread_index);
   if (thread_index == 0) {
-    store_gradient_row(row_sums, row_states, at, row_maximum[at], row_total[at], sum - d_lse[at]);
+    store_gradient_row(delta, row_states, at, row_max[at], row_sum[at], sum - d_lse[at]);
   }
 }
 
-template <typename T, typename KeySource, typename ValueSource, int THREADS, int ROWS>
+template <typename Types, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_query(
-    ATTENTION_OPERANDS,
-    device const T* d_out [[buffer(12)]],
-    device const float2* row_states [[buffer(13)]],
-    device const float* row_sums [[buffer(14)]],
-    device T* d_query [[buffer(15)]],
-    device float* d_scale [[buffer(16), function_constant(wants_scale)]],
-    device float* d_slope [[buffer(17), function_constant(wants_slopes)]],
+    D_QUERY_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (row, head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
-  constexpr int H = KeySource::size;
-  constexpr int V = ValueSource::size;
+  using T = typename Types::T;
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
+  const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   threadgroup float q_row[H];
   threadgroup float do_row[V];
@@ -181,14 +164,14 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
   const int head = group.y;
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
-  const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
-  const Score score(p, numbers, bias, batch, head, visibility.offset);
-  const Dropout drop(p, dropout, batch, head);
-  const KeySource keys(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns);
-  const ValueSource values(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns);
+  const typename Types::Visibility visibility(features, batch, head, thread_index);
+  const typename Types::Score score(features, batch, head, visibility.offset);
+  const Dropout drop(features, batch, head);
+  const auto keys = keys_of<Types>(features, key, batch, key_head, visibility.columns);
+  const auto values = values_of<Types>(features, value, batch, key_head, visibility.columns);
   const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
-  keep_row<T, H, THREADS>(q_row, query + at_row * H, thread_index);
-  keep_row<T, V, THREADS>(do_row, d_out + at_row * V, thread_index);
+  keep_row<H, THREADS>(q_row, queries_of<Types>(features, query, batch, head, p.queries).tile(row), thread_index);
+  keep_row<V, THREADS>(do_row, cotangents_of<Types>(features, d_out, batch, head, p.queries).tile(row), thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   constexpr int own = (H + THREADS - 1) / THREADS;
@@ -206,9 +189,9 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
     const int at = column + thread_index;
     float d = absent_weight();
     if (visibility.visible(row, at)) {
-      const float product = dot_rows<T, H>(q_row, keys.tile(at).rows);
-      const float d_weight = dot_rows<T, V>(do_row, values.tile(at).rows);
-      d = Pair(score, row, at, product, d_weight, RowState(row_states, row_sums, at_row), drop.factor(row, at)).d_score;
+      const float product = dot_rows<H>(q_row, keys.tile(at));
+      const float d_weight = dot_rows<V>(do_row, values.tile(at));
+      d = Pair(score, row, at, product, d_weight, RowState(row_states, delta, at_row), drop.factor(row, at)).d_score;
       if (!is_absent(d)) {
         scale_sum += d * product;
         slope_sum += d * score.distance(row, at);
@@ -221,7 +204,7 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
       if (element < H) {
         for (int j = 0; j < min(THREADS, end - column); ++j) {
           if (!is_absent(weights[j])) {
-            sums[i] += weights[j] * float(keys.tile(column + j).rows[element]);
+            sums[i] += weights[j] * float(keys.tile(column + j).at(0, element));
           }
         }
       }
@@ -235,32 +218,24 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
       d_query[at_row * H + element] = T(scaled(sums[i], score.scale));
     }
   }
-  if (wants_scale) {
+  if (wants_sums) {
     scale_sum = reduce<THREADS, false>(scratch, scale_sum, thread_index);
-    if (thread_index == 0) {
-      d_scale[at_row] = scale_sum;
-    }
-  }
-  if (wants_slopes) {
     slope_sum = reduce<THREADS, false>(scratch, slope_sum, thread_index);
     if (thread_index == 0) {
-      d_slope[at_row] = slope_sum;
+      score_sums[at_row] = float2(scale_sum, slope_sum);
     }
   }
 }
 
-template <typename T, typename KeySource, typename ValueSource, int THREADS, int ROWS>
+template <typename Types, int THREADS, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_key_value(
-    ATTENTION_OPERANDS,
-    device const T* d_out [[buffer(12)]],
-    device const float2* row_states [[buffer(13)]],
-    device const float* row_sums [[buffer(14)]],
-    device T* d_key [[buffer(15)]],
-    device T* d_value [[buffer(16)]],
+    D_KEY_VALUE_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (key row, key head, batch row)
     ushort thread_index [[thread_index_in_threadgroup]]) {
-  constexpr int H = KeySource::size;
-  constexpr int V = ValueSource::size;
+  using T = typename Types::T;
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
+  const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   threadgroup float k_row[H];
   threadgroup float v_row[V];
@@ -270,10 +245,10 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
   const int key_head = group.y;
   const int batch = group.z;
   const int heads_of_group = p.heads / p.key_heads;
-  const KeySource keys(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, p.keys);
-  const ValueSource values(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, p.keys);
-  keep_row<T, H, THREADS>(k_row, keys.tile(column).rows, thread_index);
-  keep_row<T, V, THREADS>(v_row, values.tile(column).rows, thread_index);
+  const auto keys = keys_of<Types>(features, key, batch, key_head, p.keys);
+  const auto values = values_of<Types>(features, value, batch, key_head, p.keys);
+  keep_row<H, THREADS>(k_row, keys.tile(column), thread_index);
+  keep_row<V, THREADS>(v_row, values.tile(column), thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   constexpr int own_keys = (H + THREADS - 1) / THREADS;
@@ -286,12 +261,12 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
   for (int i = 0; i < own_values; ++i) {
     value_sums[i] = 0;
   }
-  float scale = 0;
   for (int head = key_head * heads_of_group; head < (key_head + 1) * heads_of_group; ++head) {
-    const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
-    const Score score(p, numbers, bias, batch, head, visibility.offset);
-    const Dropout drop(p, dropout, batch, head);
-    scale = score.scale;
+    const typename Types::Visibility visibility(features, batch, head, thread_index);
+    const typename Types::Score score(features, batch, head, visibility.offset);
+    const Dropout drop(features, batch, head);
+    const auto queries = queries_of<Types>(features, query, batch, head, p.queries);
+    const auto cotangents = cotangents_of<Types>(features, d_out, batch, head, p.queries);
     const int end = visibility.row_end(column, column);
     const int own_rows = has_lists ? ROWS : 1;
     const Walk walk = rows_for<THREADS>(p, visibility, lists, head, column / own_rows * own_rows, own_rows);
@@ -301,26 +276,25 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
       const ulong at_row = (ulong(batch) * p.queries + own_row) * p.heads + head;
       Pair pair;
       if (visibility.visible(own_row, column)) {
-        const float product = dot_rows<T, H>(k_row, query + at_row * H);
-        const float d_weight = dot_rows<T, V>(v_row, d_out + at_row * V);
+        const float product = dot_rows<H>(k_row, queries.tile(own_row));
+        const float d_weight = dot_rows<V>(v_row, cotangents.tile(own_row));
         pair = Pair(
-            score, own_row, column, product, d_weight, RowState(row_states, row_sums, at_row), drop.factor(own_row, column));
+            score, own_row, column, product, d_weight, RowState(row_states, delta, at_row), drop.factor(own_row, column));
       }
       weights[thread_index] = pair.weight;
       d_scores[thread_index] = pair.d_score;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int j = 0; j < min(THREADS, end - row); ++j) {
-        const ulong at = (ulong(batch) * p.queries + row + j) * p.heads + head;
         if (!is_absent(d_scores[j])) {
           for (int i = 0; i < own_keys; ++i) {
             const int element = thread_index + i * THREADS;
-            key_sums[i] += element < H ? d_scores[j] * float(query[at * H + element]) : 0.0f;
+            key_sums[i] += element < H ? d_scores[j] * float(queries.tile(row + j).at(0, element)) : 0.0f;
           }
         }
         if (!is_absent(weights[j])) {
           for (int i = 0; i < own_values; ++i) {
             const int element = thread_index + i * THREADS;
-            value_sums[i] += element < V ? weights[j] * float(d_out[at * V + element]) : 0.0f;
+            value_sums[i] += element < V ? weights[j] * float(cotangents.tile(row + j).at(0, element)) : 0.0f;
           }
         }
       }
@@ -332,7 +306,7 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
   for (int i = 0; i < own_keys; ++i) {
     const int element = thread_index + i * THREADS;
     if (element < H) {
-      d_key[at * H + element] = T(scaled(key_sums[i], scale));
+      d_key[at * H + element] = T(scaled(key_sums[i], typename Types::Score(features, batch, 0, 0).scale));
     }
   }
   for (int i = 0; i < own_values; ++i) {
@@ -344,17 +318,14 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS, int
 }
 
 // A threadgroup for each element of the bias: its threads share the scores that the element was added to.
-template <typename T, typename KeySource, typename ValueSource, int THREADS>
+template <typename Types, int THREADS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_bias(
-    ATTENTION_OPERANDS,
-    device const T* d_out [[buffer(12)]],
-    device const float2* row_states [[buffer(13)]],
-    device const float* row_sums [[buffer(14)]],
-    device uchar* d_bias [[buffer(15)]],
+    D_BIAS_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (column, row, row and head of the bias), 0 along an axis it lacks
     ushort thread_index [[thread_index_in_threadgroup]]) {
-  constexpr int H = KeySource::size;
-  constexpr int V = ValueSource::size;
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
+  const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   threadgroup float q_row[H];
   threadgroup float do_row[V];
@@ -372,21 +343,23 @@ template <typename T, typename KeySource, typename ValueSource, int THREADS>
     }
     for (int head = p.bias.heads > 1 ? bias_head : 0; head <= (p.bias.heads > 1 ? bias_head : p.heads - 1); ++head) {
       const int key_head = head / (p.heads / p.key_heads);
-      const Visibility visibility(p, limits, mask, blocks, query_segments, key_segments, key_ranges, batch, head, thread_index);
-      const Score score(p, numbers, bias, batch, head, visibility.offset);
-      const Dropout drop(p, dropout, batch, head);
-      const KeySource keys(key, mapped_row(p.key, batch), p.keys, p.key_heads, key_head, visibility.columns);
-      const ValueSource values(value, mapped_row(p.value, batch), p.keys, p.key_heads, key_head, visibility.columns);
+      const typename Types::Visibility visibility(features, batch, head, thread_index);
+      const typename Types::Score score(features, batch, head, visibility.offset);
+      const Dropout drop(features, batch, head);
+      const auto keys = keys_of<Types>(features, key, batch, key_head, visibility.columns);
+      const auto values = values_of<Types>(features, value, batch, key_head, visibility.columns);
+      const auto queries = queries_of<Types>(features, query, batch, head, p.queries);
+      const auto cotangents = cotangents_of<Types>(features, d_out, batch, head, p.queries);
       for (int row = first_row; row <= last_row; ++row) {
         const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
-        keep_row<T, H, THREADS>(q_row, query + at_row * H, thread_index);
-        keep_row<T, V, THREADS>(do_row, d_out + at_row * V, thread_index);
+        keep_row<H, THREADS>(q_row, queries.tile(row), thread_index);
+        keep_row<V, THREADS>(do_row, cotangents.tile(row), thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         for (int column = first_column + thread_index; column <= last_column; column += THREADS) {
           if (visibility.visible(row, column)) {
-            const float product = dot_rows<T, H>(q_row, keys.tile(column).rows);
-            const float d_weight = dot_rows<T, V>(do_row, values.tile(column).rows);
-            const RowState state(row_states, row_sums, at_row);
+            const float product = dot_rows<H>(q_row, keys.tile(column));
+            const float d_weight = dot_rows<V>(do_row, values.tile(column));
+            const RowState state(row_states, delta, at_row);
             sum += Pair(score, row, column, product, d_weight, state, drop.factor(row, column)).d_score;
           }
         }

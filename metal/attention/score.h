@@ -2,12 +2,13 @@
 // about scores.
 #pragma once
 
-#include "attention/operands.h"
+#include "attention/places.h"
 #include "core/product.h"
 
 struct Score {
   constant Parameters* p;
-  device const float* numbers;
+  device const float* slopes;
+  device const float* sinks;
   device const uchar* bias;
   ulong bias_offset;
   int batch;
@@ -17,24 +18,23 @@ struct Score {
 
   Score() = default;
 
-  INLINED Score(
-      constant Parameters& p, device const float* numbers, device const uchar* bias, int batch, int head, int offset)
-      : p(&p), numbers(numbers), bias(bias), batch(batch), offset(offset) {
+  INLINED Score(const thread Features& x, int batch, int head, int offset)
+      : p(x.p), slopes(x.alibi_slopes), sinks(x.sinks), bias(x.bias), batch(batch), offset(offset) {
+    scale = has_scale ? x.scale[batch] : p->scale;
     turn_to(head);
   }
 
-  INLINED device const float* of_head(int head) const {
-    return numbers + (ulong(batch) * ulong(p->heads) + ulong(head)) * ulong(p->numbers_stride);
+  INLINED ulong at_head(int head) const {
+    return ulong(batch) * ulong(p->heads) + ulong(head);
   }
 
   INLINED void turn_to(int head) {
-    scale = of_head(head)[0];
-    slope = has_slopes ? of_head(head)[1] : 0.0f;
-    bias_offset = bias_type != 0 ? broadcast_offset(p->bias, batch, head) : 0;
+    slope = has_slopes ? slopes[at_head(head)] : 0.0f;
+    bias_offset = has_bias ? broadcast_offset(p->bias, batch, head) : 0;
   }
 
   INLINED float sink(int head) const {
-    return of_head(head)[2];
+    return has_sinks ? sinks[at_head(head)] : -INFINITY;
   }
 
   // A row or column that does not exist, which may be asked for where nothing is masked, has what the last has.
@@ -57,9 +57,9 @@ struct Score {
   // whatever the product; its score is then minus infinity too. Under a soft cap it hides nothing.
   INLINED bool of(float product, int row, int column, thread float& x) const {
     x = product * scale;
-    if (bias_type != 0) {
+    if (has_bias) {
       const float bias = bias_at(row, column);
-      if (may_hide() && bias == -INFINITY) {
+      if (may_be_masked() && bias == -INFINITY) {
         x = -INFINITY;
         return false;
       }
@@ -75,8 +75,8 @@ struct Score {
   }
 
   // Whether a pair that masks allow may still be hidden by its bias.
-  INLINED bool may_hide() const {
-    return bias_type != 0 && !has_cap;
+  INLINED bool may_be_masked() const {
+    return has_bias && !has_cap;
   }
 
   // The derivative by the score before the cap, given that by the score `x`; dQ and dK still need `scale`.
@@ -116,9 +116,15 @@ INLINED void store_bias(device uchar* d_bias, ulong at, float x) {
   }
 }
 
+// Element j is that of x at i ^ j, i from 0 to 3.
+INLINED uint4 exchanged(uint4 x, int i) {
+  const uint4 y = (i & 1) != 0 ? uint4(x.y, x.x, x.w, x.z) : x;
+  return (i & 2) != 0 ? uint4(y.z, y.w, y.x, y.y) : y;
+}
+
 // Philox-4×32-10 (Salmon et al., SC 2011); jax_mfa/philox.py says which counter belongs to which score.
 struct Dropout {
-  constant Parameters& p;
+  constant Parameters* p;
   uint2 seed;
   uint batch;
   uint first_head;
@@ -126,10 +132,10 @@ struct Dropout {
   uint first_column;
   uint head;
 
-  INLINED Dropout(constant Parameters& p, device const uint* dropout, int batch_row, int head)
-      : p(p), seed(0), batch(0), first_head(0), first_row(0), first_column(0), head(head) {
+  INLINED Dropout(const thread Features& x, int batch_row, int head)
+      : p(x.p), seed(0), batch(0), first_head(0), first_row(0), first_column(0), head(head) {
     if (has_dropout) {
-      device const uint* of_row = dropout + ulong(batch_row) * 6;
+      device const uint* of_row = x.dropout + ulong(batch_row) * 6;
       seed = uint2(of_row[0], of_row[1]);
       batch = of_row[2];
       first_head = of_row[3];
@@ -151,12 +157,42 @@ struct Dropout {
   }
 
   INLINED float factor(uint word) const {
-    return word >= p.drop_below ? p.keep_factor : 0.0f;
+    return word >= p->drop_below ? p->keep_factor : 0.0f;
   }
 
   // What the probability of one pair is multiplied by.
   INLINED float factor(int row, int column) const {
     return has_dropout ? factor(words(row, column)[(first_column + uint(column)) & 3]) : 1.0f;
+  }
+
+  // The same where fragments are transposed: of a lane's column in each of COUNT fragments, in two rows from `row` on. Four lanes,
+  // which differ in the bits of 2 and 4, have the columns that share their words: of two fragments each lane makes the words of one
+  // row, of a single one two lanes make the same.
+  template <int COUNT>
+  INLINED void factors_of_columns(
+      const thread int (&row)[COUNT], const thread int (&column)[COUNT], thread float2 (&result)[COUNT]) const {
+    UNROLLED
+    for (int c = 0; c < COUNT; c += 2) {
+      const int d = c + 1 < COUNT ? c + 1 : c;
+      if (!has_dropout || (first_column & 3) != 0) {
+        result[c] = float2(factor(row[c], column[c]), factor(row[c] + 1, column[c]));
+        result[d] = float2(factor(row[d], column[d]), factor(row[d] + 1, column[d]));
+        continue;
+      }
+      const int i = column[c] & 3;
+      const bool second = (i & 2) != 0;
+      const uint4 own = exchanged(words((second ? row[d] : row[c]) + (i & 1), second ? column[d] : column[c]), i);
+      const uint beside = simd_shuffle_xor(own.y, ushort(2));
+      if (c == d) {
+        result[c] = (i & 1) != 0 ? float2(factor(beside), factor(own.x)) : float2(factor(own.x), factor(beside));
+        continue;
+      }
+      const uint below = simd_shuffle_xor(own.z, ushort(4));
+      const uint across = simd_shuffle_xor(own.w, ushort(6));
+      const uint4 all = exchanged(uint4(own.x, beside, below, across), i);
+      result[c] = float2(factor(all.x), factor(all.y));
+      result[d] = float2(factor(all.z), factor(all.w));
+    }
   }
 
   // The same of a pair and the next one of its row.

@@ -13,7 +13,7 @@ INLINED float or_zero(float largest) {
   return largest == -INFINITY ? 0.0f : largest;
 }
 
-// A row of which `high` is the largest score and `total` the sum of weights, -0 where it sees nothing. Its output is the sum of
+// A row from its running maximum and sum of weights, -0 where it sees nothing. Its output is the sum of
 // weighted values times `factor`.
 struct FinishedRow {
   float row_max;
@@ -21,21 +21,21 @@ struct FinishedRow {
   bool empty;
   float factor;
 
-  INLINED FinishedRow(float high, float total, float sink) {
-    row_max = or_zero(has_sinks ? max(high, sink) : high);
-    const float shrink = weight_of(high, row_max);
-    empty = is_absent(total);
-    row_sum = total * shrink + (has_sinks ? weight_of(sink, row_max) : 0.0f);
+  INLINED FinishedRow(float running_max, float running_sum, float sink) {
+    row_max = or_zero(has_sinks ? max(running_max, sink) : running_max);
+    const float shrink = weight_of(running_max, row_max);
+    empty = is_absent(running_sum);
+    row_sum = running_sum * shrink + (has_sinks ? weight_of(sink, row_max) : 0.0f);
     factor = empty ? 0.0f : shrink / row_sum;
   }
 
   // As the backward pass is told: the largest score, 0 where that is infinite or there is none, and the sum of weights: 0 where
   // the row sees nothing, NaN where its softmax is not defined. The sum alone has not the digits of scores that are huge all, nor
   // has their log-sum-exp. Of scores that are NaN the largest is too: further columns, on other devices, leave it so.
-  INLINED void store(device float* row_maxima, device float* row_totals, ulong at) const {
+  INLINED void store(device float* row_maxima, device float* row_sums, ulong at) const {
     const float undefined_or_finite = row_sum != row_sum ? NAN : (is_finite(row_max) ? row_max : 0.0f);
     row_maxima[at] = empty ? 0.0f : undefined_or_finite;
-    row_totals[at] = empty ? 0.0f : (row_sum == 0 ? NAN : row_sum);
+    row_sums[at] = empty ? 0.0f : (row_sum == 0 ? NAN : row_sum);
   }
 };
 
@@ -43,48 +43,48 @@ struct FinishedRow {
 template <int BLOCKS, int COUNT>
 struct Running {
   Fragment<float> sums[BLOCKS][COUNT];  // of weights times values
-  float high[BLOCKS];
-  float total[BLOCKS];  // of the lane's own columns; -0 where none is visible
+  float row_max[BLOCKS];
+  float row_sum[BLOCKS];  // of the lane's own columns; -0 where none is visible
 
   INLINED Running() {
     clear(sums);
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
-      high[block] = -INFINITY;
-      total[block] = absent_weight();
+      row_max[block] = -INFINITY;
+      row_sum[block] = absent_weight();
     }
   }
 
   // Scores of further columns become weights; earlier sums shrink where the maximum rises. Where some may be hidden, bit 2c + e
   // of `seen` is set for each that is visible, the others have scores of minus infinity.
   template <int COLUMNS>
-  INLINED void weigh(thread Fragment<float> (&s)[BLOCKS][COLUMNS], const thread uint (&seen)[BLOCKS], bool may_hide) {
+  INLINED void weigh(thread Fragment<float> (&s)[BLOCKS][COLUMNS], const thread uint (&seen)[BLOCKS], bool may_be_masked) {
     static_assert(COLUMNS <= 16, "a bit for each of a lane's columns");
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
-      float largest = high[block];
+      float largest = row_max[block];
       UNROLLED
       for (int c = 0; c < COLUMNS; ++c) {
         largest = max(largest, max(s[block][c].thread_elements()[0], s[block][c].thread_elements()[1]));
       }
       largest = max_along_row(largest);
       const float from = or_zero(largest);
-      const float shrink = weight_of(high[block], from);
-      float sum = total[block] * shrink;
+      const float shrink = weight_of(row_max[block], from);
+      float sum = row_sum[block] * shrink;
       UNROLLED
       for (int c = 0; c < COLUMNS; ++c) {
         UNROLLED
         for (int e = 0; e < 2; ++e) {
           float weight = weight_of(s[block][c].thread_elements()[e], from);
-          if (may_hide) {
+          if (may_be_masked) {
             weight = (seen[block] >> (2 * c + e)) & 1 ? weight : absent_weight();
           }
           sum += weight;
           s[block][c].thread_elements()[e] = weight;
         }
       }
-      high[block] = largest;
-      total[block] = sum;
+      row_max[block] = largest;
+      row_sum[block] = sum;
       if (simd_any(shrink != 1.0f)) {  // seldom, after the first tiles
         UNROLLED
         for (int i = 0; i < COUNT; ++i) {
@@ -122,8 +122,8 @@ INLINED void attend(
       }
     }
   }
-  const bool may_hide = MASKED || rows.may_hide();
-  running.weigh(s, seen, may_hide);
+  const bool may_be_masked = MASKED || rows.may_be_masked();
+  running.weigh(s, seen, may_be_masked);
   if (has_dropout) {
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
@@ -134,12 +134,12 @@ INLINED void attend(
         UNROLLED
         for (int e = 0; e < 2; ++e) {
           const float weight = s[block][c].thread_elements()[e];
-          s[block][c].thread_elements()[e] = may_hide && is_absent(weight) ? weight : weight * factors[c][e];
+          s[block][c].thread_elements()[e] = may_be_masked && is_absent(weight) ? weight : weight * factors[c][e];
         }
       }
     }
   }
-  if (may_hide && spoilt) {
+  if (may_be_masked && spoilt) {
     accumulate_present<width>(running.sums, s, values, from, lane);
   } else {
     accumulate<width>(running.sums, s, values, from);

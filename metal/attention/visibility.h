@@ -2,7 +2,7 @@
 // Kernels ask nothing else about masks.
 #pragma once
 
-#include "attention/operands.h"
+#include "attention/places.h"
 
 // What is known of a tile.
 constant constexpr int none_visible = 0;
@@ -37,7 +37,7 @@ struct Visibility {
   device const int* key_segments;
   device const int* key_ranges;
   device const uchar* mask;
-  device const uchar* blocks;
+  device const uchar* block_mask;
   device const uchar* mask_of_head;
   device const uchar* blocks_of_head;
   int batch;
@@ -45,24 +45,25 @@ struct Visibility {
 
   Visibility() = default;
 
-  INLINED Visibility(
-      constant Parameters& p, device const int* limits, device const uchar* mask, device const uchar* blocks,
-      device const int* query_segments, device const int* key_segments, device const int* key_ranges, int batch, int head,
-      ushort lane)
-      : p(&p), mask(mask), blocks(blocks), batch(batch), lane(lane) {
-    device const int* of_row = limits + ulong(batch) * ulong(p.limits_stride);
-    offset = of_row[0];
-    rows = min(of_row[1], p.queries);
-    columns = min(of_row[2], p.keys);
-    this->query_segments = has_segments ? query_segments + ulong(batch) * ulong(p.queries) : query_segments;
-    this->key_segments = has_segments ? key_segments + ulong(batch) * ulong(p.keys) : key_segments;
-    this->key_ranges = has_ranges ? key_ranges + ulong(batch) * ulong(p.queries) * 2 : key_segments;
+  INLINED Visibility(const thread Features& x, int batch, int head, ushort lane)
+      : p(x.p), mask(x.mask), block_mask(x.block_mask), batch(batch), lane(lane) {
+    offset = has_query_offset ? x.query_offset[batch] : p->query_offset;
+    rows = has_query_lengths ? min(x.query_lengths[batch], p->queries) : p->queries;
+    columns = has_key_lengths ? min(x.key_lengths[batch], p->keys) : p->keys;
+    query_segments = has_segments ? x.query_segment_ids + ulong(batch) * ulong(p->queries) : nullptr;
+    key_segments = has_segments ? x.key_segment_ids + ulong(batch) * ulong(p->keys) : nullptr;
+    key_ranges = has_ranges ? x.key_ranges + ulong(batch) * ulong(p->queries) * 2 : nullptr;
     turn_to(head);
   }
 
   INLINED void turn_to(int head) {
-    mask_of_head = has_mask ? mask + broadcast_offset(p->mask, batch, head) : mask;
-    blocks_of_head = has_blocks ? blocks + broadcast_offset(p->blocks, batch, head) : blocks;
+    mask_of_head = has_mask ? mask + broadcast_offset(p->mask, batch, head) : nullptr;
+    blocks_of_head = has_blocks ? block_mask + broadcast_offset(p->block_mask, batch, head) : nullptr;
+  }
+
+  // Whether positions and lengths alone tell what is visible.
+  INLINED bool by_bands() const {
+    return !(has_mask || has_blocks || has_segments || has_ranges);
   }
 
   // Distances between positions fit an int; a position and a side of the window added up may not. These do it safely.
@@ -109,8 +110,8 @@ struct Visibility {
     return whole ? all_visible : some_visible;
   }
 
-  // The same by everything else, for rows and columns that exist. A whole simdgroup finds out together, or a thread ALONE, which
-  // also reads the mask itself.
+  // The same by everything else but the mask, for rows and columns that exist. A whole simdgroup finds out together, or a thread
+  // ALONE.
   template <bool ALONE>
   INLINED int contents(int row, int n, int column, int m) const {
     const int from = ALONE ? 0 : lane;
@@ -162,34 +163,25 @@ struct Visibility {
       }
       result = min(result, found.result<ALONE>());
     }
-    if (has_mask && result != none_visible) {
-      if (!ALONE) {
-        return some_visible;
-      }
-      Found found;
-      for (int r = row; r < (p->mask.queries > 1 ? row_end : row + 1); ++r) {
-        for (int c = column; c < (p->mask.keys > 1 ? column_end : column + 1); ++c) {
-          const bool some = mask_of_head[broadcast_index(p->mask, r, c)] != 0;
-          found.add(some, some);
-        }
-      }
-      result = min(result, found.result<ALONE>());
-    }
     return result;
   }
 
-  // Both together: what there is to compute, and how carefully.
-  template <bool ALONE = false>
+  // Both together: what there is to compute, and how carefully. What a mask hides is looked up later, unless WITH_MASK is false.
+  template <bool ALONE = false, bool WITH_MASK = true>
   INLINED int of_tile(int row, int n, int column, int m) const {
-    const int result = band(row, n, column, m);
-    if (result == none_visible || !(has_mask || has_segments || has_ranges || has_blocks)) {
-      return result;
+    int result = band(row, n, column, m);
+    if (result != none_visible && (has_segments || has_ranges || has_blocks)) {
+      result = min(result, contents<ALONE>(row, n, column, m));
     }
-    return min(result, contents<ALONE>(row, n, column, m));
+    return has_mask && WITH_MASK ? min(result, some_visible) : result;
+  }
+
+  INLINED bool masked_in(int row, int column) const {
+    return mask_of_head[broadcast_index(p->mask, row, column)] != 0;
   }
 
   INLINED bool block(int row, int column) const {
-    return blocks_of_head[broadcast_index(p->blocks, row, column)] != 0;
+    return blocks_of_head[broadcast_index(p->block_mask, row, column)] != 0;
   }
 
   INLINED bool visible(int row, int column) const {
@@ -210,16 +202,11 @@ struct Visibility {
       result = result && block(row / p->block_rows, column / p->block_columns);
     }
     if (has_mask) {
-      result = result && mask_of_head[broadcast_index(p->mask, row, column)] != 0;
+      result = result && masked_in(row, column);
     }
     return result;
   }
 };
-
-// Whether positions and lengths alone tell what is visible.
-INLINED bool only_bands() {
-  return !(has_mask || has_blocks || has_segments || has_ranges);
-}
 
 // The tiles of one axis that a tile of the other meets: first those wholly visible, then the others. Both are runs of
 // consecutive ones, or a list made by attention_tile_lists.
@@ -243,13 +230,13 @@ struct Walk {
   }
 };
 
-// The tiles of SIZE elements that hold begin … end - 1, and of them those that lie within whole_begin … whole_end - 1.
+// The tiles of SIZE elements that hold begin … end - 1, and of them those that lie within whole_begin … whole_end - 1, if any may.
 template <int SIZE>
-INLINED Walk runs(int begin, int end, int whole_begin, int whole_end) {
+INLINED Walk runs(bool may_be_whole, int begin, int end, int whole_begin, int whole_end) {
   const int first = begin / SIZE;
   const int count = max((end + SIZE - 1) / SIZE - first, 0);
   const int whole_first = max((whole_begin + SIZE - 1) / SIZE, first);
-  const int wholes = only_bands() ? clamp(whole_end / SIZE - whole_first, 0, count) : 0;
+  const int wholes = may_be_whole ? clamp(whole_end / SIZE - whole_first, 0, count) : 0;
   return {count, wholes, first, wholes > 0 ? whole_first : first, nullptr, 0};
 }
 
@@ -257,7 +244,7 @@ INLINED Walk runs(int begin, int end, int whole_begin, int whole_end) {
 // wholly, and then which; where only runs are kept as [B, 1|N, tiles of the one axis, 4]: their beginnings after the numbers. One
 // list serves all heads where neither mask nor blocks differ among them.
 INLINED int heads_of_lists(constant Parameters& p) {
-  return max(p.mask.heads, p.blocks.heads);
+  return max(p.mask.heads, p.block_mask.heads);
 }
 
 INLINED ulong room_of_list(int others) {
@@ -279,7 +266,7 @@ INLINED int tiles_of(int length, int size) {
 }
 
 // The tiles of SIZE columns that the rows first … first + n - 1 meet, n rows being a tile. Rows that do not exist hide nothing.
-template <int SIZE>
+template <int SIZE, typename Visibility>
 INLINED Walk columns_for(
     constant Parameters& p, const thread Visibility& visibility, device const int* lists, int head, int first, int n) {
   if (has_lists) {
@@ -287,12 +274,12 @@ INLINED Walk columns_for(
   }
   const int last = min(first + n, p.queries) - 1;
   return runs<SIZE>(
-      visibility.column_begin(first), visibility.column_end(first, last), visibility.column_begin(last),
+      visibility.by_bands(), visibility.column_begin(first), visibility.column_end(first, last), visibility.column_begin(last),
       last < visibility.rows ? visibility.column_end(first, first) : 0);
 }
 
 // The tiles of SIZE rows that the columns first … first + n - 1 meet, n columns being a tile.
-template <int SIZE>
+template <int SIZE, typename Visibility>
 INLINED Walk rows_for(
     constant Parameters& p, const thread Visibility& visibility, device const int* lists, int head, int first, int n) {
   if (has_lists) {
@@ -300,6 +287,6 @@ INLINED Walk rows_for(
   }
   const int last = min(first + n, p.keys) - 1;
   return runs<SIZE>(
-      visibility.row_begin(first), visibility.row_end(first, last), visibility.row_begin(last),
+      visibility.by_bands(), visibility.row_begin(first), visibility.row_end(first, last), visibility.row_begin(last),
       last < visibility.columns ? visibility.row_end(first, first) : 0);
 }

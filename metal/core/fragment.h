@@ -50,6 +50,11 @@ INLINED Fragment<T> fragment_of(T x, T y) {
   return result;
 }
 
+template <typename To, typename From>
+INLINED Fragment<To> converted(Fragment<From> x) {
+  return fragment_of<To>(To(x.thread_elements()[0]), To(x.thread_elements()[1]));
+}
+
 // A lane's two elements, which lie side by side at `at`, an even number of elements from an aligned place.
 template <typename T>
 INLINED Fragment<T> load_pair(device const T* at) {
@@ -81,16 +86,28 @@ INLINED Fragment<T> load_within(device const T* at, int column) {
   return result;
 }
 
-// The part of a fragment within rows × columns.
-template <typename T>
-INLINED void store_within(
-    Fragment<float> x, float factor, device T* destination, uint stride, int rows, int columns, Lane lane) {
-  device T* at = destination + uint(lane.row) * stride + uint(lane.column);
-  if (lane.row < rows && lane.column < columns) {
-    at[0] = T(x.thread_elements()[0] * factor);
-  }
-  if (lane.row < rows && lane.column + 1 < columns) {
-    at[1] = T(x.thread_elements()[1] * factor);
+// A row of fragments times `factor` to a row of SIZE elements, from its fragment `from` on: the lane's elements of them.
+template <int SIZE, typename T, int COUNT>
+INLINED void store_row(
+    const thread Fragment<float> (&sums)[COUNT], float factor, device T* row, int from, Lane lane) {
+  UNROLLED
+  for (int i = 0; i < COUNT; ++i) {
+    const int column = (from + i) * 8 + lane.column;
+    vec<T, 2> x;
+    x[0] = T(sums[i].thread_elements()[0] * factor);
+    x[1] = T(sums[i].thread_elements()[1] * factor);
+    if (SIZE % 2 == 0) {  // pairs are aligned, and lie within the row or beyond it
+      if ((SIZE % 8 == 0 && COUNT == SIZE / 8) || column < SIZE) {
+        *reinterpret_cast<device vec<T, 2>*>(row + column) = x;
+      }
+      continue;
+    }
+    if (column < SIZE) {
+      row[column] = x[0];
+    }
+    if (column + 1 < SIZE) {
+      row[column + 1] = x[1];
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 // How a tile of rows of an array arrives at the matrix unit. A source knows where the rows of one array lie and what they are
-// stored as; here is the dense one. Another kind offers the same: Storage, size, `tile`, and of a tile `last`, `row` and `load`.
-// Rows beyond the last are read as the last: what they lead to is hidden or never stored.
+// stored as; here is the dense one. Another kind offers the same: Storage in memory, Fetched on the way to threadgroup memory,
+// Element as its tiles give them, `size`, `count`, `tile`, `turn_by` and `elements`, and of a tile what `DenseTile` has. Rows beyond
+// the last are read as the last: what they lead to is hidden or never stored.
 #pragma once
 
 #include "core/fragment.h"
@@ -16,7 +17,21 @@ struct DenseTile {
     return rows + min(uint(i) * stride, uint(last) * stride);
   }
 
-  // COUNT elements of a row, 4 or 1; the others are zero.
+  INLINED T at(int i, int column) const {
+    return row(i)[column];
+  }
+
+  // A lane's two elements of a fragment, which begin at `column`; those outside the row are zero.
+  INLINED Fragment<T> pair(int i, int column) const {
+    return load_within<T, SIZE>(row(i) + column, column);
+  }
+
+  // COUNT elements of a row, 4 or 1, as they are fetched, and as they are; the others are zero.
+  template <int COUNT>
+  INLINED vec<T, 4> fetch(int i, int column) const {
+    return load<COUNT>(i, column);
+  }
+
   template <int COUNT>
   INLINED vec<T, 4> load(int i, int column) const {
     if (COUNT == 4) {
@@ -28,6 +43,14 @@ struct DenseTile {
   }
 };
 
+// The arrays beside the data of keys or values that are quantised or in pages (core/stored.h), null where there are none.
+struct Beside {
+  device const uchar* scales;
+  device const uchar* zeros;
+  device const uchar* means;
+  device const int* tables;
+};
+
 // Element offset of row 0 of a head in an array [rows, length, heads, size]; positions may exceed 2^31 elements.
 INLINED ulong head_offset(int row, int length, int heads, int head, int size) {
   return (ulong(row) * ulong(length) * ulong(heads) + ulong(head)) * ulong(size);
@@ -37,6 +60,8 @@ INLINED ulong head_offset(int row, int length, int heads, int head, int size) {
 template <typename T, int SIZE>
 struct Dense {
   using Storage = T;
+  using Fetched = vec<T, 4>;
+  using Element = T;
   using Tile = DenseTile<T, SIZE>;
   static constant constexpr int size = SIZE;
   device const T* rows;
@@ -46,12 +71,20 @@ struct Dense {
   INLINED Dense(device const T* x, int row, int length, int heads, int head, int count)
       : rows(x + head_offset(row, length, heads, head, SIZE)), stride(uint(heads) * uint(SIZE)), count(count) {}
 
+  INLINED Dense(device const T* x, Beside, int row, int length, int heads, int head, int count)
+      : Dense(x, row, length, heads, head, count) {}
+
   INLINED Tile tile(int first) const {
     return {rows + ulong(uint(first)) * ulong(stride), stride, count - 1 - first};
   }
 
   INLINED void turn_by(int heads) {
     rows += heads * SIZE;
+  }
+
+  template <int COUNT>
+  INLINED static vec<T, 4> elements(Fetched x) {
+    return x;
   }
 };
 
@@ -67,7 +100,7 @@ constant constexpr int transposed_form = 2;
 // the threadgroup fetch and put. Rows there are 16 bytes longer than needed, so that those of a fragment lie in different banks.
 template <typename Source, typename Operand, int ROWS, int THREADS, int FORMS>
 struct Staged {
-  using Storage = typename Source::Storage;
+  using Element = typename Source::Element;
   static constant constexpr int size = Source::size;
   static constant constexpr int width = padded(size);
   static constant constexpr int pad = 16 / sizeof(Operand);
@@ -88,7 +121,7 @@ struct Staged {
   threadgroup Operand* tiles;
   ushort thread_index;
   Lane lane;
-  vec<Storage, 4> fetched[count][together];
+  typename Source::Fetched fetched[count][together];
 
   INLINED Staged(threadgroup Operand* tiles, ushort thread_index, Lane lane) : tiles(tiles), thread_index(thread_index), lane(lane) {}
 
@@ -114,9 +147,9 @@ struct Staged {
       const int column = column_of(unit);
       UNROLLED
       for (int r = 0; r < together; ++r) {
-        fetched[i][r] = vec<Storage, 4>(Storage(0));
+        fetched[i][r] = {};
         if ((units % THREADS == 0 || unit < units) && (size == width || column < size)) {
-          fetched[i][r] = tile.template load<wide>(row_of(unit) + r, column);
+          fetched[i][r] = tile.template fetch<wide>(row_of(unit) + r, column);
         }
       }
     }
@@ -132,30 +165,36 @@ struct Staged {
       if (units % THREADS != 0 && unit >= units) {
         continue;
       }
+      vec<Element, 4> x[together];
+      UNROLLED
+      for (int r = 0; r < together; ++r) {
+        x[r] = Source::template elements<wide>(fetched[i][r]);
+      }
       if (FORMS & straight_form) {
+        threadgroup Operand* first = to + (row * straight_stride + column);
         UNROLLED
         for (int r = 0; r < together; ++r) {
-          threadgroup Operand* at = to + (row + r) * straight_stride + column;
+          threadgroup Operand* at = first + r * straight_stride;
           if (wide == 4) {
-            vec<Operand, 4> x;
+            vec<Operand, 4> row;
             UNROLLED
             for (int e = 0; e < 4; ++e) {
-              x[e] = Operand(fetched[i][r][e]);
+              row[e] = Operand(x[r][e]);
             }
-            *reinterpret_cast<threadgroup vec<Operand, 4>*>(at) = x;
+            *reinterpret_cast<threadgroup vec<Operand, 4>*>(at) = row;
           } else {
-            at[0] = Operand(fetched[i][r][0]);
+            at[0] = Operand(x[r][0]);
           }
         }
       }
       if (FORMS & transposed_form) {
+        threadgroup Operand* first = to + (straight_room + column * transposed_stride + row);
         UNROLLED
         for (int e = 0; e < wide; ++e) {
-          vec<Operand, 2> x;
-          x[0] = Operand(fetched[i][0][e]);
-          x[1] = Operand(fetched[i][together - 1][e]);
-          *reinterpret_cast<threadgroup vec<Operand, 2>*>(
-              to + straight_room + (column + e) * transposed_stride + row) = x;
+          vec<Operand, 2> both;
+          both[0] = Operand(x[0][e]);
+          both[1] = Operand(x[together - 1][e]);
+          *reinterpret_cast<threadgroup vec<Operand, 2>*>(first + e * transposed_stride) = both;
         }
       }
     }
@@ -185,9 +224,11 @@ struct Staged {
 
     // Whether all elements of the tile are finite, as a simdgroup finds out together.
     INLINED bool finite(ushort lane) const {
+      constexpr int fours = ROWS * width / 4;
       float zero = 0;  // or NaN
       FEW
-      for (int i = lane; i < ROWS * width / 4; i += 32) {
+      for (int turn = 0; turn < (fours + 31) / 32; ++turn) {
+        const int i = min(turn * 32 + lane, fours - 1);
         const vec<Operand, 4> x = *reinterpret_cast<threadgroup const vec<Operand, 4>*>(
             rows + i / (width / 4) * straight_stride + i % (width / 4) * 4);
         UNROLLED
@@ -225,15 +266,12 @@ struct Direct {
 
   struct Reader {
     static constant constexpr int fragments = width / 8;
-    using Storage = typename Source::Storage;
     typename Source::Tile tile;
     int first;  // row of the tile
     Lane lane;
 
     INLINED Fragment<Operand> straight(int row, int column) const {
-      const Fragment<Storage> x = load_within<Storage, size>(
-          (tile.row(first + row * 8 + lane.row) + lane.column) + column * 8, column * 8 + lane.column);
-      return fragment_of<Operand>(Operand(x.thread_elements()[0]), Operand(x.thread_elements()[1]));
+      return converted<Operand>(tile.pair(first + row * 8 + lane.row, lane.column + column * 8));
     }
 
     INLINED Fragment<Operand> transposed(int row, int column) const {
@@ -242,7 +280,7 @@ struct Direct {
       }
       const int at = first + row * 8 + lane.column;
       return fragment_of<Operand>(
-          Operand((tile.row(at) + lane.row)[column * 8]), Operand((tile.row(at + 1) + lane.row)[column * 8]));
+          Operand(tile.at(at, lane.row + column * 8)), Operand(tile.at(at + 1, lane.row + column * 8)));
     }
 
     INLINED Reader part(int i) const {
@@ -254,7 +292,7 @@ struct Direct {
       float zero = 0;
       FEW
       for (int i = lane; i < min(ROWS, tile.last + 1) * (size / wide); i += 32) {
-        const vec<Storage, 4> x = tile.template load<wide>(i / (size / wide), i % (size / wide) * wide);
+        const vec<typename Source::Element, 4> x = tile.template load<wide>(i / (size / wide), i % (size / wide) * wide);
         UNROLLED
         for (int e = 0; e < wide; ++e) {
           zero = fma(float(x[e]), 0.0f, zero);
@@ -280,18 +318,16 @@ struct TileOf<false, Source, Operand, ROWS, THREADS, FORMS> {
 };
 
 // A simdgroup's own rows as fragments: kept in registers where CACHED, loaded again at each use where not.
-template <typename T, int SIZE, int BLOCKS, bool CACHED>
+template <typename Source, typename Operand, int BLOCKS, bool CACHED>
 struct OwnRows {
-  static constant constexpr int count = padded(SIZE) / 8;
-  Fragment<T> kept[CACHED ? BLOCKS : 1][CACHED ? count : 1];
-  device const T* at_lane[BLOCKS];  // the lane's elements of the first fragment
-  int column;
+  static constant constexpr int count = padded(Source::size) / 8;
+  typename Source::Tile tile;
+  Lane lane;
+  Fragment<Operand> kept[CACHED ? BLOCKS : 1][CACHED ? count : 1];
 
-  INLINED OwnRows(Dense<T, SIZE> source, int first, Lane lane) : column(lane.column) {
-    const DenseTile<T, SIZE> tile = source.tile(min(first, source.count - 1));
+  INLINED OwnRows(Source source, int first, Lane lane) : tile(source.tile(min(first, source.count - 1))), lane(lane) {
     UNROLLED
-    for (int block = 0; block < BLOCKS; ++block) {
-      at_lane[block] = tile.row(block * 8 + lane.row) + lane.column;
+    for (int block = 0; block < (CACHED ? BLOCKS : 0); ++block) {
       UNROLLED
       for (int i = 0; i < (CACHED ? count : 0); ++i) {
         kept[CACHED ? block : 0][CACHED ? i : 0] = load(block, i);
@@ -299,11 +335,11 @@ struct OwnRows {
     }
   }
 
-  INLINED Fragment<T> load(int block, int i) const {
-    return load_within<T, SIZE>(at_lane[block] + i * 8, column + i * 8);
+  INLINED Fragment<Operand> load(int block, int i) const {
+    return converted<Operand>(tile.pair(block * 8 + lane.row, lane.column + i * 8));
   }
 
-  INLINED Fragment<T> at(int block, int i) const {
+  INLINED Fragment<Operand> at(int block, int i) const {
     if (CACHED) {
       return kept[CACHED ? block : 0][CACHED ? i : 0];
     }

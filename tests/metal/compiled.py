@@ -31,11 +31,17 @@ from emulator import build  # noqa: E402
 from plans import Problem  # noqa: E402
 
 from jax_mfa.metal import show, tiles  # noqa: E402
-from jax_mfa.metal.plan import Dispatch, Plan  # noqa: E402
+from jax_mfa.metal.plan import ITEM_SIZES, Dispatch, Kernel, Plan  # noqa: E402
 
 HEADERS = pathlib.Path(__file__).resolve().parent / "gpu"
 TARGETS = ("spir64", "nvptx64-nvidia-cuda", "amdgcn-amd-amdhsa")
-KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value", "attention_decode")
+KERNELS = (
+    "attention_forward",
+    "attention_d_query",
+    "attention_d_key_value",
+    "attention_decode",
+    "attention_decode_rows",
+)
 SCORES = KERNELS[:3]  # kernels whose interior loop is counted
 
 # cycles for 32 lanes; from github.com/philipturner/metal-benchmarks where nothing else is said
@@ -282,8 +288,8 @@ class Compiled:
 
 def tile_of(plan: Plan, dispatch: Dispatch) -> tuple[int, int]:
     """Scores of a tile for a simdgroup, in fragments, and the products that it takes."""
-    function, _, keys, values, blocks, _, others, *rest = dispatch.kernel.template
-    sizes = [tiles.padded(int(re.findall(r"\d+", x)[-1])) // 8 for x in (keys, values)]
+    function, types, blocks, _, others, *rest = dispatch.kernel.template
+    sizes = [tiles.padded(int(x)) // 8 for x in re.findall(r"(\d+)>", types)[1:3]]
     slices = rest[-1]
     parts = {
         "attention_forward": (1, 1 / slices),
@@ -319,15 +325,77 @@ def compiled(plan: Plan, dispatch: Dispatch, target: str = TARGETS[0]) -> Compil
     return Compiled(dispatch.kernel.name, allocas, instructions, interior, code, scores)
 
 
-def kernels_of(variant: str, h: int, dtype: str = "float16", **more) -> list[tuple[Plan, Dispatch]]:
+# what a core has for its simdgroups, and from how many on its arithmetic is busy: from the same benchmarks
+REGISTER_FILE = 208 * 1024
+THREADGROUP_MEMORY = 60 * 1024
+BUSY = 24
+OTHERS = 96  # bytes of registers for addresses, row statistics and operands on their way: assumed
+
+
+def resident(kernel: Kernel, fetched: int) -> int:
+    """How many simdgroups of a kernel a core holds, by registers and threadgroup memory; `fetched`: bytes of registers
+    for the tile on its way."""
+    simdgroups = kernel.threads // 32
+    registers = min(kernel.fragment_bytes + fetched + OTHERS, tiles.REGISTER_BYTES)
+    groups = REGISTER_FILE // (32 * registers) // simdgroups
+    if kernel.threadgroup_memory:
+        groups = min(groups, THREADGROUP_MEMORY // kernel.threadgroup_memory)
+    return groups * simdgroups
+
+
+ALTERNATIVES = {
+    "forward": [tiles.ForwardTiles(b, n, k, 1, True) for b in (1, 2) for n in (4, 8) for k in (16, 32, 64)],
+    "d_query": [
+        tiles.QueryTiles(b, n, k, c, 1, True, True) for b in (1, 2) for n in (4, 8) for k in (16, 32) for c in (1, 2)
+    ],
+    "d_key_value": [
+        tiles.KeyTiles(b, n, q, c, 1, True, True) for b in (1, 2) for n in (4, 8) for q in (16, 32) for c in (1, 2)
+    ],
+}
+
+
+def alternatives(h: int, dtype: str) -> str:
+    """Markdown: staged tiles of a head size that fit, by the predicted share of a core's cycles in its matrix units."""
+    item = ITEM_SIZES[dtype]
+    chosen = tiles.select("staged", h, h, item)
+    lines = [
+        f"H = V = {h}, {dtype}; `busy`: of {BUSY} simdgroups a core holds so many; predicted: matrix share × busy",
+        "",
+        "| kernel | fragment bytes | threadgroup bytes | matrix share | simdgroups | predicted | |",
+        "|---" * 7 + "|",
+    ]
+    for i, (name, candidates) in enumerate(ALTERNATIVES.items()):
+        own = getattr(chosen, name)
+        found = []
+        for tile in dict.fromkeys([own, *candidates]):
+            sizes = tile.fragment_bytes(h, h, item), tile.threadgroup_memory(h, h, item)
+            if sizes[0] > tiles.FRAGMENT_BUDGET or sizes[1] > tiles.THREADGROUP_BYTES:
+                continue
+            plan, dispatch = kernels_of(dataclasses.replace(chosen, **{name: tile}), h, dtype)[i]
+            known = compiled(plan, dispatch)
+            if not known.interior:
+                continue
+            share = known.share
+            rows = getattr(tile, "keys", None) or tile.queries
+            fetched = 2 * rows * h * item // dispatch.kernel.threads if tile.buffers else 0
+            held = resident(dispatch.kernel, fetched)
+            predicted = share * min(held / BUSY, 1)
+            mark = "chosen" if tile == own else ""
+            figures = (dispatch.kernel.name, *sizes, f"{share:.3f}", held, f"{predicted:.3f}", mark)
+            found.append((predicted, f"| {' | '.join(map(str, figures))} |"))
+        lines += [row for _, row in sorted(found, reverse=True)]
+    return "\n".join(lines)
+
+
+def kernels_of(variant: str | tiles.Tiles, h: int, dtype: str = "float16", **more) -> list[tuple[Plan, Dispatch]]:
     """Those of both passes of a dense problem."""
     problem = Problem(512, 512, h, b=1, n=1, k=1, dtype=dtype, variant=variant, **more)
     found = [(plan, d) for plan in map(problem.plan, ("forward", "backward")) for d in plan.dispatches]
     return [(plan, d) for plan, d in found if d.kernel.template[0] in KERNELS]
 
 
-def decoding(h: int, dtype: str = "float16") -> tuple[Plan, Dispatch]:
-    plan = Problem(4, 1024, h, b=1, n=2, k=1, dtype=dtype).plan()
+def decoding(h: int, dtype: str = "float16", rows: int = 8) -> tuple[Plan, Dispatch]:
+    plan = Problem(rows // 2, 1024, h, b=1, n=2, k=1, dtype=dtype).plan()
     return plan, plan.dispatches[0]
 
 
@@ -352,14 +420,18 @@ def table(target: str) -> str:
             for plan, dispatch in kernels_of(variant, limit, "float16" if item == 2 else "float32"):
                 add(compiled(plan, dispatch, target))
     for h in (64, 128):
-        add(compiled(*decoding(h), target))
+        for rows in (2, 8):
+            add(compiled(*decoding(h, rows=rows), target))
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", choices=TARGETS, default=TARGETS[0])
-    print(table(parser.parse_args().target))
+    parser.add_argument("--alternatives", type=int, metavar="H", help="to the staged tiles of a head size, instead")
+    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="of the alternatives")
+    options = parser.parse_args()
+    print(alternatives(options.alternatives, options.dtype) if options.alternatives else table(options.target))
 
 
 if __name__ == "__main__":

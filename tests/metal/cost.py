@@ -1,5 +1,5 @@
 """What the kernels cost, counted by the emulator: multiply-accumulates, bytes, barriers. `python tests/metal/cost.py`
-prints the table.
+prints the table, with `--decoding` that of bytes for each token of a context.
 
 A counter is exact and the same in every run, so a bound on it is a test (`test_cost.py`). It says nothing of time.
 The yardstick is MLX's forward kernel: 32 query rows a threadgroup, 8 for each simdgroup, K and V staged.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import sys
 
@@ -17,13 +18,17 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import plans  # noqa: E402
+import serving  # noqa: E402
 from plans import Problem  # noqa: E402
 
+from jax_mfa import Scheme  # noqa: E402
 from jax_mfa.metal import tiles  # noqa: E402
 
 # device and threadgroup bytes per multiply-accumulate, and barriers per threadgroup, at T = S = 512, H = 64, float16
 YARDSTICK = {"device": 33.0, "threadgroup": 144.0, "barriers": 66.0}
-BOUND = {"device": 0.55, "threadgroup": 0.6, "barriers": 0.5}  # of the yardstick, for staged tiles
+# of the yardstick, for staged tiles; threadgroup bytes where a simdgroup has 16 rows, and where it has 8
+BOUND = {"device": 0.55, "threadgroup": 0.6, "barriers": 0.5}
+THREADGROUP_OF_8_ROWS = 0.9
 KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value")
 # multiply-accumulates of a head in units of T·S·H/512, where V = H
 PRODUCTS = {"attention_forward": 2, "attention_d_query": 3, "attention_d_key_value": 4}
@@ -103,13 +108,68 @@ def table(sizes: list[int], length: int, dtype: str) -> str:
     return "\n".join([*lines, "", f"yardstick, forward at H = 64: {yardstick}"])
 
 
+# --- decoding, by how keys and values are stored
+
+STORED = {
+    "float16": None,
+    "int8": Scheme("int8"),
+    "int8, symmetric": Scheme("int8", True),
+    "fp8, symmetric": Scheme("fp8", True),
+    "int4": Scheme("int4"),
+    "int4, symmetric": Scheme("int4", True),
+    "int4, groups of 32": Scheme("int4", channels=32),
+}
+
+
+@functools.cache
+def decoding(scheme: Scheme | None, page: int = 0) -> tuple[float, float, float]:
+    """Of one new token for each further token of its context, H = 64, float16: bytes that are stored for it, bytes that
+    kernels load, and multiply-accumulates."""
+    long, short = (
+        serving.Serving(1, (1024, x), (scheme, scheme), page, h=64, n=8, dtype="float16") for x in (1024, 512)
+    )
+    whole, half = long.run(), short.run()
+    assert not whole.reports and not half.reports
+    total = lambda ran, name: sum(getattr(x, name) for x in ran.counters.values())
+    each = lambda name: (total(whole, name) - total(half, name)) / 512
+    columns = [long.both[0][name] for name in ("key", "value")]
+    rows = [x.pages if page else x for x in columns]
+    stored = sum(x.nbytes / (x.shape[0] * x.shape[1]) for x in rows)
+    return stored, each("device_bytes_loaded"), each("matrix_multiply_accumulates")
+
+
+def table_of_decoding() -> str:
+    """Markdown: what each way of storing costs, over float16."""
+    dense = decoding(None)
+    lines = [
+        "decoding, H = V = 64, K = 2: for each token of the context",
+        "",
+        "| stored as | bytes stored | bytes loaded | over float16 | in pages of 16 | MAC |",
+        "|---" * 6 + "|",
+    ]
+    for name, scheme in STORED.items():
+        stored, loaded, products = decoding(scheme)
+        _, paged, _ = decoding(scheme, 16)
+        lines.append(
+            f"| {name} | {stored:.0f} | {loaded:.0f} | {loaded / dense[1]:.3f} | {paged / dense[1]:.3f} "
+            f"| {products:.1f} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=lambda x: [int(y) for y in x.split(",")], default=[16, 32, 64, 96, 128, 256])
     parser.add_argument("--length", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    parser.add_argument(
+        "--decoding", action="store_true", help="what decoding costs, by how keys and values are stored"
+    )
     options = parser.parse_args()
-    print(table(options.sizes, options.length, options.dtype))
+    if options.decoding:
+        print(table_of_decoding())
+    else:
+        print(table(options.sizes, options.length, options.dtype))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ class Problem:
         return " ".join([sizes, *given])
 
     @property
-    def limits(self) -> bool:
+    def of_rows(self) -> bool:
+        """Whether offset and lengths differ by batch row."""
         return isinstance(self.offset, tuple) or self.query_lengths is not None or self.key_lengths is not None
 
     @property
@@ -119,19 +120,16 @@ class Problem:
     def arrays(self, arguments) -> dict[str, np.ndarray]:
         """The inputs of the forward plan."""
         found = {name: arguments[name] for name in ("query", "key", "value")}
-        if self.limits:
-            columns = [
-                (self.offset, 0),
-                (self.query_lengths, self.t),
-                (self.key_lengths, self.s),
-            ]
-            rows = [np.broadcast_to(default if x is None else x, (self.b,)) for x, default in columns]
-            found["limits"] = np.stack(rows, 1).astype(np.int32)
+        if self.of_rows:
+            columns = {"query_offset": (self.offset, 0), "query_lengths": (self.query_lengths, self.t)}
+            columns["key_lengths"] = (self.key_lengths, self.s)
+            for name, (x, default) in columns.items():
+                found[name] = np.broadcast_to(default if x is None else x, (self.b,)).astype(np.int32)
         return found
 
     def plan(self, of_pass: str = "forward") -> Plan:
         shaped = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, DTYPES[dtype])
-        of_rows = shaped("int32", self.b) if self.limits else None
+        of_rows = shaped("int32", self.b) if self.of_rows else None
         operands = Operands(
             shaped(self.dtype, self.b, self.t, self.n, self.h),
             shaped(self.dtype, self.b, self.s, self.k, self.h),
@@ -143,7 +141,7 @@ class Problem:
         return show.plan_of(self.specification, operands, of_pass, self.variant)
 
 
-def _both(plan: Callable[[str], Plan], arrays, cotangents, **how) -> Ran:
+def both(plan: Callable[[str], Plan], arrays, cotangents, **how) -> Ran:
     """The plans "forward" and "backward", the second fed by the first: the arrays and dispatches of both."""
     forward = run(plan("forward"), arrays, **how)
     d_out, d_lse = cotangents
@@ -154,16 +152,15 @@ def _both(plan: Callable[[str], Plan], arrays, cotangents, **how) -> Ran:
 def run_call(arguments: dict[str, Any], *, variant: str | tiles.Tiles = "staged", **how) -> Ran:
     """Both passes of a call of `flash_attention` with these arguments, with random cotangents; `how` is for `run`."""
     spec, operands = specify(**arguments)
-    arrays = {name: np.asarray(getattr(operands, name)) for name in ("query", "key", "value")}
-    arrays |= {name: np.asarray(x) for name, x in metal.launch_arrays(spec, operands).items()}
+    arrays = {name: np.asarray(x) for name, x in metal.launch_arrays(spec, operands).items()}
     plan = lambda of_pass: show.plan_of(spec, operands, of_pass, variant)
-    return _both(plan, arrays, harness.cotangents(arguments), **how)
+    return both(plan, arrays, harness.cotangents(arguments), **how)
 
 
 def evaluate(problem: Problem, **how) -> Ran:
     """Both passes of a problem, the arrays and dispatches of both; `how` is for `run`."""
     arguments = problem.arguments()
-    return _both(problem.plan, problem.arrays(arguments), problem.cotangents(arguments), **how)
+    return both(problem.plan, problem.arrays(arguments), problem.cotangents(arguments), **how)
 
 
 @functools.lru_cache(maxsize=64)

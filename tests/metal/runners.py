@@ -45,7 +45,7 @@ class Ran:
 
     @property
     def counters(self) -> dict[str, emulator.Counters]:
-        """By template: attention_forward, attention_row_sums, …"""
+        """By template: attention_forward, attention_delta, …"""
         if not self.dispatches:
             pytest.skip("a device does not count")
         return {name: result.counters for name, result in self.dispatches}
@@ -72,8 +72,9 @@ class Core:
 
     def run(self, plan: Plan, inputs: dict[str, np.ndarray], text: str | None, seed: int) -> Ran:
         chosen = library(show.program(plan) if text is None else text + "\n" + plan.instantiations)
-        results = {b.name: np.zeros(b.shape, DTYPES[b.dtype]) for b in plan.results}
-        known = inputs | results
+        results = {b.name: np.zeros(b.shape, DTYPES[b.dtype]) for b in plan.results if b.role != "updated"}
+        updated = {b.name: inputs[b.name].copy() for b in plan.results if b.role == "updated"}
+        known = inputs | updated | results
         scratch = {b.name for b in plan.buffers if b.role == "scratch"}
         written: set[str] = set()
         done = []
@@ -110,7 +111,7 @@ class Launcher:
         # scratch is not copied back; as an output it is
         shown = tuple(dataclasses.replace(b, role="output") if b.role == "scratch" else b for b in plan.buffers)
         plan = dataclasses.replace(plan, buffers=shown)
-        operands = [inputs[b.name] for b in plan.buffers if b.role == "input"]
+        operands = [inputs[b.name] for b in plan.operands]
         call = jax.jit(lambda *x: runtime.call(plan, runtime.TARGETS[0], *x))
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             results = {name: np.asarray(x) for name, x in call(*operands).items()}
@@ -148,4 +149,4 @@ def run(
 
     if text is not None and on is None and not isinstance(CHOSEN, Core):
         pytest.skip("mistakes are planted for the emulator's checker, not for a GPU")
-    return (on or CHOSEN).run(plan, {b.name: known(b) for b in plan.buffers if b.role == "input"}, text, seed)
+    return (on or CHOSEN).run(plan, {b.name: known(b) for b in plan.operands}, text, seed)

@@ -253,8 +253,8 @@ def without_sizes(kernel: Kernel) -> tuple:
     function, *arguments = kernel.template
     names = parameters()[function]
     assert len(names) == len(arguments), function
-    sized = lambda x: re.sub(r", \d+>", ">", x) if isinstance(x, str) else x  # a source says its head size
-    return (function, *(sized(x) for name, x in zip(names, arguments) if name not in ("H", "V")))
+    sized = lambda x: re.sub(r"(, \d+)+>", ">", x) if isinstance(x, str) else x  # sources say their sizes
+    return (function, *(sized(x) for x in arguments))
 
 
 N, T, S = 4, 90, 80
@@ -326,11 +326,16 @@ def switched(kernels: set[Kernel]) -> set[tuple]:
 def test_every_kernel_of_every_tile_and_dtype_is_reached():
     found, wanted = reached(tiles.NAMES), {variant: planned(variant) for variant in tiles.NAMES}
     everything = set().union(*wanted.values())
-    assert {x.template[0] for x in everything} == set(parameters())  # the planner uses all that the text defines
+    # the planner uses all that the text defines, but for what fills a pool of pages: see test_append.py
+    assert {x.template[0] for x in everything} | {"append_tokens", "copy_pages"} == set(parameters())
     shapes = lambda kernels: {without_sizes(x) for x in kernels}
     assert shapes(everything) <= shapes(set().union(*found.values()))
     for variant in tiles.NAMES:
-        decoding = {x for x in wanted[variant] if x.template[0] in ("attention_decode", "attention_merge")}
+        decoding = {
+            x
+            for x in wanted[variant]
+            if x.template[0] in ("attention_decode", "attention_decode_rows", "attention_merge")
+        }
         rest = wanted[variant] - decoding  # the kernels of decoding are the same whatever the variant
         assert shapes(rest) <= shapes(found[variant]), variant
         assert switched(rest) <= switched(found[variant]), variant

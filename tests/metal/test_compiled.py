@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import compiled
 import pytest
+from serving import Serving
 
+from jax_mfa import Scheme
 from jax_mfa.metal import tiles
 
 ENTRIES = [
@@ -25,8 +27,19 @@ def test_no_variable_of_a_kernel_has_an_address(variant, limit, item):
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 def test_nor_has_it_for_other_targets_masks_or_head_sizes(variant, target):
     found = compiled.kernels_of(variant, 64) + compiled.kernels_of(variant, 104, causal=True, window=(70, None))
-    for plan, dispatch in [*found, compiled.decoding(64)]:
+    for plan, dispatch in [*found, compiled.decoding(64), compiled.decoding(64, rows=4)]:
         assert compiled.compiled(plan, dispatch, target).allocas == 0, dispatch.kernel.name
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_nor_has_it_where_keys_and_values_are_stored(page):
+    schemes = Scheme("int8"), Scheme("int4", True, channels=32)
+    for rows, length in ((64, 128), (1, 1024)):
+        problem = Serving(rows, (length,), schemes, page, h=64, n=2, k=1, dtype="float16")
+        for plan in problem.plans(("query",) if page else ("query", "key", "value")):
+            for dispatch in plan.dispatches:
+                text = compiled.text_of(plan, dispatch)
+                assert " = alloca " not in compiled.representation(text), dispatch.kernel.name
 
 
 @pytest.mark.parametrize("h", [64, 128])

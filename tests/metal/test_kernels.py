@@ -172,7 +172,7 @@ def test_the_launcher_gives_the_bits_that_the_core_gives(on_device, problem, tex
     ran = [plans.evaluate(problem, on=runner, text=text) for runner in (Core(), Launcher())]
     assert [x.reports for x in ran] == [[], []]
     assert _bytes(ran[0]) == _bytes(ran[1])
-    assert {"row_sums", "row_states"} <= set(ran[1].arrays)
+    assert {"delta", "row_states"} <= set(ran[1].arrays)
 
 
 def test_mapped_and_transposed_inputs_through_jit(on_device):
@@ -227,7 +227,7 @@ MUTATIONS = {
         "bounds",
     ),
     "the ragged end is written": (
-        replacing("if (lane.row < rows && lane.column < columns)", "if (lane.column < columns)"),
+        replacing("    if (lane.row < left) {\n      store_row<V>", "    {\n      store_row<V>"),
         Problem(),
         "bounds",
     ),
@@ -237,17 +237,17 @@ MUTATIONS = {
         "wrong",
     ),
     "the offset ignored": (
-        replacing("offset = of_row[0]", "offset = 0 * of_row[0]"),
+        replacing("x.query_offset[batch] : p->query_offset", "0 : 0"),
         Problem(causal=True, offset=3),
         "wrong",
     ),
     "the batch row ignored": (
-        replacing("limits + ulong(batch) * ulong(p.limits_stride)", "limits"),
+        replacing("min(x.key_lengths[batch], p->keys)", "min(x.key_lengths[0], p->keys)"),
         Problem(key_lengths=(20, 30)),
         "wrong",
     ),
     "sums not rescaled as the maximum rises": (
-        replacing("float sum = total[block] * shrink;", "float sum = total[block];"),
+        replacing("float sum = row_sum[block] * shrink;", "float sum = row_sum[block];"),
         LARGE,
         "wrong",
     ),

@@ -7,7 +7,6 @@ float64 answers and the emulator's checker, must object. Races and ragged ends a
 from __future__ import annotations
 
 import dataclasses
-import struct
 from typing import Any
 
 import emulator
@@ -18,7 +17,7 @@ import plans
 import pytest
 
 from jax_mfa import BlockMask
-from jax_mfa.metal import kernels, runtime, source, tiles
+from jax_mfa.metal import operands, runtime, source, tiles
 
 RNG = np.random.default_rng(8)
 SLOPES = np.float32([0.5, 0.25, 0.125, 0.0625])
@@ -66,13 +65,13 @@ MISTAKES = {
         call(alibi_slopes=SLOPES, query_offset=9, sinks=SLOPES),
     ),
     "one slope for all heads": Mistake(
-        "of_head(head)[1] : 0.0f", "of_head(0)[1] : 0.0f", call(alibi_slopes=SLOPES)
+        "slopes[at_head(head)] : 0.0f", "slopes[at_head(0)] : 0.0f", call(alibi_slopes=SLOPES)
     ),
     "a sink left out of the sum": Mistake(
         "has_sinks ? weight_of(sink, row_max) : 0.0f", "0.0f", call(sinks=SLOPES)
     ),
     "a sink that rows count which see nothing": Mistake(
-        "empty = is_absent(total);",
+        "empty = is_absent(running_sum);",
         "empty = false;",
         call(sinks=SLOPES, query_seq_lengths=np.int32([30, 0])),
     ),
@@ -94,7 +93,9 @@ MISTAKES = {
         "column - (row + offset) <= p->right", "column - row <= p->right", call(is_causal=True, query_offset=16)
     ),
     "causal aligned with the last row": Mistake(
-        "offset = of_row[0];", "offset = of_row[0] + p.keys - p.queries;", call(is_causal=True)
+        "x.query_offset[batch] : p->query_offset;",
+        "x.query_offset[batch] : p->query_offset + p->keys - p->queries;",
+        call(is_causal=True),
     ),
     "a window one column short": Mistake(
         "row + offset - column <= p->left", "row + offset - column < p->left", call(local_window_size=(5, 2))
@@ -110,13 +111,13 @@ MISTAKES = {
         call(local_window_size=(2**16 + 3, None), query_offset=10),
     ),
     "lengths of the first batch row for all": Mistake(
-        "limits + ulong(batch) * ulong(p.limits_stride)",
-        "limits + 0 * ulong(p.limits_stride)",
+        "min(x.key_lengths[batch], p->keys)",
+        "min(x.key_lengths[0], p->keys)",
         call(key_value_seq_lengths=np.int32([53, 20])),
     ),
     "segments of the first batch row for all": Mistake(
-        "key_segments + ulong(batch) * ulong(p.keys)",
-        "key_segments + 0 * ulong(p.keys)",
+        "x.key_segment_ids + ulong(batch) * ulong(p->keys)",
+        "x.key_segment_ids + 0 * ulong(p->keys)",
         call(
             query_segment_ids=np.sort(RNG.integers(0, 3, (2, 37)), 1),
             key_value_segment_ids=np.sort(RNG.integers(0, 3, (2, 53)), 1),
@@ -157,7 +158,9 @@ MISTAKES = {
         "const int end_head = first_head + heads_of_group;", "const int end_head = first_head + 1;", call()
     ),
     # decoding
-    "split keys of the first batch row for all": Mistake("mapped_row(p.key, batch)", "mapped_row(p.key, 0)", DECODE),
+    "split keys of the first batch row for all": Mistake(
+        "mapped_row(x.p->key, batch)", "mapped_row(x.p->key, 0)", DECODE
+    ),
     "splits of the first batch row for all": Mistake(
         "const ulong first = (ulong(batch) * p.key_heads + key_head) * splits;",
         "const ulong first = ulong(key_head) * splits;",
@@ -244,9 +247,9 @@ OFFSETS = """
 def test_offsets_of_more_than_2_to_the_31_elements(old, new, at):
     """The places where an element's offset is made, given sizes of no machine here; and each with 32 bits instead."""
     keys, rows = 2**23, 2**17
-    parameters = dict.fromkeys((name for name, _ in kernels.PARAMETERS), 1)
+    parameters = dict.fromkeys((field.name for field in operands.fields("Parameters")), 1)
     parameters |= {"keys": keys, "bias.map.rows": 4, "bias.heads": 3, "bias.queries": rows, "bias.keys": rows}
-    packed = struct.pack("<" + "".join(code for _, code in kernels.PARAMETERS), *parameters.values())
+    packed = operands.packed("Parameters", parameters)
     wanted = [
         (3 * keys * 40 + 7) * 512,
         (keys - 1) * 40 * 512,

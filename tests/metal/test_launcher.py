@@ -44,6 +44,38 @@ def scale(n: int, factor: int = 3, negate: bool = False, add: float = 0.0, dtype
     return program.dispatch("scale_it", [-(-n // 64), 1, 1], ["x", "out"], [n], constants)
 
 
+# every third number of a buffer, in its place
+UPDATE = """
+#include <metal_stdlib>
+using namespace metal;
+kernel void update(device const ushort* add [[buffer(0)]], device ushort* x [[buffer(1)]],
+                   constant int& n [[buffer(2)]], uint i [[thread_position_in_grid]]) {
+  if (int(3 * i) < n) x[3 * i] += add[i];
+}
+"""
+
+
+def update(n: int) -> Program:
+    program = Program("update", UPDATE).buffer("add", "input", "uint16", [n]).buffer("x", "updated", "uint16", [n])
+    return program.dispatch("update", [-(-n // 192), 1, 1], ["add", "x"], [n])
+
+
+@pytest.mark.parametrize("n", [100, 100_000], ids=["staged", "no copy"])
+def test_a_buffer_is_updated_in_place_and_keeps_what_nobody_writes(native, metal, n):
+    program = update(n)
+    call = lambda add, x, **how: ffi.ffi_call(TARGET, program.results(), **how)(add, x, plan=program.text())[0]
+    run = jax.jit(lambda add, x: call(add, x, input_output_aliases={1: 0}), donate_argnums=1)
+    add, x = (np.arange(n, dtype=np.uint16) * i for i in (7, 1))
+    wanted = x.copy()
+    wanted[::3] += add[: len(wanted[::3])]
+    compiled = run.lower(add, x).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == x.nbytes
+    np.testing.assert_array_equal(run(add, jnp.array(x)), wanted)
+    np.testing.assert_array_equal(x, np.arange(n, dtype=np.uint16))
+    with pytest.raises(Exception, match="x is updated in place, and the call has another place for the result"):
+        jax.block_until_ready(jax.jit(call)(add, x))
+
+
 # sums of rows of 64, in two dispatches: a scratch of partial sums, then their total through dynamic threadgroup memory
 SUMS = """
 #include <metal_stdlib>
@@ -256,7 +288,7 @@ def spoilt(path: list[Any], value: Any) -> str:
         (["library", "source"], 7, "library.source must be a string"),
         (["library", "source"], "0" * 64, "no source is registered under 0000"),
         (["library", "language"], [3], "library.language must have 2 entries"),
-        (["buffers", 0, "role"], "both", "must be input, output or scratch"),
+        (["buffers", 0, "role"], "both", "must be input, output, scratch or updated"),
         (["buffers", 0, "dtype"], "float8", "not a known dtype"),
         (["buffers", 0, "shape"], [-1], r"buffers\[0\].shape\[0\] must be an integer from 0"),
         (["buffers", 0, "shape"], [2**40, 2**40], "too large"),

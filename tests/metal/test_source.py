@@ -87,7 +87,8 @@ def test_the_printed_source_and_plan_run_elsewhere_and_are_right(tmp_path, dtype
     inputs = {"query": query, "key": key, "value": value, "d_out": d_out, "d_lse": d_lse}
     if "--lengths" in options:
         columns = ("query_offset", "query_seq_lengths", "key_value_seq_lengths")
-        inputs["limits"] = np.stack([keywords[name] for name in columns], 1).astype(np.int32)
+        carried = ("query_offset", "query_lengths", "key_lengths")
+        inputs |= {name: keywords[given].astype(np.int32) for name, given in zip(carried, columns)}
     wanted = oracle.attention(query, key, value, **keywords, d_out=d_out, d_lse=d_lse)
 
     common = (*SIZES, "--dtype", dtype, "--variant", variant, *options.split())
@@ -121,17 +122,17 @@ def test_every_other_feature_runs_elsewhere_too(tmp_path):
         "query_segment_ids": np.sort(rng.integers(0, 3, (b, t)), axis=1).astype(np.int32),
         "key_value_segment_ids": np.sort(rng.integers(0, 3, (b, s)), axis=1).astype(np.int32),
     }
-    numbers = np.stack([np.full(n, h**-0.5), keywords["alibi_slopes"], keywords["sinks"]], 1).astype(np.float32)
     inputs = {"query": query, "key": key, "value": value, "d_out": d_out, "d_lse": d_lse}
-    inputs |= {name: keywords[name] for name in ("mask", "bias")} | {"numbers": np.tile(numbers, (b, 1))}
-    inputs |= {f"{x}_segments": keywords[f"{y}_segment_ids"] for x, y in (("query", "query"), ("key", "key_value"))}
+    inputs |= {name: keywords[name] for name in ("mask", "bias")}
+    inputs |= {name: np.tile(keywords[name], (b, 1)) for name in ("alibi_slopes", "sinks")}
+    inputs |= {f"{x}_segment_ids": keywords[f"{y}_segment_ids"] for x, y in (("query", "query"), ("key", "key_value"))}
     wanted = oracle.attention(query, key, value, **keywords, d_out=d_out, d_lse=d_lse)
 
     features = "--dtype float32 --mask --bias --alibi --sinks --soft-cap 3 --segments".split()
     inputs |= run_folder(*write(tmp_path / "forward", *SIZES, *features), inputs)
     results = run_folder(*write(tmp_path / "backward", *SIZES, *features, "--pass", "backward"), inputs)
-    results["d_alibi_slopes"] = results["d_slopes"].sum((0, 1))
-    results["d_sinks"] = -(np.exp(keywords["sinks"] - inputs["row_max"]) / inputs["row_sum"] * results["row_sums"]).sum(
+    results["d_alibi_slopes"] = results["score_sums"][..., 1].sum((0, 1))
+    results["d_sinks"] = -(np.exp(keywords["sinks"] - inputs["row_max"]) / inputs["row_sum"] * results["delta"]).sum(
         (0, 1)
     )
     pairs = [(inputs["out"], wanted.out)] + [(results[f"d_{name}"], x) for name, x in wanted.gradients.items()]
@@ -148,8 +149,7 @@ def test_inline_bytes_are_explained(tmp_path):
         if argument["parameter"]["type"].startswith("constant Parameters")
     }
     assert (fields["queries"], fields["keys"], fields["heads"], fields["key_heads"]) == (37, 53, 6, 2)
-    limits = next(a for a in plan["dispatches"][0]["arguments"] if a["parameter"]["name"] == "limits")
-    assert [field["value"] for field in limits["fields"]] == [7, 37, 53]
+    assert (fields["query_offset"], fields["scale"]) == (7, pytest.approx(24**-0.5))
 
 
 def test_the_output_can_be_printed_whole_or_in_parts(tmp_path):

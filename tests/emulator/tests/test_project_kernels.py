@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import emulator
@@ -9,10 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_mfa.metal import kernels, source, tiles
-from jax_mfa.metal.kernels import Shape
+from jax_mfa import Scheme
+from jax_mfa.metal import append, kernels, source, tiles
 from jax_mfa.metal.plan import LANGUAGE, Plan
+from jax_mfa.metal.problem import Shape
 from jax_mfa.specification import Specification
+from jax_mfa.storage import Storage
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 VARIANTS = tiles.NAMES
@@ -27,14 +30,52 @@ def plans(dtype: str, variant: str) -> list[Plan]:
         (40, 72, 84, ("query", "key", "value")),
         (64, 64, 576, ("query", "key", "value")),
         (1, 2048, 64, ()),
+        (9, 2048, 64, ()),
     ]:
-        query, keys = Shape((1, rows, 2, head), kind), Shape((1, columns, 1, head), kind)
+        keys = Shape((1, columns, 1, head), kind)
+        arrays = {"query": Shape((1, rows, 2, head), kind), "key": keys, "value": keys}
         scores = (1, 2, rows, columns)
-        optional = {"bias": Shape(scores, kind), "mask": Shape(scores, np.dtype(bool))} if "bias" in wanted else {}
-        found.append(kernels.forward(spec, query, keys, keys, variant=variant, **optional))
+        if "bias" in wanted:
+            arrays |= {"bias": Shape(scores, kind), "mask": Shape(scores, np.dtype(bool))}
+        found.append(kernels.forward(spec, arrays, variant=variant))
         if wanted:
-            found.append(kernels.backward(spec, query, keys, keys, wanted=wanted, variant=variant, **optional))
-    return found
+            found.append(kernels.backward(spec, arrays, wanted=wanted, variant=variant))
+    return [*found, *stored_plans(kind, variant)]
+
+
+def stored_plans(kind: np.dtype, variant: str) -> list[Plan]:
+    """Keys and values quantised, side by side and in pages; new tokens of both into pages."""
+    schemes = Scheme("int4", channels=8, center=16), Scheme("fp8", True, 2, None)
+    storages = Storage(schemes[0], 24), Storage(schemes[1], 24)
+    byte, data = np.dtype(np.uint8), {"key": 12, "value": 24}
+    spec = Specification(is_causal=True, key_storage=storages[0], value_storage=storages[1])
+    paged = dataclasses.replace(spec, page_size=16)
+    found = []
+    for rows, columns in ((40, 64), (1, 1024)):
+        query = {"query": Shape((1, rows, 2, 24), kind)}
+        for pages, tokens, more in (
+            (1, columns, {}),
+            (9, 16, {"block_tables": Shape((1, columns // 16), np.dtype("i4"))}),
+        ):
+            arrays = query | {name: Shape((pages, tokens, 1, size), byte) for name, size in data.items()}
+            groups = {"key": (tokens, 3), "value": (tokens // 2, 1)}
+            arrays |= {f"{name}_scales": Shape((pages, n, 1, x), kind) for name, (n, x) in groups.items()}
+            arrays |= {
+                "key_zeros": arrays["key_scales"],
+                "key_means": Shape((pages, tokens // 16, 1, 24), kind),
+                **more,
+            }
+            which = paged if more else spec
+            found.append(kernels.forward(which, arrays, variant=variant))
+            wanted = ("query",) if more else ("query", "key", "value")
+            found.append(kernels.backward(which, arrays, wanted=wanted, variant=variant))
+    new = {name: Shape((3, 1, 24), kind) for name in data} | dict.fromkeys(append.WHERE, Shape((3,), np.dtype("i4")))
+    written = dataclasses.replace(schemes[0], center=None), dataclasses.replace(schemes[1], tokens=1)
+    pool = {f"{name}_data": Shape((9, 16, 1, size), byte) for name, size in data.items()}
+    pool |= {"key_scales": Shape((9, 16, 1, 3), kind), "key_zeros": Shape((9, 16, 1, 3), kind)}
+    pool["value_scales"] = Shape((9, 16, 1, 1), kind)
+    storages = Storage(written[0], 24), Storage(written[1], 24)
+    return [*found, append.plan(tuple((new | pool).items()), storages)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

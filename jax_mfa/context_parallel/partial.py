@@ -1,0 +1,47 @@
+"""Attention over some of the columns: partial results, how they are merged, and how they end as those of whole rows."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mfa.specification import Operands, Specification
+from jax_mfa.whole_rows import per_batch_row
+
+
+def weighed(out, row_max, row_sum, acc):
+    """A partial result as sums: of weighted values, the maximum, −∞ where no score is above that, and of weights.
+
+    A row that sees scores of −∞ alone has the sum NaN beside a finite maximum; other columns may yet define its
+    softmax.
+    """
+    lost = (row_sum == 0) | (jnp.isnan(row_sum) & jnp.isfinite(row_max))
+    sums = jnp.where(lost[..., None], acc.type(0), out.astype(acc) * row_sum[..., None])
+    return sums, jnp.where(lost, acc.type(-np.inf), row_max), row_sum
+
+
+def merged(a, b):
+    """Two partial results of disjoint columns as one."""
+    high = jnp.maximum(a[1], b[1])  # NaN where either is
+    lost = high == -np.inf
+
+    def rescaled(sums, row_max, row_sum):
+        nothing = row_max == -np.inf
+        weight = jnp.where(nothing, 0, jnp.exp(jnp.where(nothing, 0, row_max - jnp.where(nothing, 0, high))))
+        return jnp.where(nothing[..., None], 0, sums * weight[..., None]), jnp.where(nothing, 0, row_sum * weight)
+
+    (sums_a, sum_a), (sums_b, sum_b) = rescaled(*a), rescaled(*b)
+    return sums_a + sums_b, high, jnp.where(lost, a[2] + b[2], sum_a + sum_b)
+
+
+def finished(spec: Specification, operands: Operands, whole):
+    """Output, maximum and sum of whole rows, their sinks included, from merged results without them."""
+    sums, row_max, row_sum = whole
+    acc = sums.dtype.type
+    if operands.sinks is not None:
+        sinks = per_batch_row(spec, operands, "sinks", sums.dtype)[:, None]
+        seen = (row_max != -np.inf) | jnp.isnan(row_sum)
+        sink = jnp.zeros_like(sums), jnp.where(seen, sinks, -np.inf), jnp.where(seen, acc(1), acc(0))
+        sums, row_max, row_sum = merged(whole, sink)
+    out = sums / jnp.where(row_sum == 0, acc(1), row_sum)[..., None]
+    return out.astype(operands.query.dtype), jnp.where(row_max == -np.inf, acc(0), row_max), row_sum

@@ -1,0 +1,108 @@
+"""New tokens into the pages of a pool: the launch plan, and the call that updates the pool in place.
+
+What a page holds says `storage`, whose pages are copied and where tokens go `page_book`, how numbers are quantised
+`quantization`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from jax_mfa.metal import runtime, source
+from jax_mfa.metal.columns import encoding
+from jax_mfa.metal.plan import ITEM_SIZES, SCALARS, Argument, Buffer, Dispatch, Kernel, Plan
+from jax_mfa.metal.problem import Shape
+from jax_mfa.storage import PARTS, QuantizedArray, Storage, dtype_of
+
+SIMDGROUPS = 4
+COPY_THREADS = 256
+COPY_WORDS = 8  # of four bytes for each thread
+Bound = dict[int, str | bytes]
+Constants = tuple[tuple[int, str, str, Any], ...]
+WHERE = ("slots", "sources", "targets")
+
+
+def _dispatch(
+    template: tuple[Any, ...],
+    short: str,
+    threads: int,
+    grid: tuple[int, int, int],
+    bound: Bound,
+    constants: Constants = (),
+) -> Dispatch:
+    kernel = Kernel("_".join([template[0], short]), template, constants, threads)
+    arguments = (
+        Argument(i, bytes=x) if isinstance(x, bytes) else Argument(i, buffer=x) for i, x in sorted(bound.items())
+    )
+    return Dispatch(kernel, grid, tuple(arguments))
+
+
+def _copies(part: Buffer, count: int) -> Dispatch:
+    words = math.prod(part.shape[1:]) * ITEM_SIZES[part.dtype] // 4
+    grid = (-(-words // (COPY_THREADS * COPY_WORDS)), count, 1)
+    sizes = struct.pack("<2I", words, part.shape[0])
+    bound: Bound = {0: part.name, 1: "sources", 2: "targets", 3: sizes}
+    return _dispatch(("copy_pages", COPY_THREADS), str(COPY_THREADS), COPY_THREADS, grid, bound)
+
+
+def _tokens(new: Buffer, parts: Mapping[str, Buffer], storage: Storage | None) -> Dispatch:
+    tokens, heads, size = new.shape
+    pages, page = parts["data"].shape[:2]
+    stored = encoding(storage, SCALARS[new.dtype])
+    bound: Bound = {0: new.name, 1: "slots", 5: struct.pack("<3i", tokens, heads, pages * page)}
+    bound |= {i: parts[name].name for i, name in enumerate(PARTS[:3], 2) if name in parts}
+    constants = tuple((i, f"has_{name}", "bool", name in parts) for i, name in ((100, "scales"), (101, "zeros")))
+    short = f"{new.name}_{new.dtype}_{size}"
+    grid = (-(-tokens // SIMDGROUPS), heads, 1)
+    return _dispatch(("append_tokens", stored, size, SIMDGROUPS), short, SIMDGROUPS * 32, grid, bound, constants)
+
+
+@functools.lru_cache(maxsize=256)
+def plan(arrays: tuple[tuple[str, Shape], ...], storages: tuple[Storage | None, Storage | None]) -> Plan:
+    """From the shapes of "key", "value", "slots", "sources", "targets", and of the parts of the pool by names such as
+    "key_data"."""
+    updated = lambda name: name.partition("_")[2] in PARTS
+    buffers = {name: Buffer(name, "updated" if updated(name) else "input", x.dtype.name, x.shape) for name, x in arrays}
+    dispatches = []
+    if buffers["sources"].shape[0]:
+        dispatches = [_copies(b, buffers["sources"].shape[0]) for name, b in buffers.items() if updated(name)]
+    for name, storage in zip(("key", "value"), storages):
+        parts = {part: buffers[f"{name}_{part}"] for part in PARTS if f"{name}_{part}" in buffers}
+        dispatches.append(_tokens(buffers[name], parts, storage))
+    return Plan("append", source.base_hash(), tuple(buffers.values()), tuple(dispatches))
+
+
+def parts_of(pages) -> dict[str, Any]:
+    return pages.parts() if isinstance(pages, QuantizedArray) else {"data": pages}
+
+
+def takes(pages) -> bool:
+    """Whether Metal writes pages here: not where a GPU is of a virtual machine."""
+    found = runtime.get()
+    return not found.reason and not found.virtual and all(dtype_of(x).name in SCALARS for x in pages)
+
+
+def write(pages, key, value, where):
+    """The pages of keys and of values with new tokens in them, in the place of the old ones where XLA need not keep
+    those. None, with a warning, where the kernels cannot be had."""
+    pools = {f"{name}_{part}": x for name, whole in zip(("key", "value"), pages) for part, x in parts_of(whole).items()}
+    arrays = {"key": key, "value": value, **dict(zip(WHERE, where)), **pools}
+    storages = [Storage(x.scheme, x.size) if isinstance(x, QuantizedArray) else None for x in pages]
+    made = plan(tuple((name, Shape.of(x)) for name, x in arrays.items()), (storages[0], storages[1]))
+    failure = runtime.failure(made)
+    if failure:
+        runtime.warn_once(failure)
+        return None
+    found = runtime.call(made, runtime.TARGETS[2], *arrays.values())
+
+    def changed(name, whole):
+        if not isinstance(whole, QuantizedArray):
+            return found[f"{name}_data"]
+        return dataclasses.replace(whole, **{part: found[f"{name}_{part}"] for part in whole.parts()})
+
+    return changed("key", pages[0]), changed("value", pages[1])

@@ -1,0 +1,232 @@
+"""An attention problem as kernels meet it: its sizes, what stands for each operand, and which features it uses.
+
+The planner asks a `Problem` and never an array's shape. Plain Python; needs no device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jax_mfa.metal import operands
+from jax_mfa.metal.columns import stored_type
+from jax_mfa.metal.plan import SCALARS, Argument, Buffer
+from jax_mfa.philox import drop_below
+from jax_mfa.specification import MAX_POSITION, Operands, Specification
+from jax_mfa.storage import Storage, stored
+
+BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
+_SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a plan knows of an array."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, x) -> Shape:
+        return cls(tuple(x.shape), np.dtype(x.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The types of score and visibility, and what MSL text defines them where that is not the base text. It rides in
+    the plan: structs derived from `Score` and `Visibility` that say anew what differs."""
+
+    score: str = "Score"
+    visibility: str = "Visibility"
+    definitions: str = ""
+
+
+PLAIN = Rules()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A specification and the arrays that a launch carries.
+
+    Attributes:
+      arrays: by the names of `operands.CARRIED` and in that order.
+      rules: what scores and visibility are.
+      decoded: whether bfloat16 becomes float32 on its way to the matrix unit, where its arithmetic is emulated.
+    """
+
+    spec: Specification
+    arrays: tuple[tuple[str, Shape], ...]
+    rules: Rules = PLAIN
+    decoded: bool = False
+
+    @classmethod
+    def of(cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN, decoded: bool = False) -> Problem:
+        """From arrays or shapes by name, as `launch_arrays` gives them."""
+        unknown = sorted(set(arrays) - set(operands.CARRIED))
+        if unknown:
+            raise TypeError(f"a launch carries {', '.join(operands.CARRIED)}, got {', '.join(unknown)}")
+        return cls(
+            spec, tuple((name, Shape.of(arrays[name])) for name in operands.CARRIED if name in arrays), rules, decoded
+        )
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Shape]:
+        return dict(self.arrays)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_name
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of an operand [rows, heads, queries, keys], which may be absent."""
+        return self.by_name[name].shape if name in self else (1, 1, 1, 1)
+
+    @property
+    def dtype(self) -> str:
+        return self.by_name["query"].dtype.name
+
+    @property
+    def operand(self) -> str:
+        """The dtype of matrix operands. What stands in few bits 16 would round once more."""
+        quantized = self.spec.key_storage or self.spec.value_storage
+        return "float32" if quantized or (self.decoded and self.dtype == "bfloat16") else self.dtype
+
+    @property
+    def b(self) -> int:
+        return self.shape("query")[0]
+
+    @property
+    def t(self) -> int:
+        return self.shape("query")[1]
+
+    @property
+    def s(self) -> int:
+        return self._whole.value.shape[1]
+
+    @property
+    def n(self) -> int:
+        return self.shape("query")[2]
+
+    @property
+    def k(self) -> int:
+        return self._whole.value.shape[2]
+
+    @property
+    def h(self) -> int:
+        return self.shape("query")[3]
+
+    @property
+    def v(self) -> int:
+        return self._whole.value.shape[3]
+
+    @functools.cached_property
+    def _whole(self) -> Operands:
+        """Operands of the shapes that quantised and paged ones stand for."""
+        return stored(self.spec, Operands(**self.by_name))
+
+    def types(self, in_lanes: bool = False) -> str:
+        """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`. One that
+        reads keys and values straight to its lanes (`metal/core/lanes.h`) takes any of them as stored."""
+        spec, scalar = self.spec, SCALARS[self.dtype]
+        dense = {size: f"Dense<{scalar}, {size}>" for size in (self.h, self.v)}
+
+        def columns(storage: Storage | None, size: int) -> str:
+            plain = storage is None and spec.page_size is None and not in_lanes
+            return dense[size] if plain else stored_type(storage, spec.page_size, scalar, size)
+
+        key, value = columns(spec.key_storage, self.h), columns(spec.value_storage, self.v)
+        rules = f"{self.rules.score}, {self.rules.visibility}"
+        return f"Attention<{SCALARS[self.operand]}, {dense[self.h]}, {key}, {value}, {dense[self.v]}, {rules}>"
+
+    @property
+    def short(self) -> str:
+        """The same in a kernel's name."""
+        spec, dtypes = self.spec, dict.fromkeys((self.dtype, self.operand))
+        kinds = [x.scheme.kind if x else "plain" for x in (spec.key_storage, spec.value_storage)]
+        stored = [] if spec.is_plain else [*kinds, f"p{spec.page_size or 0}"]
+        return "_".join([*(_SHORT[x] for x in dtypes), f"h{self.h}", f"v{self.v}", *stored])
+
+    @property
+    def pairs(self) -> int:
+        """At most so many scores: of each row with the columns of its window, or all."""
+        left, right = self.spec.band
+        columns = self.s if left is None or right is None else min(self.s, left + right + 1)
+        return self.b * self.n * self.t * max(columns, 0)
+
+    def like_query(self, name: str, role: str) -> Buffer:
+        return Buffer(name, role, self.dtype, (self.b, self.t, self.n, self.h))
+
+    def like_out(self, name: str, role: str) -> Buffer:
+        return Buffer(name, role, self.dtype, (self.b, self.t, self.n, self.v))
+
+    def rows(self, name: str, role: str, *more: int) -> Buffer:
+        return Buffer(name, role, "float32", (self.b, self.t, self.n, *more))
+
+    def results(self, role: str) -> tuple[Buffer, ...]:
+        """Those of the forward pass, which the backward pass takes."""
+        return self.like_out("out", role), self.rows("row_max", role), self.rows("row_sum", role)
+
+    @property
+    def inputs(self) -> tuple[Buffer, ...]:
+        """What the launch carries."""
+        return tuple(Buffer(name, "input", x.dtype.name, x.shape) for name, x in self.arrays)
+
+    @functools.cached_property
+    def parameters(self) -> bytes:
+        spec = self.spec
+        left, right = spec.band
+        repeats = Operands(*spec.repeats)
+        block_rows, block_columns = spec.mask_block or (1, 1)
+        values: dict[str, Any] = {
+            "queries": self.t,
+            "keys": self.s,
+            "heads": self.n,
+            "key_heads": self.k,
+            "batch": self.b,
+            "scale": spec.scale,
+            "query_offset": spec.query_offset,
+            "left": min(left or 0, 2 * MAX_POSITION),
+            "right": min(right or 0, 2 * MAX_POSITION),
+            "block_rows": min(block_rows, MAX_POSITION),
+            "block_columns": min(block_columns, MAX_POSITION),
+            "cap": spec.logits_soft_cap or 0.0,
+            "drop_below": drop_below(spec.dropout_rate),
+            "keep_factor": 1 / (1 - spec.dropout_rate),
+        }
+        for name in ("key", "value"):
+            rows = name if spec.page_size is None else "block_tables"
+            values |= {f"{name}.rows": self.shape(rows)[0], f"{name}.repeat": getattr(repeats, rows)}
+        for name in ("bias", "mask", "block_mask"):
+            repeat = getattr(repeats, name) if name in self else 1
+            sizes = dict(zip(("map.rows", "heads", "queries", "keys"), self.shape(name))) | {"map.repeat": repeat}
+            values |= {f"{name}.{field}": size for field, size in sizes.items()}
+        return operands.packed("Parameters", values)
+
+    def constants(self, **more: Any) -> tuple[tuple[int, str, str, Any], ...]:
+        """Function constants: which features there are, and `more` by name."""
+        left, right = self.spec.band
+        known = (operands.OPERANDS[name] for name in operands.FEATURES)
+        values = {x.flag: x.name in self for x in known if x.flag} | {
+            "has_left": left is not None,
+            "has_right": right is not None,
+            "has_cap": self.spec.logits_soft_cap is not None,
+            "bias_type": BIAS_TYPES[self.by_name["bias"].dtype.name] if "bias" in self else 0,
+            "has_lists": False,
+            "has_spans": False,
+        }
+        return operands.constants(values | more)
+
+    def bound(self, function: str, own: Mapping[str, str | bytes]) -> tuple[Argument, ...]:
+        """A kernel's arguments: what the launch carries, and `own` buffers of the plan or bytes by name."""
+        found = {"p": self.parameters} | {name: name for name, _ in self.arrays} | dict(own)
+        arguments = []
+        for index, name in enumerate(operands.signature(function).names):
+            x = found.get(name)
+            if x is None and operands.OPERANDS[name].flag is None:
+                raise TypeError(f"{function} needs {name}")
+            if x is not None:
+                arguments.append(Argument(index, bytes=x) if isinstance(x, bytes) else Argument(index, buffer=x))
+        return tuple(arguments)

@@ -1,0 +1,113 @@
+// What the numbers of a row are stored as, and what they stand for: plain, or in few bits with scales (jax_mfa/storage.py says
+// what schemes mean). Knows nothing of where rows lie.
+//
+// An encoding has Data, which lie in memory, a Word, which holds up to `most` of them side by side, a Number, as scales and other
+// parts are, and an Element, as it is decoded; it says which parts there are, and how many tokens and channels share an entry, 0 for
+// all.
+#pragma once
+
+#include "core/fragment.h"
+
+template <typename T>
+struct Plain {
+  using Number = T;
+  using Element = T;
+  using Data = T;
+  using Word = vec<T, 4>;
+  static constant constexpr int most = 4;
+  static constant constexpr bool scaled = false;
+  static constant constexpr bool zeroed = false;
+  static constant constexpr bool centred = false;
+  static constant constexpr bool whole = false;
+  static constant constexpr bool always_finite = false;  // whether data are, whatever their bits
+  static constant constexpr int levels = 1;
+  static constant constexpr int tokens = 1;
+  static constant constexpr int channels = 0;
+  static constant constexpr int center = 1;
+
+  // Data of a row of so many elements.
+  INLINED static constexpr int room(int size) {
+    return size;
+  }
+
+  // COUNT elements of a row, `most` or fewer, from a multiple of COUNT on.
+  template <int COUNT>
+  INLINED static Word load(device const T* row, int channel) {
+    if (COUNT == 4) {
+      return *reinterpret_cast<device const vec<T, 4>*>(row + channel);
+    }
+    Word result = Word(T(0));
+    if (COUNT == 2) {
+      const vec<T, 2> x = *reinterpret_cast<device const vec<T, 2>*>(row + channel);
+      result[0] = x[0];
+      result[1] = x[1];
+    } else {
+      result[0] = row[channel];
+    }
+    return result;
+  }
+
+  INLINED static float number(Word word, int e) {
+    return float(word[e]);
+  }
+};
+
+constant constexpr int int8_kind = 0;
+constant constexpr int int4_kind = 1;
+constant constexpr int fp8_kind = 2;
+
+// e4m3: a sign, four bits of exponent, three of mantissa; no infinity, and the largest of each sign is NaN.
+INLINED float float_of_e4m3(uint bits) {
+  const uint size = bits & 0x7Fu;
+  const float small = float(size) * 0.001953125f;  // 2^-9, of subnormal numbers
+  const float large = as_type<float>((size << 20) + 0x3C000000u);
+  const float x = size == 0x7Fu ? NAN : (size < 8 ? small : large);
+  return bits & 0x80u ? -x : x;
+}
+
+template <typename T, int KIND, bool SYMMETRIC, int TOKENS, int CHANNELS, int CENTER>
+struct Quantized {
+  using Number = T;
+  using Element = float;  // 16 bits would round once more
+  using Data = uchar;
+  using Word = uint;
+  static constant constexpr int most = KIND == int4_kind ? 8 : 4;
+  static constant constexpr bool scaled = true;
+  static constant constexpr bool zeroed = !SYMMETRIC;
+  static constant constexpr bool centred = CENTER != 0;
+  static constant constexpr bool whole = TOKENS == 0 && CHANNELS == 0;  // one scale for all heads too
+  static constant constexpr bool always_finite = KIND != fp8_kind;
+  static constant constexpr int levels = KIND == fp8_kind ? 448 : (1 << ((KIND == int4_kind ? 4 : 8) - (SYMMETRIC ? 1 : 0))) - 1;
+  static constant constexpr int tokens = TOKENS;
+  static constant constexpr int channels = CHANNELS;
+  static constant constexpr int center = CENTER;
+
+  INLINED static constexpr int room(int size) {
+    return KIND == int4_kind ? (size + 1) / 2 : size;
+  }
+
+  template <int COUNT>
+  INLINED static Word load(device const uchar* row, int channel) {
+    device const uchar* at = row + (KIND == int4_kind ? channel / 2 : channel);
+    constexpr int bytes = KIND == int4_kind ? COUNT / 2 : COUNT;
+    if (bytes == 4) {
+      return *reinterpret_cast<device const uint*>(at);
+    }
+    if (bytes == 2) {
+      return *reinterpret_cast<device const ushort*>(at);
+    }
+    return bytes == 1 ? at[0] : at[0] >> ((channel & 1) * 4);
+  }
+
+  // Element e of a word in units of its scale.
+  INLINED static float number(Word word, int e) {
+    if (KIND == fp8_kind) {
+      return float_of_e4m3((word >> (8 * e)) & 0xFFu);
+    }
+    constexpr int bits = KIND == int4_kind ? 4 : 8;
+    if (SYMMETRIC) {
+      return float(int(word << (32 - bits - bits * e)) >> (32 - bits));
+    }
+    return float((word >> (bits * e)) & ((1u << bits) - 1));
+  }
+};

@@ -1,0 +1,85 @@
+"""Scores and visibility that come with a plan: MSL text in its instantiations gives what the base text gives."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import plans
+import pytest
+from plans import Problem
+
+from jax_mfa import metal
+from jax_mfa.metal import kernels
+from jax_mfa.metal.problem import Rules
+from jax_mfa.specification import specify
+
+# the soft cap of score.h, and causality, written as a user's would be
+CAPPED = """
+struct Capped : Score {
+  using Score::Score;
+
+  INLINED bool of(float product, int row, int column, thread float& x) const {
+    x = 1.5f * precise::tanh(product * scale / 1.5f);
+    return true;
+  }
+
+  INLINED float derivative(float d_x, float x) const {
+    return d_x * (1.0f - x / 1.5f * (x / 1.5f));
+  }
+};
+"""
+CAUSAL = """
+struct Causal : Visibility {
+  using Visibility::Visibility;
+
+  INLINED bool by_bands() const {
+    return false;
+  }
+
+  template <bool ALONE = false, bool WITH_MASK = true>
+  INLINED int of_tile(int row, int n, int column, int m) const {
+    return min(Visibility::of_tile<ALONE, WITH_MASK>(row, n, column, m), some_visible);
+  }
+
+  INLINED bool visible(int row, int column) const {
+    return Visibility::visible(row, column) && column <= row + offset;
+  }
+};
+"""
+
+
+def ran(problem: Problem, rules: Rules, **static) -> plans.Ran:
+    """Both passes of a problem under these rules, which take the place of what its specification says."""
+    arguments = problem.arguments() | static
+    spec, operands = specify(**arguments)
+    arrays = {name: np.asarray(x) for name, x in metal.launch_arrays(spec, operands).items()}
+    if rules.score != "Score":
+        spec = dataclasses.replace(spec, logits_soft_cap=None)
+    if rules.visibility != "Visibility":
+        spec = dataclasses.replace(spec, is_causal=False)
+
+    def plan(of_pass):
+        return getattr(kernels, of_pass)(spec, arrays, variant=problem.variant, rules=rules)
+
+    return plans.both(plan, arrays, problem.cotangents(arguments))
+
+
+@pytest.mark.parametrize("variant", ["staged", "direct", "portable"])
+def test_a_score_that_rides_in_a_plan(variant):
+    """The same bits as the feature that it copies."""
+    problem = Problem(n=4, k=2, variant=variant, causal=True, offset=3)
+    given = ran(problem, Rules("Capped", "Visibility", CAPPED), logits_soft_cap=1.5)
+    wanted = ran(problem, Rules(), logits_soft_cap=1.5)
+    assert given.reports == []
+    for name in ("out", "row_max", "row_sum", "d_query", "d_key", "d_value"):
+        np.testing.assert_array_equal(given.arrays[name], wanted.arrays[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "variant, t, s", [("staged", 37, 53), ("direct", 37, 53), ("portable", 37, 53), ("staged", 2, 530)]
+)
+def test_a_visibility_that_rides_in_a_plan(variant, t, s):
+    """In decoding too. Right by the oracle: tiles that it cannot skip may change the order of sums."""
+    problem = Problem(t, s, n=4, k=2, variant=variant, causal=True, offset=3)
+    plans.assert_right(problem, ran(problem, Rules("Score", "Causal", CAUSAL)))

@@ -1,0 +1,142 @@
+"""Kernels over quantised and paged keys and values: right over what is stored, silent over tables that hold garbage.
+
+The long sweep is marked `sweep`: `python -m pytest -m sweep tests/metal/test_serving.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from runners import needs_core
+from serving import Serving
+
+from jax_mfa import Scheme
+from jax_mfa.metal import source
+
+ALL = ("query", "key", "value")
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+EVERYTHING = (
+    ("is_causal", True),
+    ("local_window_size", (25, None)),
+    ("logits_soft_cap", 2.0),
+    ("sinks", SLOPES),
+    ("alibi_slopes", SLOPES),
+)
+MIXED = (Scheme("int8", channels=8), Scheme("int4", True, channels=None))
+FEW = [
+    # rows side by side: both passes, every head of every group
+    (Serving(schemes=(Scheme("int4", tokens=3, channels=5, center=7), Scheme("fp8", tokens=None)), v=11), ALL),
+    (Serving(schemes=MIXED, variant="portable", features=EVERYTHING), ALL),
+    # pages: chunks of prefill, and decoding
+    (Serving(schemes=MIXED, page=8, features=EVERYTHING), ("query",)),
+    (Serving(2, (530, 3), (Scheme("int4", True), Scheme("int8")), 16, h=32, dtype="float16"), ()),
+    (Serving(1, (600, 257), page=32, features=EVERYTHING, dtype="bfloat16"), ()),
+]
+
+
+@pytest.mark.parametrize(("problem", "wanted"), FEW, ids=str)
+def test_results_are_those_over_what_is_stored(problem, wanted):
+    problem.assert_right(problem.run(wanted))
+
+
+PAGED = Serving(4, page=8)
+ONE = Scheme("int8", channels=None)
+FAR = Serving(4, schemes=(ONE, ONE), shift=3)
+# (what the kernels say, what they would say) by name, and the problem that finds it out
+MISTAKES = {
+    "a table strided by the number of physical pages": (
+        "ulong(uint(length / (PAGE != 0 ? PAGE : 1)))",
+        f"{PAGED.both[0]['key'].pages.shape[0]}ul",
+        PAGED,
+        (),
+    ),
+    "causality by the row of a table": (
+        "column - (row + offset) <= p->right",
+        "column - (row + batch) <= p->right",
+        PAGED,
+        (),
+    ),
+    "a page looked up beyond a length": ("source.token(first + min(i, last))", "source.token(first + i)", PAGED, ()),
+    "zero points in 8 bits": ("result += zero;", "result += float(char(int(zero / scale))) * scale;", FAR, ()),
+    "nibbles in the other order": (
+        "(word >> (bits * e))",
+        "(word >> (bits * (KIND == int4_kind ? e ^ 1 : e)))",
+        Serving(4, schemes=(Scheme("int4"), None)),
+        (),
+    ),
+    "scales of the first token for all": (
+        "within / per;",
+        "0;",
+        Serving(4, schemes=(Scheme("int8", True, 4), None)),
+        (),
+    ),
+    "one head of a group in the backward pass": (
+        "const int end_head = first_head + heads_of_group;",
+        "const int end_head = first_head + 1;",
+        FAR,
+        ALL,
+    ),
+}
+
+
+@needs_core
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_others_is_found_out(mistake):
+    old, new, problem, wanted = MISTAKES[mistake]
+    text = source.base()
+    assert old in text, f"the kernels no longer say {old!r}: plant this mistake elsewhere"
+    problem.assert_right(problem.run(wanted))
+    with pytest.raises(AssertionError):
+        problem.assert_right(problem.run(wanted, text=text.replace(old, new)))
+
+
+SCHEMES = [
+    *(
+        Scheme(kind, symmetric, tokens, channels, center)
+        for kind in ("int8", "int4", "fp8")
+        for symmetric in (False, True)
+        for tokens, channels, center in [
+            (1, 64, None),
+            (1, None, None),
+            (None, None, None),
+            (4, 3, None),
+            (None, 4, 6),
+            (1, 32, 1000),
+        ]
+    ),
+]
+NOT_CAUSAL = ()
+WINDOW = (("is_causal", True), ("local_window_size", (9, None)))
+SIZES = ((16, 16), (11, 7), (64, 40), (128, 128), (264, 8))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("at", range(len(SCHEMES)))
+@pytest.mark.parametrize("decode", [False, True])
+def test_every_scheme(at, decode):
+    schemes = SCHEMES[at], SCHEMES[(at * 7 + 3) % len(SCHEMES)]
+    h, v = SIZES[at % len(SIZES)]
+    features = (EVERYTHING, NOT_CAUSAL, WINDOW)[at % 3]
+    dtype = ("float32", "float16", "bfloat16")[at // 2 % 3]
+    rows, lengths = (3, (515, 77)) if decode else (21, (43, 30))
+    page = (0, 8, 16)[at % 3]
+    problem = Serving(rows, lengths, schemes, page, h, v, dtype=dtype, features=features)
+    problem.assert_right(problem.run(ALL if page == 0 else ("query",)))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("page", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("schemes", [(None, None), MIXED, (None, Scheme("fp8"))], ids=["plain", "mixed", "half"])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_every_page_size(page, schemes, rows):
+    problem = Serving(rows, (page * 2 + 500, 71, 90), schemes, page, v=24, n=6, k=3)
+    problem.assert_right(problem.run())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("variant", ["direct", "portable"])
+@pytest.mark.parametrize("problem", [x for x, _ in FEW], ids=str)
+def test_every_variant(problem, variant):
+    changed = dataclasses.replace(problem, variant=variant)
+    changed.assert_right(changed.run(("query",)))
