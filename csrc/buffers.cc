@@ -77,8 +77,7 @@ void StagingPool::give(MTL::Buffer* buffer, bool marked) {
   else idle_bytes_ += cost_of(bytes);
 }
 
-Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes, Use use, const NS::String* marker,
-             bool whole) {
+Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes, Use use, const NS::String* marker, bool whole) {
   Binding out;
   out.bytes = bytes;
   const uintptr_t start = reinterpret_cast<uintptr_t>(data);
@@ -92,6 +91,7 @@ Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes,
     if (out.buffer) {
       out.buffer->addDebugMarker(marker, NS::Range(out.offset, bytes));
       count(statistics().buffers_no_copy);
+      if (use != Use::kScratch) count(statistics().bytes_no_copy, static_cast<int64_t>(bytes));
       return out;
     }
     out.offset = 0;
@@ -100,7 +100,8 @@ Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes,
   out.marked = whole && bytes > 0;
   out.buffer = pool.take(device, bytes ? bytes : kPlaceholder, out.marked, marker);
   if (!out.buffer)
-    throw Error(Cause::kOutOfMemory, "Metal gave no buffer of " + std::to_string(bytes) + " bytes: let arrays go, or divide the batch");
+    throw Error(Cause::kOutOfMemory,
+                "Metal gave no buffer of " + std::to_string(bytes) + " bytes: let arrays go, or divide the batch");
   if (bytes == 0) return out;
   if (use == Use::kRead || use == Use::kUpdated) std::memcpy(out.buffer->contents(), data, bytes);
   if (use == Use::kWritten || use == Use::kUpdated) out.copy_to = data;

@@ -111,7 +111,8 @@ double wanted_command_buffer_ms() {
   char* end = nullptr;
   const double value = std::strtod(given, &end);
   if (*end || !(value > 0) || std::isinf(value))
-    throw Error(Cause::kUnavailable, std::string(kCommandBufferVariable) + " must be a positive number of milliseconds, got " + given);
+    throw Error(Cause::kUnavailable,
+                std::string(kCommandBufferVariable) + " must be a positive number of milliseconds, got " + given);
   return value;
 }
 
@@ -122,9 +123,7 @@ void append(std::string& key, const T& value) {
 
 }  // namespace
 
-std::string text_of(const NS::Error* error) {
-  return error ? text_of(error->localizedDescription()) : "Metal gave no reason";
-}
+std::string text_of(const NS::Error* error) { return error ? text_of(error->localizedDescription()) : "Metal gave no reason"; }
 
 Device::Device() : device_(find_device()) {
   if (!at_least(kOldestMacOS))
@@ -194,7 +193,8 @@ Library Device::make_library(const Plan& plan, const DispatchPlan& dispatch) {
   NS::Error* error = nullptr;
   auto library = NS::TransferPtr(device_->newLibrary(string(text), options.get(), &error));
   if (!library)
-    throw Error(Cause::kCompilation, "plan " + plan.name + ": Metal could not compile its library: " + text_of(error) + "\n" + kReport);
+    throw Error(Cause::kCompilation,
+                "plan " + plan.name + ": Metal could not compile its library: " + text_of(error) + "\n" + kReport);
   count(statistics().libraries);
   return {library, digest(text + "\n" + std::to_string(plan.language[0]) + "." + std::to_string(plan.language[1]))};
 }
@@ -213,19 +213,20 @@ std::shared_ptr<const Pipeline> Device::pipeline(const Plan& plan, const Dispatc
   const std::string key = specialised + '\0' + library_key;
 
   return pipelines_.get(key, [&]() -> std::shared_ptr<const Pipeline> {
-    auto library = libraries_.get(
-        library_key, [&] { return std::make_shared<const Library>(make_library(plan, dispatch)); });
+    auto library = libraries_.get(library_key, [&] { return std::make_shared<const Library>(make_library(plan, dispatch)); });
     auto constants = NS::TransferPtr(MTL::FunctionConstantValues::alloc()->init());
     for (const ConstantPlan& constant : dispatch.constants)
       constants->setConstantValue(constant.value.data(), metal_type(constant.type), NS::UInteger{constant.index});
     NS::Error* error = nullptr;
     const std::string place = "plan " + plan.name + ", kernel " + dispatch.kernel + ": ";
     auto function = NS::TransferPtr(library->metal->newFunction(string(dispatch.kernel), constants.get(), &error));
-    if (!function) throw Error(Cause::kCompilation, place + "Metal could not make the function: " + text_of(error) + ". " + kReport);
+    if (!function)
+      throw Error(Cause::kCompilation, place + "Metal could not make the function: " + text_of(error) + ". " + kReport);
     auto made = std::make_shared<Pipeline>();
     const std::string made_of = known_as_ + '\0' + library->made_of + '\0' + specialised;
     made->state = NS::TransferPtr(make_pipeline(device_.get(), function.get(), made_of, &error));
-    if (!made->state) throw Error(Cause::kCompilation, place + "Metal could not make the pipeline: " + text_of(error) + ". " + kReport);
+    if (!made->state)
+      throw Error(Cause::kCompilation, place + "Metal could not make the pipeline: " + text_of(error) + ". " + kReport);
     made->static_threadgroup_memory = made->state->staticThreadgroupMemoryLength();
     made->max_threads = made->state->maxTotalThreadsPerThreadgroup();
     made->simd_width = made->state->threadExecutionWidth();
@@ -281,6 +282,8 @@ std::shared_ptr<const Prepared> Device::make_prepared(std::string_view text) {
     made->whole.push_back(plan.buffers[i].role == Role::kOutput && writers[i] == 1);
     made->markers.push_back(NS::RetainPtr(string((made->whole[i] ? "output " : "range of ") + plan.buffers[i].name)));
   }
+  made->label = NS::RetainPtr(string("jax_mfa " + plan.name));
+  for (const DispatchPlan& dispatch : plan.dispatches) made->kernels.push_back(NS::RetainPtr(string(dispatch.kernel)));
   count(statistics().plans);
   return made;
 }

@@ -49,6 +49,8 @@ struct Prepared {
   std::vector<std::shared_ptr<const Pipeline>> pipelines;  // one per dispatch
   std::vector<bool> whole;                                 // per buffer: an output that one piece writes, hence in full
   std::vector<NS::SharedPtr<NS::String>> markers;          // per buffer, see buffers.h
+  NS::SharedPtr<NS::String> label;                         // what Xcode's capture shows of its command buffers
+  std::vector<NS::SharedPtr<NS::String>> kernels;          // per dispatch, likewise
 };
 
 struct Facts {

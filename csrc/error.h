@@ -8,14 +8,14 @@
 namespace launcher {
 
 enum class Cause {
-  kInvalidPlan,    // the plan's text, or a buffer that is not what the plan says
-  kUnavailable,    // no device, macOS too old, a forked child
-  kCompilation,    // a library, function or pipeline that Metal refused
-  kOutOfMemory,    // no buffer, or the command buffer ran out of memory
-  kTimeout,        // the GPU took too long, or macOS stopped it for the screen's sake
-  kIgnored,        // macOS takes no more work from this process
-  kVictim,         // other work on the GPU failed, and took this with it
-  kExecution,      // any other failure of a command buffer, queue or encoder
+  kInvalidPlan,  // the plan's text, or a buffer that is not what the plan says
+  kUnavailable,  // no device, macOS too old, a forked child
+  kCompilation,  // a library, function or pipeline that Metal refused
+  kOutOfMemory,  // no buffer, or the command buffer ran out of memory
+  kTimeout,      // the GPU took too long, or macOS stopped it for the screen's sake
+  kIgnored,      // macOS takes no more work from this process
+  kVictim,       // other work on the GPU failed, and took this with it
+  kExecution,    // any other failure of a command buffer, queue or encoder
 };
 
 // What to do about an error that nobody but this package's authors can mend.

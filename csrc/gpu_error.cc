@@ -74,11 +74,13 @@ Error gpu_error(const std::string& place, const NS::Error* error, double command
     case What::kSlow: return {Cause::kTimeout, text + "A command buffer took longer than macOS allows: " + less};
     case What::kScreen: return {Cause::kTimeout, text + "A command buffer kept the GPU from drawing the screen: " + less};
     case What::kIgnored:
-      return {Cause::kIgnored, text + "macOS takes no more GPU work from this process because of earlier errors: start it again, "
-                                      "and look for its first GPU error"};
+      return {Cause::kIgnored, text +
+                                   "macOS takes no more GPU work from this process because of earlier errors: start it again, "
+                                   "and look for its first GPU error"};
     case What::kVictim:
-      return {Cause::kVictim, text + "Other GPU work failed and took this with it, more than once: run it again, or look for the "
-                                     "program that fails"};
+      return {Cause::kVictim, text +
+                                  "Other GPU work failed and took this with it, more than once: run it again, or look for the "
+                                  "program that fails"};
     case What::kMemory:
       return {Cause::kOutOfMemory, text + "The GPU shares the memory of the machine: let arrays go, or divide the batch"};
     case What::kRemoved: return {Cause::kIgnored, text + "The GPU is gone: start the process again"};

@@ -50,18 +50,13 @@ class Reader {
     space();
     Json value;
     switch (peek()) {
-      case '{':
-        object(value, depth);
-        return value;
-      case '[':
-        list(value, depth);
-        return value;
+      case '{': object(value, depth); return value;
+      case '[': list(value, depth); return value;
       case '"':
         value.kind = Json::kString;
         value.string = string();
         return value;
-      default:
-        break;
+      default: break;
     }
     if (take("null")) return value;
     if (take("true") || take("false")) {

@@ -9,6 +9,7 @@
 #include "completions.h"
 #include "device.h"
 #include "gpu_error.h"
+#include "recorder.h"
 #include "statistics.h"
 
 namespace launcher {
@@ -22,6 +23,7 @@ struct Flight {
   std::shared_ptr<const Prepared> prepared;
   std::vector<Binding> bindings;
   Done done;
+  Recorder::Clock::time_point start = Recorder::Clock::now();
 
   std::atomic<int> holders{1};
   std::mutex mutex;
@@ -57,8 +59,7 @@ void check(const Plan& plan, const std::vector<uint32_t>& wanted, const std::vec
     if (memory.dtype == buffer.dtype && memory.rank == buffer.shape.size() &&
         std::equal(buffer.shape.begin(), buffer.shape.end(), memory.shape))
       continue;
-    throw Error(Cause::kInvalidPlan, "plan " + plan.name + ": " + what + " " + std::to_string(i) + " (" + buffer.name +
-                                         ") is " +
+    throw Error(Cause::kInvalidPlan, "plan " + plan.name + ": " + what + " " + std::to_string(i) + " (" + buffer.name + ") is " +
                                          text_of_shape(memory.dtype, memory.shape, memory.rank) + ", the plan says " +
                                          text_of_shape(buffer.dtype, buffer.shape.data(), buffer.shape.size()));
   }
@@ -82,7 +83,8 @@ void bind_all(Flight& flight, const std::vector<Memory>& operands, const std::ve
     const BufferPlan& buffer = plan.buffers[i];
     const Memory& memory = buffer.role == Role::kInput ? operands[operand++] : results[result++];
     if (buffer.role == Role::kUpdated && operands[operand++].data != memory.data && buffer.bytes)
-      throw Error(Cause::kInvalidPlan, "plan " + plan.name + ": " + buffer.name + " is updated in place, and the call has another " +
+      throw Error(Cause::kInvalidPlan, "plan " + plan.name + ": " + buffer.name +
+                                           " is updated in place, and the call has another " +
                                            "place for the result (input_output_aliases)");
     const Use use = use_of(buffer.role);
     const bool whole = flight.prepared->whole[i];
@@ -106,6 +108,7 @@ void encode(const Flight& flight, const Piece& piece, MTL::ComputeCommandEncoder
     encoder->memoryBarrier(MTL::BarrierScopeBuffers);
     count(statistics().barriers);
   }
+  encoder->pushDebugGroup(flight.prepared->kernels[piece.dispatch].get());
   encoder->setComputePipelineState(flight.prepared->pipelines[piece.dispatch]->state.get());
   for (const ArgumentPlan& argument : dispatch.arguments) {
     if (argument.index == dispatch.grid_argument) {
@@ -122,16 +125,20 @@ void encode(const Flight& flight, const Piece& piece, MTL::ComputeCommandEncoder
     if (dispatch.threadgroup_memory[at]) encoder->setThreadgroupMemoryLength(dispatch.threadgroup_memory[at], at);
   const auto &groups = piece.groups, &threads = dispatch.threads;
   encoder->dispatchThreadgroups(MTL::Size(groups[0], groups[1], groups[2]), MTL::Size(threads[0], threads[1], threads[2]));
+  encoder->popDebugGroup();
   count(statistics().dispatches);
 }
 
 // Whether a result lies where an operand does, which is then no longer what it was.
 bool in_place(const Flight& flight) {
   const Plan& plan = flight.prepared->plan;
-  auto start = [&](uint32_t at) { return static_cast<const char*>(flight.bindings[at].buffer->contents()) + flight.bindings[at].offset; };
+  auto start = [&](uint32_t at) {
+    return static_cast<const char*>(flight.bindings[at].buffer->contents()) + flight.bindings[at].offset;
+  };
   for (uint32_t operand : plan.operands)
     for (uint32_t result : plan.results)
-      if (start(operand) < start(result) + flight.bindings[result].bytes && start(result) < start(operand) + flight.bindings[operand].bytes)
+      if (start(operand) < start(result) + flight.bindings[result].bytes &&
+          start(result) < start(operand) + flight.bindings[operand].bytes)
         return true;
   return false;
 }
@@ -167,6 +174,7 @@ void finish(std::unique_ptr<Flight> flight) noexcept {
     } else {
       for (const Binding& binding : flight->bindings)
         if (binding.copy_to) std::memcpy(binding.copy_to, binding.buffer->contents(), binding.bytes);
+      if (Recorder::get().on()) Recorder::get().add(flight->prepared->plan, flight->start);
     }
     flight.reset();
   }
@@ -185,6 +193,7 @@ void commit(Flight* flight, size_t at) {
   const std::string place = "plan " + flight->prepared->plan.name + ": ";
   MTL::CommandBuffer* commands = flight->device->queue()->commandBuffer();
   if (!commands) throw Error(Cause::kExecution, place + "the Metal queue gave no command buffer. " + kReport);
+  commands->setLabel(flight->prepared->label.get());
   // independent dispatches may run side by side
   MTL::ComputeCommandEncoder* encoder = commands->computeCommandEncoder(MTL::DispatchTypeConcurrent);
   if (!encoder) throw Error(Cause::kExecution, place + "the Metal command buffer gave no encoder. " + kReport);
@@ -194,7 +203,8 @@ void commit(Flight* flight, size_t at) {
   commands->addCompletedHandler(^(MTL::CommandBuffer* finished) {
     Pool pool;
     if (finished->status() != MTL::CommandBufferStatusCompleted)
-      flight->fail(at, gpu_error("plan " + flight->prepared->plan.name + ": ", finished->error(), flight->device->command_buffer_ms()));
+      flight->fail(at,
+                   gpu_error("plan " + flight->prepared->plan.name + ": ", finished->error(), flight->device->command_buffer_ms()));
     let_go(flight);
   });
   commands->commit();

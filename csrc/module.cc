@@ -10,6 +10,7 @@
 #include "device.h"
 #include "error.h"
 #include "handler.h"
+#include "recorder.h"
 #include "statistics.h"
 
 namespace nb = nanobind;
@@ -83,7 +84,7 @@ nb::list split(const std::string& text) {
 
 struct Row {
   const char* name;
-  std::atomic<int64_t> launcher::Statistics::*counter;
+  std::atomic<int64_t> launcher::Statistics::* counter;
   bool cleared;
 };
 constexpr Row kRows[] = {
@@ -94,6 +95,7 @@ constexpr Row kRows[] = {
     {"barriers", &launcher::Statistics::barriers, true},
     {"buffers_no_copy", &launcher::Statistics::buffers_no_copy, true},
     {"buffers_staged", &launcher::Statistics::buffers_staged, true},
+    {"bytes_no_copy", &launcher::Statistics::bytes_no_copy, true},
     {"bytes_staged", &launcher::Statistics::bytes_staged, true},
     {"libraries", &launcher::Statistics::libraries, true},
     {"pipelines", &launcher::Statistics::pipelines, true},
@@ -108,6 +110,23 @@ constexpr Row kRows[] = {
 nb::dict statistics() {
   nb::dict out;
   for (const Row& row : kRows) out[row.name] = (launcher::statistics().*row.counter).load();
+  return out;
+}
+
+nb::dict recorded() {
+  const auto found = launcher::Recorder::get().read();
+  nb::dict plans, kernels, out;
+  for (const auto& [name, series] : found.first) {
+    nb::dict entry;
+    entry["calls"] = series.calls;
+    entry["seconds"] = series.seconds;
+    entry["buckets"] = std::vector<int64_t>(series.buckets.begin(), series.buckets.end());
+    plans[name.c_str()] = entry;
+  }
+  for (const auto& [name, launches] : found.second) kernels[name.c_str()] = launches;
+  out["bounds"] = std::vector<double>(launcher::kBounds.begin(), launcher::kBounds.end());
+  out["plans"] = plans;
+  out["kernels"] = kernels;
   return out;
 }
 
@@ -138,5 +157,10 @@ NB_MODULE(_metal, m) {
   m.def("split", &split, nb::arg("plan"),
         "How a plan becomes command buffers on this device: for each the pieces of grids in it, with their estimated work.");
   m.def("statistics", &statistics, "Counters since the module was loaded or reset.");
+  m.def(
+      "record", [](bool on) { launcher::Recorder::get().record(on); }, nb::arg("on"),
+      "Counts what `recorded` tells from now on, or no more.");
+  m.def("recorded", &recorded,
+        "Calls of each plan with a histogram of seconds, and launches of each kernel, while they were counted.");
   m.def("reset", &reset, "Lets the device, compiled pipelines and staging buffers go, and clears the counters.");
 }

@@ -11,7 +11,20 @@
 
 namespace launcher {
 
-enum class DType : uint8_t { kBool, kInt8, kUInt8, kUInt16, kInt32, kUInt32, kInt64, kFloat16, kBFloat16, kFloat32, kFloat64, kOther };
+enum class DType : uint8_t {
+  kBool,
+  kInt8,
+  kUInt8,
+  kUInt16,
+  kInt32,
+  kUInt32,
+  kInt64,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kFloat64,
+  kOther
+};
 const char* name_of(DType dtype);
 uint64_t size_of(DType dtype);
 
@@ -58,7 +71,7 @@ using GridBytes = std::array<uint32_t, 6>;
 
 struct Plan {
   std::string name;
-  std::string source;          // hash under which the base text was registered
+  std::string source;  // hash under which the base text was registered
   std::array<uint32_t, 2> language{};
   std::vector<BufferPlan> buffers;
   std::vector<uint32_t> operands, results;  // positions in `buffers`, in the order of the call

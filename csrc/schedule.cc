@@ -31,8 +31,8 @@ class Uses {
   // Whether the dispatch must wait for what is there; it is there from now on.
   bool add(const DispatchPlan& dispatch) {
     const bool waits = std::any_of(dispatch.arguments.begin(), dispatch.arguments.end(), [&](const ArgumentPlan& argument) {
-      return argument.buffer != ArgumentPlan::kBytes && (seen_[argument.buffer] == kWritten ||
-                                                         (seen_[argument.buffer] == kRead && argument.written));
+      return argument.buffer != ArgumentPlan::kBytes &&
+             (seen_[argument.buffer] == kWritten || (seen_[argument.buffer] == kRead && argument.written));
     });
     if (waits) clear();
     for (const ArgumentPlan& argument : dispatch.arguments)

@@ -8,7 +8,7 @@ namespace launcher {
 
 struct Statistics {
   std::atomic<int64_t> calls{0}, failures{0}, command_buffers{0}, dispatches{0}, barriers{0};
-  std::atomic<int64_t> buffers_no_copy{0}, buffers_staged{0}, bytes_staged{0};
+  std::atomic<int64_t> buffers_no_copy{0}, buffers_staged{0}, bytes_no_copy{0}, bytes_staged{0};
   std::atomic<int64_t> libraries{0}, pipelines{0}, pipelines_loaded{0}, pipelines_kept{0}, plans{0};
   std::atomic<int64_t> retries{0};        // of calls that another one's error took with it
   std::atomic<int64_t> in_flight{0};      // calls committed and not finished; not cleared by a reset

@@ -1,12 +1,12 @@
 """Flash attention for JAX on Apple GPUs, and lean, fast attention everywhere else.
 
-`dot_product_attention` takes the place of `jax.nn.dot_product_attention`. See the README for a tour.
+`dot_product_attention` takes the place of `jax.nn.dot_product_attention`. See docs/getting-started.md for a tour.
 """
 
 from jax.export import DisabledSafetyCheck
 
 from jax_mfa import cache
-from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention
+from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention, record
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.context_parallel.api import (
     SequenceSharding,
@@ -25,20 +25,25 @@ from jax_mfa.page_book import OutOfPages, PageBook
 from jax_mfa.paged import paged_attention
 from jax_mfa.paged_cache import PagedKVCache
 from jax_mfa.quantization import quantize
+from jax_mfa.recording import Choice, Recorder
 from jax_mfa.storage import QuantizedArray, Scheme
+from jax_mfa.tuning import Tuned, tune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DISABLE_EXPORT_CHECKS",
     "BlockMask",
+    "Choice",
     "Explanation",
     "OutOfPages",
     "PageBook",
     "PagedKVCache",
     "QuantizedArray",
+    "Recorder",
     "Scheme",
     "SequenceSharding",
+    "Tuned",
     "cache",
     "context_parallel_attention",
     "decode_attention",
@@ -51,9 +56,11 @@ __all__ = [
     "override_jax_nn",
     "paged_attention",
     "quantize",
+    "record",
     "ring_attention",
     "sharded_append",
     "sharded_decode_attention",
+    "tune",
     "ulysses_attention",
     "unzigzag",
     "zigzag",

@@ -1,4 +1,4 @@
-"""Command line: `python -m jax_mfa bench`, `check` and `source`."""
+"""Command line: `python -m jax_mfa bench`, `check`, `source` and `tune`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 
-from jax_mfa import bench, check
+from jax_mfa import bench, check, tuning
 from jax_mfa.command_line import INTERRUPTED, fit_output_to_the_terminal
 from jax_mfa.metal import show
 
@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     fit_output_to_the_terminal()
     parser = argparse.ArgumentParser(prog="python -m jax_mfa", description="Tools of jax_mfa.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, tool in {"bench": bench, "check": check, "source": show}.items():
+    for name, tool in {"bench": bench, "check": check, "source": show, "tune": tuning}.items():
         command = commands.add_parser(name, help=tool.HELP, description=tool.__doc__)
         tool.add_arguments(command)
         command.set_defaults(run=tool.run, refuse=command.error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
@@ -12,10 +13,10 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_mfa import metal, primitives, reference, sharding
+from jax_mfa import metal, primitives, recording, reference, sharding
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.specification import accumulation_dtype, known_lengths, specify, specify_abstract
-from jax_mfa.storage import QuantizedArray
+from jax_mfa.storage import QuantizedArray, stored
 
 IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
 _OPEN = ("metal", "blockwise")  # what leaves the choice between the two to lowering, which knows platform and sizes
@@ -133,6 +134,7 @@ def _attend(query, key, value, bias, mask, implementation, **keywords):
         out = jnp.zeros((b, t, n, v), operands.query.dtype)
         lse = lambda: jnp.full((b, t, n), -jnp.inf, accumulation_dtype(out.dtype))
     elif implementation == "reference":
+        recording.choose(lambda: (_of_the_definition(spec, operands), (spec, operands)))
         out, values = reference.attention(spec, operands)
         lse = lambda: values
     else:
@@ -141,6 +143,25 @@ def _attend(query, key, value, bias, mask, implementation, **keywords):
     if v == 0:
         out = out[..., :0]
     return out.reshape(*lead, t, n, v), lambda: lse().reshape(*lead, t, n)
+
+
+def _of_the_definition(spec, operands) -> recording.Choice:
+    return recording.Choice("forward", spec.summary(stored(spec, operands)), "reference", "the definition", "by name")
+
+
+def record() -> contextlib.AbstractContextManager[recording.Recorder]:
+    """Records what attention does within the context: what is compiled there, and what runs on Metal.
+
+    `with jax_mfa.record() as seen: step(x)`, then `print(seen)`, `seen.as_dict()`, `seen.prometheus()`. Contexts nest.
+    What was compiled before is not compiled again, so that its choices are not seen; its calls of Metal are.
+
+    Returns:
+      A context manager that gives a `Recorder`.
+
+    Raises:
+      ValueError: where JAX_MFA_DEVICE is wrong.
+    """
+    return recording.recorded(metal.runtime.get().module)
 
 
 def attend_by_name(arguments, implementation, with_lse: bool) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mfa import bench_devices, bench_models
+from jax_mfa import bench_devices, bench_figures, bench_models
 from jax_mfa.api import IMPLEMENTATIONS, dot_product_attention
 from jax_mfa.bench_models import BOTH, STOCK
 from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
@@ -69,7 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="PART",
         help="time the attention of named models instead, those whose name or shape holds PART, against jax.nn and, "
-        "where it is installed, PyTorch",
+        "where they are installed, PyTorch and MLX",
+    )
+    parser.add_argument(
+        "--preset", action="store_true", help="likewise 48 short problems, over batches, lengths and head sizes"
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=pathlib.Path,
+        metavar=("OLD", "NEW"),
+        help="time nothing: compare two bench_models.json, and exit 1 where something got slower beyond noise",
     )
     parser.add_argument(
         "--devices",
@@ -239,19 +249,34 @@ def _of_lengths(options) -> _Benchmark:
 def _of_models(options) -> _Benchmark:
     """The problems of `bench_models`, of which the first implementation is timed."""
     ours = options.implementations[0]
-    problems = bench_models.select(options.models)
+    problems = list(bench_models.PRESET) if options.preset else bench_models.select(options.models)
+    chip = start_metal().device.get("name", "")
     if not problems:
         names = ", ".join(dict.fromkeys(p.name for p in bench_models.PROBLEMS))
         raise argparse.ArgumentTypeError(f"argument --models: expected a part of a name of {names}")
 
+    def measure(progress) -> Iterator[dict]:
+        for row in bench_models.measure(problems, ours, options.rounds, SHORTEST, progress):
+            problem, kind = bench_models.Problem(**row["sizes"]), row["kind"]
+            row["quartiles"] = {name: bench_figures.quartiles(x) for name, x in row["times"].items()}
+            if ours in row["seconds"] and kind in BOTH:
+                row["figures"] = bench_figures.figures(problem, kind, row["quartiles"][ours][1], chip)
+                row["intensity"] = bench_figures.intensity(problem, kind)
+            yield row
+
     def write(rows, facts):
+        facts |= dict(chip=chip, resident_bytes=_resident())
         yield _write_json(options.out / "bench_models.json", dict(**facts, rows=rows))
+        if any("figures" in r for r in rows):
+            title = f"{ours} on {chip or facts['machine']}, JAX {facts['jax']}"
+            bench_figures.plot(rows, options.out / "bench_models.png", title, chip)
+            yield str(options.out / "bench_models.png")
 
     return _Benchmark(
         total=sum(len(p.passes) for p in problems),
         unit="measurement",
-        measure=functools.partial(bench_models.measure, options.models, ours, options.rounds, SHORTEST),
-        table=bench_models.table,
+        measure=measure,
+        table=lambda rows: "\n".join([bench_models.table(rows), "", *bench_figures.summary(rows)]),
         failures=bench_models.failures,
         failed=lambda row: ours in row["failures"],
         write=write,
@@ -260,8 +285,8 @@ def _of_models(options) -> _Benchmark:
 
 def _of_devices(options) -> _Benchmark:
     """Attention over several devices, of which the first implementation is timed."""
-    if options.models is not None:
-        raise argparse.ArgumentTypeError("argument --devices: not allowed with --models")
+    if options.models is not None or options.preset:
+        raise argparse.ArgumentTypeError("argument --devices: not allowed with --models or --preset")
     if len(jax.devices()) < max(options.devices):
         raise argparse.ArgumentTypeError(f"argument --devices: there are {len(jax.devices())}")
 
@@ -279,6 +304,25 @@ def _of_devices(options) -> _Benchmark:
     )
 
 
+def _resident() -> int | None:
+    """The most memory that this process has held, in bytes."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _compare(old: pathlib.Path, new: pathlib.Path) -> int:
+    try:
+        lines, worse = bench_figures.compare(old, new)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"argument --compare: {error}") from None
+    print("\n".join(lines))
+    return 1 if worse else 0
+
+
 def _write_json(path: pathlib.Path, content: dict) -> str:
     path.write_text(json.dumps(content, indent=1))
     return str(path)
@@ -287,9 +331,11 @@ def _write_json(path: pathlib.Path, content: dict) -> str:
 def run(options) -> int:
     """Measures, writes the files and prints the table.
 
-    0: done. 1: one of our implementations failed, or a file could not be written. 2: an option or the extra is amiss.
-    130: interrupted.
+    0: done. 1: one of our implementations failed, a file could not be written, or with --compare something got slower.
+    2: an option or the extra is amiss. 130: interrupted.
     """
+    if options.compare:
+        return _compare(*options.compare)
     if options.key_value_heads is not None and options.heads % options.key_value_heads:
         raise argparse.ArgumentTypeError(
             f"argument --key-value-heads: expected a divisor of --heads {options.heads}, got {options.key_value_heads}"
@@ -311,7 +357,8 @@ def run(options) -> int:
             options.implementations = ["blockwise"] if start_metal().reason else ["metal", "blockwise"]
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-    kind = _of_devices if options.devices else _of_lengths if options.models is None else _of_models
+    named = options.models is not None or options.preset
+    kind = _of_devices if options.devices else _of_models if named else _of_lengths
     chosen = kind(options)
     rows: list[dict] = []
     interrupted = False

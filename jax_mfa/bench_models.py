@@ -1,16 +1,19 @@
-"""`python -m jax_mfa bench --models`: attention of named models, against stock JAX and, where installed, PyTorch.
+"""`python -m jax_mfa bench --models`: attention of named models, against stock JAX, and PyTorch and MLX if installed.
 
 The problems are data: what is asked of the attention of a model, or of a kind of model, with the lengths that its users
-meet. Ratios are of the fastest turns, all candidates of a problem taking turns in one process.
+meet; those of `models.json` name their source. Ratios are of the fastest turns, all candidates of a problem taking
+turns in one process.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.resources
+import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +21,11 @@ import numpy as np
 
 from jax_mfa.api import decode_attention, dot_product_attention
 
-STOCK, TORCH = "jax.nn", "PyTorch"
+STOCK, TORCH, MLX = "jax.nn", "PyTorch", "MLX"
 FORWARD, TRAINING, TANGENT, COMPILING = "forward", "forward+backward", "forward mode", "compile 24 layers"
 BOTH = (FORWARD, TRAINING)
 LAYERS = 24
+Name = TypeVar("Name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +43,17 @@ class Problem:
     dtype: str = "float32"
     decode: bool = False
     passes: tuple[str, ...] = BOTH
+    soft_cap: float | None = None
 
     def __str__(self) -> str:
         heads = f"N{self.N}" if self.K == self.N else f"N{self.N} K{self.K}"
         length = f"T{self.T}" if self.T == self.S else f"T{self.T} S{self.S}"
         facts = [f"B{self.B}", length, heads, f"H{self.H}"]
-        facts += ["causal"] * self.is_causal + [self.dtype] * (self.dtype != "float32")
+        facts += (
+            ["causal"] * self.is_causal
+            + ["cap"] * (self.soft_cap is not None)
+            + [self.dtype] * (self.dtype != "float32")
+        )
         return " ".join(facts)
 
 
@@ -56,7 +65,20 @@ def _decode(name: str, B: int, S: int, N: int, K: int, H: int, dtype: str = "flo
     return Problem(name, B, 1, S, N, K, H, dtype=dtype, decode=True, passes=(FORWARD,))
 
 
+def _of_models() -> tuple[Problem, ...]:
+    """Those of `models.json`."""
+    found = []
+    for model in json.loads(importlib.resources.files("jax_mfa").joinpath("models.json").read_text(encoding="utf-8")):
+        sizes = {"B": 1, "S": model["T"]} | {name: x for name, x in model.items() if name != "source"}
+        found.append(Problem(**sizes))
+    return tuple(found)
+
+
+PRESET = tuple(  # short problems of many shapes, where what a call costs by itself shows
+    _square(f"B{b} T{t} H{h}", b, t, 8, h) for b in (1, 2, 4, 8) for t in (64, 128, 256, 512) for h in (32, 64, 128)
+)
 PROBLEMS = (
+    *_of_models(),
     # lengths that no power of two divides
     _square("one token more than a tile", 1, 513, 8, 64, is_causal=True),
     _square("ViT-B/16 at 384 pixels", 1, 577, 12, 64),
@@ -126,7 +148,8 @@ def _in_jax(problem: Problem, attention: Callable, decode: Callable) -> Callable
     if problem.decode:
         lengths = np.full(problem.B, problem.S, np.int32)
         return functools.partial(decode, lengths=jnp.asarray(lengths))
-    return functools.partial(attention, is_causal=problem.is_causal)
+    keywords = {} if problem.soft_cap is None else {"logits_soft_cap": problem.soft_cap}
+    return functools.partial(attention, is_causal=problem.is_causal, **keywords)
 
 
 def _stock_decode(q, k, v, lengths):
@@ -149,7 +172,7 @@ def _in_torch(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
         import torch
     except ImportError:
         return None
-    if kind not in BOTH:
+    if kind not in BOTH or problem.soft_cap is not None:
         return None
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     tensors = [torch.from_numpy(np.array(x, np.float32)).to(kinds[problem.dtype]) for x in arrays]
@@ -168,13 +191,34 @@ def _in_torch(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
     return forward if kind == FORWARD else training
 
 
-def timed(programs: dict[str, Callable[[], Any]], rounds: int, shortest: float) -> dict[str, list[float]]:
+def _in_mlx(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
+    """The same in MLX; None where it is not installed, or has no such thing."""
+    try:
+        import mlx.core as mx
+    except ImportError:
+        return None
+    if kind not in BOTH or problem.soft_cap is not None:
+        return None
+    q, k, v, d_out = (
+        mx.array(np.array(x, np.float32)).astype(getattr(mx, problem.dtype)).transpose(0, 2, 1, 3) for x in arrays
+    )
+    keywords = {"scale": problem.H**-0.5, "mask": "causal" if problem.is_causal else None}
+    attend = functools.partial(mx.fast.scaled_dot_product_attention, **keywords)
+    if kind == FORWARD:
+        return lambda: mx.eval(attend(q, k, v))
+    return lambda: mx.eval(mx.vjp(attend, [q, k, v], [d_out]))
+
+
+OTHERS = {TORCH: _in_torch, MLX: _in_mlx}
+
+
+def timed(programs: dict[Name, Callable[[], Any]], rounds: int, shortest: float) -> dict[Name, list[float]]:
     """Seconds of calls of each program, the programs taking turns.
 
     A turn is one call that is not timed and one that is: right after a program that gives gigabytes back to the system,
     the next one pays for it. There are as many turns as `rounds`, or as begin within `shortest` seconds.
     """
-    times: dict[str, list[float]] = {name: [] for name in programs}
+    times: dict[Name, list[float]] = {name: [] for name in programs}
     begin, turns = time.perf_counter(), 0
     while turns < rounds or time.perf_counter() < begin + shortest:
         for name, program in programs.items():
@@ -205,8 +249,9 @@ PROGRAMS = {FORWARD: lambda attention: lambda q, k, v, _: attention(q, k, v), TR
 
 
 def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: float):
-    """Seconds by candidate, and why others have none."""
-    seconds: dict[str, float] = {}
+    """Times by candidate, temporary memory of those of JAX, and why others have none."""
+    times: dict[str, list[float]] = {}
+    memory: dict[str, int | None] = {}
     failures: dict[str, str] = {}
     programs: dict[str, Callable[[], Any]] = {}
     arrays = [] if kind == COMPILING else _arrays(problem)
@@ -219,41 +264,46 @@ def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: flo
 
     def prepare(name, make):
         if kind == COMPILING:
-            seconds[name] = _compile_seconds(problem, make(problem))
+            times[name] = [_compile_seconds(problem, make(problem))]
         else:
             compiled = jax.jit(PROGRAMS[kind](make(problem))).lower(*arrays).compile()
             program = functools.partial(call, compiled, arrays)
             program()
             programs[name] = program
+            memory[name] = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
 
-    def prepare_torch():
-        program = _in_torch(problem, kind, arrays)
+    def prepare_other(name, make):
+        program = make(problem, kind, arrays)
         if program is not None:
             program()
-            programs[TORCH] = program
+            programs[name] = program
 
     for name, make in candidates.items():
         attempt(name, functools.partial(prepare, name, make))
     if kind != COMPILING:
-        attempt(TORCH, prepare_torch)
-        seconds.update({name: min(times) for name, times in timed(programs, rounds, shortest).items()})
-    return seconds, failures
+        for name, make in OTHERS.items():
+            attempt(name, functools.partial(prepare_other, name, make))
+        times.update(timed(programs, rounds, shortest))
+    return times, memory, failures
 
 
-def measure(pattern: str, implementation: str, rounds: int, shortest: float, progress) -> Iterator[dict]:
-    """A row for each problem whose name or shape contains `pattern`, and each of its passes.
+def measure(problems: Iterable[Problem], implementation: str, rounds: int, shortest: float, progress) -> Iterator[dict]:
+    """A row for each problem and each of its passes.
 
-    `seconds` by candidate, in `ratios` those of each other candidate over ours, in `failures` what could not run.
+    `seconds` by candidate, the least, and all `times`; in `ratios` those of each other candidate over ours, in
+    `temporary_bytes` what the compiler reports, in `failures` what could not run.
     """
     candidates = _candidates(implementation)
-    for problem in select(pattern):
+    for problem in problems:
         for kind in problem.passes:
-            seconds, failures = _measure(problem, kind, candidates, rounds, shortest)
+            times, memory, failures = _measure(problem, kind, candidates, rounds, shortest)
+            seconds = {name: min(x) for name, x in times.items()}
             ours = seconds.get(implementation)
             others = {name: x for name, x in seconds.items() if name != implementation}
             ratios = {} if ours is None else {name: x / ours for name, x in others.items()}
-            row = dict(name=problem.name, problem=str(problem), kind=kind, seconds=seconds, ratios=ratios)
+            row = dict(name=problem.name, problem=str(problem), kind=kind, seconds=seconds, ratios=ratios, times=times)
             progress()
+            row |= dict(temporary_bytes=memory, sizes=dataclasses.asdict(problem))
             yield {**row, "implementation": implementation, "failures": failures}
 
 
@@ -264,13 +314,34 @@ def select(pattern: str) -> list[Problem]:
 
 def table(rows: list[dict]) -> str:
     """The rows as a Markdown table; a ratio below 1, where another candidate is faster, is marked."""
-    lines = ["| model | problem | pass | time | vs jax.nn | vs PyTorch |", "|---|---|---|---|---|---|"]
+    others = [x for x in (STOCK, *OTHERS) if x != MLX or any(MLX in r["ratios"] for r in rows)]
+    more = {"tokens_per_second": "tokens/s", "tflops": "TFLOP/s", "ginstr": "GINSTR/s", "share": "of peak"}
+    more = {name: what for name, what in more.items() if any(r.get("figures", {}).get(name) for r in rows)}
+    heads = [
+        "model",
+        "problem",
+        "pass",
+        "time",
+        *(f"vs {x}" for x in others),
+        "median, quartiles",
+        *more.values(),
+        "memory",
+    ]
+    lines = [f"| {' | '.join(heads)} |", f"{'|---' * len(heads)}|"]
     for r in rows:
         ours = r["seconds"].get(r["implementation"])
         cells = [r["name"], r["problem"], r["kind"], "–" if ours is None else f"{ours * 1e3:.2f} ms"]
-        for name in (STOCK, TORCH):
+        for name in others:
             ratio = r["ratios"].get(name)
             cells.append("–" if ratio is None else f"{ratio:.2f}×" + " (slower)" * (ratio < 1))
+        spread = r.get("quartiles", {}).get(r["implementation"])
+        cells.append("–" if spread is None else "{1:.2f} ({0:.2f} … {2:.2f}) ms".format(*(x * 1e3 for x in spread)))
+        found = r.get("figures", {})
+        for name in more:
+            number = found.get(name)
+            cells.append("–" if number is None else f"{number:.1%}" if name == "share" else f"{number:.4g}")
+        memory = r["temporary_bytes"].get(r["implementation"])
+        cells.append("–" if memory is None else f"{memory / 2**20:.1f} MiB")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -39,7 +39,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mfa import blockwise, meshes, metal, reference
+from jax_mfa import blockwise, meshes, metal, recording, reference
 from jax_mfa.sharding import partitioned
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 from jax_mfa.storage import PARTS, field_of, pool_fields, stored
@@ -442,9 +442,17 @@ def _by_shares(fun):
     return run
 
 
-def _lowering(fun, static, shares: bool = True):
-    # jitted, so that a model's many equal layers are traced and lowered once
-    fun = jax.jit(fun, static_argnames=static)
+def _named(fun, name: str):
+    def run(*args, **params):
+        return fun(*args, **params)
+
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
+def _lowering(fun, static, name: str, shares: bool = True):
+    # jitted, so that a model's many equal layers are traced and lowered once; profilers show the name
+    fun = jax.jit(_named(fun, name), static_argnames=static)
     lower = mlir.lower_fun(fun, multiple_results=True)
     lower_shares = mlir.lower_fun(_by_shares(fun), multiple_results=True)
 
@@ -485,7 +493,16 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
     primitive.def_impl(run)
     primitive.def_abstract_eval(shapes)
     batching.primitive_batchers[primitive] = _batched(batch, shapes)
-    portable = _lowering(fun, static, shares=on_metal is not None)
+    lowered = _lowering(fun, static, f"{name}_blockwise", shares=on_metal is not None)
+
+    def tell(ctx, params, implementation: str, reason: str = ""):
+        spec, operands = params["spec"], unpack(ctx.avals_in[: len(params["names"])], params["names"])
+        make = lambda: (_choice(name, spec, operands, params.get("wanted"), implementation, reason), (spec, operands))
+        recording.choose(make)
+
+    def portable(ctx, *args, why_not_metal: str, **params):
+        tell(ctx, params, "blockwise", why_not_metal)
+        return lowered(ctx, *args, **params)
 
     def elsewhere(ctx, *args, **params):
         if params["implementation"] == "metal":
@@ -493,25 +510,29 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
                 "implementation='metal' runs on JAX's platform cpu of an Apple silicon host, and is being compiled for "
                 f"{_platforms(ctx)}"
             )
-        return portable(ctx, *args, **params)
+        return portable(ctx, *args, why_not_metal=f"compiled for {_platforms(ctx)}", **params)
 
     if on_metal is None:
-        mlir.register_lowering(primitive, portable)
+        only = functools.partial(portable, why_not_metal="Metal has no forward mode")
+        mlir.register_lowering(primitive, only)
         return primitive
     _need_devices(primitive)
-    native = _lowering(on_metal, static)
+    native = _lowering(on_metal, static, f"{name}_metal")
 
     def on_cpu(ctx, *args, **params):
         named = params["implementation"] == "metal"
-        if not named and (params["implementation"] is not None or not _metal_takes(ctx, params)):
-            return portable(ctx, *args, **params)
+        why_not = "" if named else _why_not_metal(ctx, params)
+        if why_not:
+            return portable(ctx, *args, why_not_metal=why_not, **params)
         try:
-            return native(ctx, *args, **params)
+            found = native(ctx, *args, **params)
         except metal.Failed as error:
             if named:
                 raise RuntimeError(f"implementation='metal': {error}") from error
             metal.runtime.warn_once(str(error))
-            return portable(ctx, *args, **params)
+            return portable(ctx, *args, why_not_metal=str(error), **params)
+        tell(ctx, params, "metal")
+        return found
 
     mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, on_cpu, platform="cpu")
@@ -522,14 +543,37 @@ def _platforms(ctx) -> str:
     return ", ".join(getattr(ctx, "platforms", None) or ctx.module_context.platforms)
 
 
-def _metal_takes(ctx, params) -> bool:
+def _why_not_metal(ctx, params) -> str:
+    """Why an attention that did not name Metal runs elsewhere; empty where Metal takes it."""
+    if params["implementation"] is not None:
+        return "by name"
     operands = unpack(ctx.avals_in[: len(params["names"])], params["names"])
-    if metal.declined(params["spec"], operands):
-        return False
+    declined = metal.declined(params["spec"], operands)
+    if declined:
+        return declined
     found = metal.runtime.get()
     if found.reason and not found.expected:
         metal.runtime.warn_once(found.reason)
-    return not found.reason
+    return found.reason
+
+
+_CALLS = {
+    "jax_mfa_attention": "forward",
+    "jax_mfa_attention_transpose": "backward",
+    "jax_mfa_attention_tangent": "forward mode",
+    "jax_mfa_attention_transpose_tangent": "forward mode of backward",
+}
+
+
+def _choice(name: str, spec: Specification, operands: Operands, wanted, implementation: str, reason: str):
+    """What is told of an attention in a program; its operands are abstract."""
+    call = _CALLS[name]
+    if implementation == "metal":
+        plan = metal.plan_of(spec, operands, call, metal.tiles_of(spec, operands, call), wanted)
+        text = ", ".join(f"{d.kernel.name} × {d.threadgroups}" for d in plan.dispatches)
+    else:
+        text = str(blockwise.tiling_of(spec, operands, backward="backward" in call))
+    return recording.Choice(call, spec.summary(stored(spec, operands)), implementation, text, reason)
 
 
 _STATIC = ("spec", "names", "implementation")

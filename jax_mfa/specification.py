@@ -95,6 +95,20 @@ class Specification:
             right = 0 if right is None else min(right, 0)
         return left, right
 
+    def summary(self, operands: Operands) -> str:
+        """A problem as text: shapes, dtype and features, without the values of cap, scale and rate."""
+        (b, t, n, h), (s, k, v) = operands.query.shape, operands.value.shape[1:]
+        facts = [f"B{b} T{t} S{s} N{n} K{k} H{h} V{v} {np.dtype(operands.query.dtype).name}"]
+        facts += ["causal"] * self.is_causal
+        if self.window != (None, None):
+            facts.append("window={},{}".format(*("" if x is None else x for x in self.window)))
+        facts += [f"offset={self.query_offset}"] * (self.query_offset != 0)
+        for side, storage in (("key", self.key_storage), ("value", self.value_storage)):
+            facts += [] if storage is None else [f"{side}={storage.scheme.kind}"]
+        facts += ["cap"] * (self.logits_soft_cap is not None)
+        present = [name for name, x in operands._asdict().items() if x is not None]
+        return " ".join([*facts, *(name for name in present[3:] if not name.startswith(("key_sc", "key_z", "value_")))])
+
     def has_mask(self, operands: Operands) -> bool:
         """Whether any rule can make a column invisible."""
         return (

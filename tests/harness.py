@@ -171,8 +171,11 @@ def assert_close(got, expected, dtype, *, terms, what="", **keywords):
     np.testing.assert_array_equal(got[~both], expected[~both], err_msg=what)
     error = np.abs(np.where(both, got, 0) - np.where(both, expected, 0))
     allowed = tolerance(expected, dtype, terms=terms, **keywords)
-    worst = np.max(np.where(np.isnan(error), np.inf, error / np.maximum(allowed, 1e-300)), initial=0.0)
-    assert worst <= 1, f"{what}: error {np.max(error)}, {worst:.3g} times what is allowed"
+    beyond = np.where(np.isnan(error), np.inf, error / np.maximum(allowed, 1e-300))
+    if beyond.size and not beyond.max() <= 1:
+        at = tuple(int(i) for i in np.unravel_index(beyond.argmax(), beyond.shape))
+        text = f"{what}: worst at {list(at)}: {got[at]}, expected {expected[at]}, {beyond[at]:.3g} times what is"
+        raise AssertionError(f"{text} allowed; {(beyond > 1).sum()} of {beyond.size} are beyond it")
 
 
 def terms_of(arguments: dict) -> int:

@@ -1,5 +1,5 @@
 """How far quantised attention is from attention, scheme by scheme: `python tests/quantization_error.py` prints the
-README's table.
+table of docs/caches.md.
 
 The schemes are simulated in plain numpy, which shares no line with the package; tests hold the package to the figures.
 """

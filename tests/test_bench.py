@@ -9,7 +9,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jax_mfa import bench, bench_devices, bench_models
+from jax_mfa import bench, bench_devices, bench_figures, bench_models
 from jax_mfa.__main__ import main
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -264,6 +264,85 @@ def test_a_candidate_that_fails_on_a_model_is_listed_with_its_reason(
     said = capsys.readouterr().out
     assert "did not run B2 T5 S7 N4 K2 H8 forward: ValueError: not today" in said
     assert "| first | B2 T5 S7 N4 K2 H8 | forward |" in said
+
+
+def test_the_data_file_has_the_models_with_their_sources():
+    import importlib.resources
+
+    for file in ("models.json", "chips.json"):
+        found = json.loads(importlib.resources.files("jax_mfa").joinpath(file).read_text())
+        assert found and all(x["source"] for x in found)
+    named = {p.name: p for p in bench_models.PROBLEMS}
+    assert (named["TinyLlama 1.1B"].N, named["TinyLlama 1.1B"].K, named["TinyLlama 1.1B"].S) == (32, 4, 2048)
+    assert named["Gemma 2 2B"].soft_cap == 50.0 and "cap" in str(named["Gemma 2 2B"])
+
+
+def test_the_preset_is_48_problems_over_batch_length_and_head_size():
+    sizes = {(p.B, p.T, p.H) for p in bench_models.PRESET}
+    assert len(sizes) == len(bench_models.PRESET) == 48
+    assert [sorted({x[i] for x in sizes}) for i in range(3)] == [[1, 2, 4, 8], [64, 128, 256, 512], [32, 64, 128]]
+
+
+def test_figures_follow_from_the_work_and_the_time():
+    p = bench_models.Problem("x", 2, 3, 3, 4, 2, 8, is_causal=True)
+    assert bench_figures.scores(p) == 2 * 4 * 6
+    found = bench_figures.figures(p, bench_models.FORWARD, 0.5, "Apple M1")
+    assert found["tokens_per_second"] == 12
+    assert found["ginstr"] == pytest.approx(48 * 21 / 0.5 / 1e9)
+    assert found["tflops"] == pytest.approx(48 * 4 * 8 / 0.5 / 1e12)
+    assert found["share"] == pytest.approx(found["ginstr"] / 1300)
+    both = bench_figures.figures(p, bench_models.TRAINING, 0.5, "a chip that nobody knows")
+    assert both["ginstr"] == pytest.approx(48 * (21 + 29 + 37) / 0.5 / 1e9) and both["share"] is None
+
+
+def test_the_preset_writes_figures_a_picture_and_summaries(tmp_path, capsys, monkeypatch):
+    make = lambda b, t: bench_models.Problem(f"B{b} T{t}", b, t, t, 2, 2, 8)
+    monkeypatch.setattr(bench_models, "PRESET", (make(1, 4), make(2, 6)))
+    arguments = ["bench", "--preset", "--rounds", "1", "--implementations", "blockwise", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    found = json.loads((tmp_path / "bench_models.json").read_text())
+    assert found["resident_bytes"] > 2**20 and len(found["rows"]) == 4
+    for row in found["rows"]:
+        low, middle, high = row["quartiles"]["blockwise"]
+        assert row["seconds"]["blockwise"] <= low <= middle <= high
+        assert row["figures"]["tflops"] > 0 and row["temporary_bytes"]["blockwise"] is not None
+    assert (tmp_path / "bench_models.png").read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "vs jax.nn by length, forward: 4: " in said and "vs jax.nn by batch, forward+backward: 1: " in said
+    assert "GINSTR/s" in said and "of peak" not in said
+
+
+def times_file(folder, name, **quartiles):
+    rows = [
+        dict(name=problem, problem="B1", kind="forward", implementation="blockwise", quartiles={"blockwise": x})
+        for problem, x in quartiles.items()
+    ]
+    (folder / name).write_text(json.dumps(dict(rows=rows)))
+    return str(folder / name)
+
+
+@pytest.mark.parametrize(
+    "new, status, verdict",
+    [
+        ([1.05, 1.1, 1.2], 0, "same"),  # within the quartiles
+        ([1.45, 1.5, 1.55], 1, "REGRESSION"),
+        ([0.49, 0.5, 0.51], 0, "faster"),
+    ],
+)
+def test_comparing_two_files_fails_where_something_got_slower_beyond_noise(new, status, verdict, tmp_path, capsys):
+    old = times_file(tmp_path, "old.json", a=[0.9, 1.0, 1.1], b=[1.0, 1.0, 1.0])
+    new = times_file(tmp_path, "new.json", a=new, c=[9.0, 9.0, 9.0])
+    assert main(["bench", "--compare", old, new]) == status
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].startswith("a B1 forward: ") and said[1].endswith(verdict)
+    assert said[0] == "2 problems are in one of the files only"
+
+
+def test_a_file_that_is_none_cannot_be_compared(tmp_path, capsys):
+    (tmp_path / "old.json").write_text('{"rows": [{}]}')
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--compare", str(tmp_path / "old.json"), str(tmp_path / "none.json")])
+    assert "argument --compare: " in capsys.readouterr().err
 
 
 def test_over_devices_what_is_sent_and_kept_stands_beside_the_formulas(tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """The linters and the type checker, as one command of the tests."""
 
+import importlib
 import importlib.util
 import pathlib
 import subprocess
@@ -22,6 +23,15 @@ def test_the_code_is_clean(name):
         pytest.skip(f"{tool} is not installed; it comes with the extra `test`")
     done = subprocess.run([sys.executable, "-m", tool, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_native_code_has_one_look():
+    if importlib.util.find_spec("clang_format") is None:
+        pytest.skip("clang-format is not installed; it comes with the extra `test`")
+    files = sorted(str(x) for kind in ("*.cc", "*.h") for x in (ROOT / "csrc").glob(kind))
+    program = importlib.import_module("clang_format").get_executable("clang-format")
+    done = subprocess.run([program, "--dry-run", "-Werror", *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_importing_the_package_starts_no_backend():

@@ -11,7 +11,15 @@ where they are not finite.
 """
 
 from jax_mfa.blockwise.backward import backward
+from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.forward import forward
 from jax_mfa.blockwise.tangent import tangent
+from jax_mfa.blockwise.tiling import Tiling, backward_tiling, candidates, forward_tiling
+from jax_mfa.specification import Operands, Specification
 
-__all__ = ["backward", "forward", "tangent"]
+__all__ = ["backward", "candidates", "forward", "tangent", "tiling_of"]
+
+
+def tiling_of(spec: Specification, operands: Operands, backward: bool) -> Tiling:
+    """The tiles of a pass. Operands may be abstract."""
+    return (backward_tiling if backward else forward_tiling)(spec, with_columns(spec, operands))

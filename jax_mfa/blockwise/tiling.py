@@ -7,7 +7,9 @@ heads, a *tile* is a part of their scores.
 from __future__ import annotations
 
 import dataclasses
+import math
 
+from jax_mfa import tuned
 from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import Stored
 
@@ -27,6 +29,8 @@ BACKWARD_SCORES = 2**19
 LISTED_TURNS = 2**12
 # Tiles that do not divide a length are of equal size, a multiple of this, and overlap a little.
 ALIGNMENT = 16
+# What `tune` tries for rows and columns.
+TUNED_SIZES = (64, 128, 256, 512, 1024, 2048)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,9 @@ class Tiling:
     key_heads: int
     rows: int
     columns: int
+
+    def __str__(self) -> str:
+        return f"tiles of {self.rows} × {self.columns}, {self.batch_rows} × {self.key_heads} heads at a time"
 
 
 def _largest_divisor(n: int, limit: int) -> int:
@@ -54,11 +61,35 @@ def tile_size(length: int, target: int) -> int:
 
 
 def forward_tiling(spec: Specification, operands: Operands) -> Tiling:
-    return _tiling(spec, operands, FORWARD_SCORES)
+    return _chosen("blockwise forward", spec, operands, FORWARD_SCORES)
 
 
 def backward_tiling(spec: Specification, operands: Operands) -> Tiling:
-    return _tiling(spec, operands, BACKWARD_SCORES)
+    return _chosen("blockwise backward", spec, operands, BACKWARD_SCORES)
+
+
+def _chosen(plan: str, spec: Specification, operands: Operands, scores: int) -> Tiling:
+    """What `tune` found for a problem, else `_tiling`."""
+    usual = _tiling(spec, operands, scores)
+    allowed = lambda numbers: numbers in map(dataclasses.astuple, candidates(spec, operands, usual))
+    found = tuned.of(plan, lambda: spec.summary(operands), allowed)
+    return usual if found is None else Tiling(*found)
+
+
+def candidates(spec: Specification, operands: Operands, usual: Tiling) -> list[Tiling]:
+    """Tiles that `tune` may take, the nearest to the usual ones first; none holds more scores than those, or 2²⁰."""
+    batch, t = operands.query.shape[:2]
+    if not isinstance(batch, int) or spec.page_size is not None:
+        return [usual]
+    s, group = operands.key.shape[1], operands.query.shape[2] // operands.key.shape[2]
+    rows = {tile_size(t, x) for x in TUNED_SIZES} | {usual.rows}
+    columns = {tile_size(s, x) for x in TUNED_SIZES} | {usual.columns}
+    found = [usual]
+    for scores in (FORWARD_SCORES, FORWARD_SCORES // 2, FORWARD_SCORES // 4):
+        found += [_with_heads(operands, r, c, scores) for r in rows for c in columns]
+    held = lambda x: math.prod(dataclasses.astuple(x)) * group
+    distance = lambda x: sum(abs(math.log(a / b)) for a, b in zip(dataclasses.astuple(x), dataclasses.astuple(usual)))
+    return sorted((x for x in dict.fromkeys(found) if held(x) <= max(WHOLE_SCORES, held(usual))), key=distance)
 
 
 def _tiling(spec: Specification, operands: Operands, scores: int) -> Tiling:
@@ -78,9 +109,16 @@ def _tiling(spec: Specification, operands: Operands, scores: int) -> Tiling:
         columns = tile_size(s, columns)
     else:  # whole pages
         columns = min(max(columns // spec.page_size, 1) * spec.page_size, s)
+    return _with_heads(operands, rows, columns, scores)
+
+
+def _with_heads(operands: Operands, rows: int, columns: int, scores: int) -> Tiling:
+    """A step of such tiles with as many heads and batch rows as `scores` allow."""
+    batch, _, n, h = operands.query.shape
+    k, v = operands.value.shape[2:]
     units = max(scores // (columns * max(n // k * rows, h, v)), 1)
     key_heads = _largest_divisor(k, units)
-    batch_rows = _largest_divisor(batch, units // k) if key_heads == k and known else 1
+    batch_rows = _largest_divisor(batch, units // k) if key_heads == k and isinstance(batch, int) else 1
     return Tiling(batch_rows, key_heads, rows, columns)
 
 

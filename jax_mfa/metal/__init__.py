@@ -6,12 +6,17 @@ traced. Launch plans are made in `kernels`, run by the native module behind `run
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
-from jax_mfa import whole_rows
-from jax_mfa.metal import crossover, kernels, operands, runtime
-from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
-from jax_mfa.specification import MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
+from jax_mfa import tuned, whole_rows
+from jax_mfa.metal import crossover, kernels, operands, runtime, tiles
+from jax_mfa.metal.plan import Plan
+from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS, Tiles
+from jax_mfa.specification import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
 from jax_mfa.storage import stored
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -105,6 +110,57 @@ def launch_arrays(spec: Specification, o: Operands) -> dict:
     return {name: carried(name) for name in operands.CARRIED if getattr(o, name) is not None}
 
 
+def plan_of(
+    spec: Specification, o: Operands, of_pass: str, variant: kernels.Variant, wanted: tuple[str, ...] | None = None
+) -> Plan:
+    """The plan of a pass as it is made here, of abstract operands too; with all gradients unless some are `wanted`."""
+    arrays = jax.eval_shape(lambda o: launch_arrays(spec, o), o)
+    if of_pass == "forward":
+        return kernels.forward(spec, arrays, variant=variant)
+    if wanted is None:
+        wanted = tuple(name for name in DIFFERENTIABLE if getattr(o, name) is not None)
+    return kernels.backward(spec, arrays, wanted=wanted, variant=variant)
+
+
+# the tiles that each pass takes from a table, and the gradients that show one at work
+PARTS: dict[str, dict[str, tuple[str, ...] | None]] = {
+    "forward": {"forward": None},
+    "backward": {"d_query": ("query",), "d_key_value": ("key", "value")},
+}
+
+
+def candidates(spec: Specification, o: Operands, part: str) -> list[tuple[int, ...]]:
+    """Tiles of a part of `Tiles` that `tune` may take for a problem, the usual ones first; none where it has none."""
+    variant = runtime.get().variant
+    if variant not in VARIANTS or (part == "forward" and kernels.decodes(spec, o.query.shape[1], o.key.shape[1])):
+        return []
+    if variant in tiles.EMULATED_BFLOAT and o.query.dtype.name == "bfloat16":
+        return []
+    sizes = o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize
+    usual = getattr(tiles.select(variant, *sizes), part)
+    return [tuple(map(int, dataclasses.astuple(x))) for x in tiles.candidates(usual, *sizes)]
+
+
+def tiles_of(spec: Specification, o: Operands, of_pass: str) -> kernels.Variant:
+    """What `tune` found for a pass of a problem, else the name of the chip's table."""
+    variant, won = runtime.get().variant, {}
+    for part in PARTS[of_pass] if spec.is_plain else ():
+        allowed = lambda numbers, part=part: numbers in candidates(spec, o, part)
+        found = tuned.of(f"metal {part}", lambda: spec.summary(o), allowed)
+        if found is not None:
+            won[part] = found
+    if not won:
+        return variant
+    base = tiles.select(variant, o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize)
+    assert isinstance(base, Tiles)
+    return dataclasses.replace(base, **{part: _typed(getattr(base, part), numbers) for part, numbers in won.items()})
+
+
+def _typed(usual: Any, numbers: tuple[int, ...]) -> Any:
+    """Numbers as tiles: what the usual ones have as a truth value is one again."""
+    return type(usual)(*(type(a)(b) for a, b in zip(dataclasses.astuple(usual), numbers)))
+
+
 def _checked(plan):
     widest = max(max(d.threadgroups[1:]) for d in plan.dispatches)  # `vmap` and groups multiply what `lacking` saw
     if widest > MAX_GRID:
@@ -118,14 +174,14 @@ def _checked(plan):
 def forward(spec: Specification, o: Operands):
     """Attention, and maximum and sum of each row, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
     arrays = launch_arrays(spec, o)
-    plan = _checked(kernels.forward(spec, arrays, variant=runtime.get().variant))
+    plan = _checked(kernels.forward(spec, arrays, variant=tiles_of(spec, o, "forward")))
     return tuple(runtime.call(plan, runtime.TARGETS[0], *arrays.values()).values())
 
 
 def backward(spec: Specification, o: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
     """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
     arrays = launch_arrays(spec, o)
-    plan = _checked(kernels.backward(spec, arrays, wanted=wanted, variant=runtime.get().variant))
+    plan = _checked(kernels.backward(spec, arrays, wanted=wanted, variant=tiles_of(spec, o, "backward")))
     d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
     found = runtime.call(plan, runtime.TARGETS[1], *arrays.values(), out, row_max, row_sum, d_out, d_lse)
 

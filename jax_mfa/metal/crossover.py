@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_mfa.metal import kept
+from jax_mfa import kept
 from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import stored
 

@@ -88,6 +88,11 @@ def _select(variant: Variant, x: Problem) -> tiles.Tiles | tiles.Portable:
     return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.operand])
 
 
+def decodes(spec: Specification, t: int, s: int) -> bool:
+    """Whether a forward pass is that of a few queries against many keys."""
+    return t <= tiles.DECODE_QUERIES and s >= tiles.DECODE_KEYS and not spec.dropout_rate
+
+
 def forward(
     spec: Specification, arrays: Mapping[str, Any], *, variant: Variant = "staged", rules: Rules = PLAIN
 ) -> Plan:
@@ -99,8 +104,7 @@ def forward(
       rules: score and visibility, where they are not those of the specification.
     """
     x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
-    few = x.t <= tiles.DECODE_QUERIES and x.s >= tiles.DECODE_KEYS and not spec.dropout_rate
-    if few and isinstance(variant, str) and variant in tiles.VARIANTS:
+    if decodes(spec, x.t, x.s) and isinstance(variant, str) and variant in tiles.VARIANTS:
         wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
         tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand])
         if tile is not None:

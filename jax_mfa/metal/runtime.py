@@ -25,7 +25,8 @@ from typing import Any
 
 import jax
 
-from jax_mfa.metal import kept, source
+from jax_mfa import kept, recording
+from jax_mfa.metal import source
 from jax_mfa.metal.plan import Plan
 
 TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward", "jax_mfa_append")
@@ -211,7 +212,8 @@ def register_targets() -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _prepare(plan: Plan) -> None:
-    get().module.prepare(plan.json)
+    with recording.compiling("metal"):
+        get().module.prepare(plan.json)
 
 
 def failure(plan: Plan) -> str:

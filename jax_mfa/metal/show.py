@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 from jax_mfa import metal
 from jax_mfa.command_line import positive
-from jax_mfa.metal import DTYPES, kernels, operands, source, tiles
+from jax_mfa.metal import DTYPES, operands, plan_of, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
-from jax_mfa.specification import DIFFERENTIABLE, Operands, Specification, specify_abstract
+from jax_mfa.specification import specify_abstract
 
 HELP = "print the Metal source and the launch plan of a problem"
 PASSES = ("forward", "backward")
@@ -75,15 +75,6 @@ def described(plan: Plan) -> dict[str, Any]:
         buffer["note"] = notes[buffer["name"]]
     body["note"] = "dispatches run one after another, each seeing what those before it wrote"
     return body
-
-
-def plan_of(spec: Specification, o: Operands, of_pass: str, variant: kernels.Variant) -> Plan:
-    """The plan of a pass as `metal` makes it, but for the variant. Operands may be abstract."""
-    arrays = jax.eval_shape(lambda o: metal.launch_arrays(spec, o), o)
-    if of_pass == "forward":
-        return kernels.forward(spec, arrays, variant=variant)
-    wanted = tuple(name for name in DIFFERENTIABLE if getattr(o, name) is not None)
-    return kernels.backward(spec, arrays, wanted=wanted, variant=variant)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:

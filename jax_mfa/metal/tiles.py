@@ -18,6 +18,8 @@ without the option what each entry comes to. Not seen on Apple hardware.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import Any
 
 REGISTER_BYTES = 512
 FRAGMENT_BUDGET = 448
@@ -270,6 +272,35 @@ DIRECT = {
     (MAX_HEAD, 2): _WIDE,
     (MAX_HEAD, 4): _WIDE,
 }
+
+
+# What `tune` tries for the fields of a kernel's tiles; `slices` stay.
+TUNED_FIELDS = {
+    "blocks": (1, 2),
+    "simdgroups": (4, 8),
+    "keys": (8, 16, 32, 64),
+    "queries": (8, 16, 32, 64),
+    "columns": (1, 2),
+    "buffers": (0, 1, 2),
+    **dict.fromkeys(("cache_q", "cache_do", "cache_k", "cache_v"), (False, True)),
+}
+
+
+def candidates(usual: Any, h: int, v: int, item: int) -> list[Any]:
+    """Tiles of the kind of the usual ones that registers and threadgroup memory allow: those first, then by how many
+    fields differ."""
+    fields = dataclasses.asdict(usual)
+    choices = itertools.product(*(TUNED_FIELDS.get(name, (value,)) for name, value in fields.items()))
+
+    def fits(x: Any) -> bool:
+        small = x.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET
+        return small and x.threadgroup_memory(h, v, item) <= THREADGROUP_BYTES
+
+    def differing(x: Any) -> int:
+        return sum(a != b for a, b in zip(dataclasses.astuple(x), fields.values()))
+
+    others = [x for x in (type(usual)(*values) for values in choices) if x != usual and fits(x)]
+    return [usual, *sorted(others, key=differing)]
 
 
 @dataclasses.dataclass(frozen=True)

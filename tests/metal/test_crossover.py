@@ -19,8 +19,8 @@ from emulator import build
 from jax import export
 
 import jax_mfa
-from jax_mfa import calibration, check
-from jax_mfa.metal import crossover, kept, runtime
+from jax_mfa import calibration, check, kept
+from jax_mfa.metal import crossover, runtime
 from jax_mfa.specification import Operands, Specification, specify
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

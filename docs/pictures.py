@@ -1,0 +1,171 @@
+"""Draws the pictures of the documentation from the code's own tables: `python docs/pictures.py`.
+
+Each SVG holds a digest of the data that it was drawn from, by which a test finds those that are out of date.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("agg")
+from matplotlib import pyplot
+
+from jax_mfa.metal import tiles
+from jax_mfa.specification import Specification
+
+HERE = pathlib.Path(__file__).resolve().parent
+INK = "#808080"  # reads on light and on dark
+COLORS = ("#5c7cfa", "#f59f00", "#12b886")
+LOOK = {
+    "svg.hashsalt": "jax_mfa",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}
+
+
+def speedup_data() -> list[list[Any]]:
+    """Model, forward and training speed-up of the table in benchmarks.md, of dense problems of 512 and more rows."""
+    found: dict[str, dict[str, float]] = {}
+    cells = r"^\| ([^|]+) \| (B\d+ T(\d+) N[^|]*) \| (forward(?:\+backward)?) \| [^|]+ \| ([\d.]+)×"
+    row = re.compile(cells, re.MULTILINE)
+    for name, _, length, kind, ratio in row.findall((HERE / "benchmarks.md").read_text(encoding="utf-8")):
+        if int(length) >= 512:
+            found.setdefault(name, {})[kind] = float(ratio)
+    return [[name, x["forward"], x["forward+backward"]] for name, x in found.items()]
+
+
+def draw_speedup(data: list[list[Any]]):
+    figure, axis = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    place = np.arange(len(data))[::-1]
+    for i, what in enumerate(("forward", "forward and backward")):
+        axis.barh(place + 0.2 - 0.4 * i, [x[1 + i] for x in data], 0.38, color=COLORS[i], label=what)
+    axis.axvline(1, color=INK, linewidth=1)
+    axis.set_yticks(place, [x[0] for x in data])
+    axis.set_xlabel("times as fast as jax.nn (blockwise, two cores of an x86-64 server)")
+    axis.legend(frameon=False)
+    return figure
+
+
+def tiles_data() -> list[Any]:
+    """Of a causal mask and a window on tiles of the forward table: 0 not visited, 1 edge, 2 interior."""
+    size = tiles.STAGED[(64, 2)].forward
+    found = []
+    for spec in (Specification(is_causal=True), Specification(is_causal=True, window=(200, None))):
+        left, right = spec.band
+        t, s = np.arange(512)[:, None], np.arange(512)[None]
+        seen = np.ones((512, 512), bool)
+        if right is not None:
+            seen &= s <= t + right
+        if left is not None:
+            seen &= s >= t - left
+        parts = seen.reshape(512 // size.rows, size.rows, 512 // size.keys, size.keys).transpose(0, 2, 1, 3)
+        found.append((parts.any((2, 3)).astype(int) + parts.all((2, 3))).tolist())
+    return [[size.rows, size.keys], found]
+
+
+def draw_tiles(data: list[Any]):
+    (rows, keys), pictures = data
+    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
+    fill = matplotlib.colors.ListedColormap(["#00000000", COLORS[1], COLORS[0]])
+    for axis, what, picture in zip(axes, ("causal", "causal, window of 200"), pictures):
+        picture = np.array(picture)
+        axis.pcolormesh(picture, cmap=fill, vmin=0, vmax=2, edgecolors=INK, linewidth=0.6)
+        axis.invert_yaxis()
+        axis.set(title=what, xlabel=f"tiles of {keys} columns", ylabel=f"tiles of {rows} rows")
+        axis.set_xticks([])
+        axis.set_yticks([])
+    look = [matplotlib.patches.Patch(color=COLORS[i], label=x) for x, i in (("interior", 0), ("edge", 1))]
+    figure.legend(handles=look, loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def fragment_data() -> list[list[int]]:
+    """The lane of each element, as `struct Lane` of metal/core/fragment.h says."""
+    text = (HERE.parent / "metal" / "core" / "fragment.h").read_text(encoding="utf-8")
+    row, column = re.search(r"row = (.*?);\n\s*column = (.*?);", text).groups()  # type: ignore[union-attr]
+    found = [[-1] * 8 for _ in range(8)]
+    for lane in range(32):
+        r, c = (eval(x, {"lane": lane}) for x in (row, column))
+        found[r][c] = found[r][c + 1] = lane
+    return found
+
+
+def draw_fragment(data: list[list[int]]):
+    figure, axis = pyplot.subplots(figsize=(3.6, 3.6), layout="constrained")
+    for row, lanes in enumerate(data):
+        for column in range(0, 8, 2):
+            color = COLORS[0] if lanes[column] & 8 else COLORS[2]
+            box = pyplot.Rectangle((column, row), 2, 1, facecolor=color, alpha=0.25, edgecolor=INK)
+            axis.add_patch(box)
+            axis.text(column + 1, row + 0.5, str(lanes[column]), ha="center", va="center")
+    axis.set(xlim=(0, 8), ylim=(8, 0), aspect="equal", xlabel="column", ylabel="row")
+    return figure
+
+
+def budget_data() -> list[list[Any]]:
+    """Entry, bytes of fragments a thread and bytes of threadgroup memory of each kernel."""
+    found = []
+    for name, table in tiles.VARIANTS.items():
+        for (head, item), entry in table.items():
+            parts = (entry.forward, entry.d_query, entry.d_key_value)
+            registers = [x.fragment_bytes(head, head, item) for x in parts]
+            memory = [x.threadgroup_memory(head, head, item) for x in parts]
+            found.append([f"{name}, H ≤ {head}, {8 * item} bits", registers, memory])
+    return found
+
+
+def draw_budget(data: list[list[Any]]):
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 6), layout="constrained", sharey=True)
+    place = np.arange(len(data))[::-1]
+    limits = (tiles.FRAGMENT_BUDGET, tiles.THREADGROUP_BYTES)
+    for axis, part, limit, what in zip(
+        axes, (1, 2), limits, ("fragments, bytes a thread", "threadgroup memory, bytes")
+    ):
+        for i, kernel in enumerate(("forward", "dQ", "dK, dV")):
+            axis.barh(place + 0.27 * (1 - i), [x[part][i] for x in data], 0.25, color=COLORS[i], label=kernel)
+        axis.axvline(limit, color=INK, linestyle="--", linewidth=1)
+        axis.set_xlabel(what)
+    axes[0].set_yticks(place, [x[0] for x in data])
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "speedup": (speedup_data, draw_speedup),
+    "tiles": (tiles_data, draw_tiles),
+    "fragment": (fragment_data, draw_fragment),
+    "budget": (budget_data, draw_budget),
+}
+
+
+def digest(name: str) -> str:
+    """Of the data of a picture."""
+    return hashlib.sha256(json.dumps(PICTURES[name][0]()).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    (HERE / "pictures").mkdir(exist_ok=True)
+    with matplotlib.rc_context(LOOK):
+        for name, (data, draw) in PICTURES.items():
+            figure = draw(data())
+            for axis in figure.axes:
+                axis.set_facecolor("none")
+                axis.spines[["top", "right"]].set_visible(False)
+            file = HERE / "pictures" / f"{name}.svg"
+            about = {"Date": None, "Creator": None, "Description": f"drawn from data {digest(name)}"}
+            figure.savefig(file, transparent=True, metadata=about)
+            pyplot.close(figure)
+            print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""What attention did: a recorder that is asked for, and a line for each choice where `JAX_MFA_LOG=debug`.
+
+Two kinds of facts. As a program is compiled, each attention in it is a *choice* of an implementation and a plan, with
+the reason where Metal was not taken. As it runs, the native module counts calls, kernels, bytes and times; nobody
+counts the calls of `blockwise`, which are part of XLA's program: JAX's profiler shows them, by the names `jax_mfa_…`.
+Where nobody listens, nothing here costs anything. Knows texts and numbers; not what attention is.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.monitoring
+
+LOG = "JAX_MFA_LOG"
+_XLA = "/jax/core/compile/backend_compile_duration"  # JAX's own name for the time that XLA takes
+_ROUTES = {"no_copy": "without copy", "staged": "staged"}
+_logger = logging.getLogger("jax_mfa")
+_lock = threading.Lock()
+_recorders: list[Recorder] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was taken for an attention of a program, as that was compiled.
+
+    Attributes:
+      call: "forward", "backward", "forward mode" or "forward mode of backward".
+      problem: its shapes, dtype and features, as text.
+      implementation: "metal", "blockwise" or "reference".
+      plan: kernels with their grids, or tiles.
+      reason: why it was not Metal; empty where it was.
+    """
+
+    call: str
+    problem: str
+    implementation: str
+    plan: str
+    reason: str
+
+    def __str__(self) -> str:
+        why = f" ({self.reason})" if self.reason else ""
+        return f"{self.call} {self.problem} -> {self.implementation}, {self.plan}{why}"
+
+
+class Recorder:
+    """What was seen since `record` began; ask at any time, during or after.
+
+    Attributes:
+      choices: how many times each `Choice` was made: once for each program and problem, not for each call.
+      problems: the problems themselves by their text, for `jax_mfa.tune`.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self._before = _counted(native)
+        self._after: dict[str, Any] | None = None
+        self._compiled: dict[str, tuple[int, float]] = {}
+        self.choices: collections.Counter[Choice] = collections.Counter()
+        self.problems: dict[str, Any] = {}
+
+    def _compile(self, compiler: str, seconds: float) -> None:
+        count, total = self._compiled.get(compiler, (0, 0.0))
+        self._compiled[compiler] = (count + 1, total + seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON.
+
+        Returns:
+          "choices": a list of the fields of each `Choice`, with "programs".
+          "compilations": by compiler, "xla" (of every program) or "metal", their "count" and "seconds".
+          "metal": what ran there: "calls", "failures", "bytes_no_copy", "bytes_staged" of operands and results;
+            "kernels", launches by name; "plans", by name "calls", "seconds" and "histogram", the calls that took no
+            longer than so many seconds. Empty without Metal. Wait for results first, or their calls are missing.
+        """
+        with _lock:
+            choices, compiled = dict(self.choices), dict(self._compiled)
+            now = self._after if self._after is not None else _counted(self._native)
+        return {
+            "choices": [dataclasses.asdict(choice) | {"programs": n} for choice, n in choices.items()],
+            "compilations": {name: {"count": n, "seconds": s} for name, (n, s) in compiled.items()},
+            "metal": _difference(now, self._before),
+        }
+
+    def __str__(self) -> str:
+        found = self.as_dict()
+        lines = [f"{n} × {choice}" for choice, n in self.choices.items()] or ["no attention was compiled"]
+        for name, x in sorted(found["compilations"].items()):
+            lines.append(f"{x['count']} compilations by {name}, {x['seconds']:.3f} s")
+        metal = found["metal"]
+        if not metal:
+            return "\n".join([*lines, "Metal: not here"])
+        lines.append(f"Metal: {metal['calls']} calls, {metal['failures']} failed")
+        lines += [f"  {metal[f'bytes_{route}']} bytes {how}" for route, how in _ROUTES.items()]
+        for name, plan in sorted(metal["plans"].items()):
+            lines.append(f"  {plan['calls']} × {name}, {plan['seconds'] / plan['calls'] * 1e3:.3f} ms each")
+            shown, before = [], 0
+            for bound, calls in plan["histogram"].items():
+                if calls > before:
+                    shown.append(f"{calls - before} ≤ {bound} s")
+                before = calls
+            lines.append(f"    {', '.join(shown)}")
+        lines += [f"  {n} × {name}" for name, n in sorted(metal["kernels"].items())]
+        return "\n".join(lines)
+
+    def prometheus(self) -> str:
+        """The same as Prometheus' text format 0.0.4 (prometheus.io/docs/instrumenting/exposition_formats)."""
+        found, text = self.as_dict(), _Exposition()
+        programs: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        for x in found["choices"]:
+            programs[x["call"], x["implementation"], x["reason"]] += x["programs"]
+        text.family("programs_total", "counter", "Attentions in compiled programs.")
+        for (call, implementation, reason), n in programs.items():
+            text.sample("programs_total", n, call=call, implementation=implementation, reason=reason)
+        text.family("compilations_total", "counter", "Compilations.")
+        for name, x in found["compilations"].items():
+            text.sample("compilations_total", x["count"], compiler=name)
+        text.family("compile_seconds_total", "counter", "Time of compilations.")
+        for name, x in found["compilations"].items():
+            text.sample("compile_seconds_total", x["seconds"], compiler=name)
+        metal = found["metal"]
+        if metal:
+            for name, what in (("calls", "Calls of Metal."), ("failures", "Calls of Metal that failed.")):
+                text.family(f"metal_{name}_total", "counter", what)
+                text.sample(f"metal_{name}_total", metal[name])
+            text.family("metal_bytes_total", "counter", "Operands and results, wrapped without a copy or staged.")
+            for route in _ROUTES:
+                text.sample("metal_bytes_total", metal[f"bytes_{route}"], route=route)
+            text.family("metal_kernel_launches_total", "counter", "Launches of each kernel.")
+            for name, n in metal["kernels"].items():
+                text.sample("metal_kernel_launches_total", n, kernel=name)
+            text.family("metal_call_seconds", "histogram", "From a call's start to its results.")
+            for name, plan in metal["plans"].items():
+                for bound, n in plan["histogram"].items():
+                    text.sample("metal_call_seconds_bucket", n, plan=name, le=bound)
+                text.sample("metal_call_seconds_sum", plan["seconds"], plan=name)
+                text.sample("metal_call_seconds_count", plan["calls"], plan=name)
+        return "\n".join(text.lines) + "\n"
+
+
+class _Exposition:
+    """Lines of Prometheus' text."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def family(self, name: str, kind: str, what: str) -> None:
+        self.lines += [f"# HELP jax_mfa_{name} {what}", f"# TYPE jax_mfa_{name} {kind}"]
+
+    def sample(self, name: str, value: float, **labels: str) -> None:
+        escaped = {k: v.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for k, v in labels.items()}
+        listed = ",".join(f'{k}="{v}"' for k, v in escaped.items())
+        self.lines.append(f"jax_mfa_{name}{f'{{{listed}}}' if listed else ''} {value}")
+
+
+# --- the native module's counters
+
+
+def _counted(native: Any) -> dict[str, Any]:
+    return {} if native is None else {"statistics": native.statistics(), **native.recorded()}
+
+
+def _difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What the counters say of the time between."""
+    if not now:
+        return {}
+    names = ("calls", "failures", *(f"bytes_{route}" for route in _ROUTES))
+    found: dict[str, Any] = {name: now["statistics"][name] - before["statistics"][name] for name in names}
+    kernels = {name: n - before["kernels"].get(name, 0) for name, n in now["kernels"].items()}
+    found["kernels"] = {name: n for name, n in kernels.items() if n}
+    bounds = [*(f"{bound:g}" for bound in now["bounds"]), "+Inf"]
+    none = {"calls": 0, "seconds": 0.0, "buckets": [0] * len(bounds)}
+    found["plans"] = {}
+    for name, plan in now["plans"].items():
+        old = before["plans"].get(name, none)
+        calls = plan["calls"] - old["calls"]
+        if calls:
+            counts = [n - m for n, m in zip(plan["buckets"], old["buckets"])]
+            cumulated = [sum(counts[: i + 1]) for i in range(len(counts))]
+            seconds = plan["seconds"] - old["seconds"]
+            found["plans"][name] = {"calls": calls, "seconds": seconds, "histogram": dict(zip(bounds, cumulated))}
+    return found
+
+
+# --- who listens
+
+
+@contextlib.contextmanager
+def recorded(native: Any) -> Iterator[Recorder]:
+    """Records within the context. `native` is the module that runs Metal calls, None where there is none."""
+    _listen_to_xla()
+    with _lock:
+        if native is not None:
+            native.record(True)
+        recorder = Recorder(native)
+        _recorders.append(recorder)
+    try:
+        yield recorder
+    finally:
+        with _lock:
+            _recorders.remove(recorder)
+            recorder._after = _counted(native)
+            if native is not None and not any(x._native is native for x in _recorders):
+                native.record(False)
+
+
+@functools.cache
+def _listen_to_xla() -> None:
+    """Once: listeners cannot be taken back."""
+
+    def heard(event: str, duration_secs: float, **_: Any) -> None:
+        if event == _XLA:
+            compiled("xla", duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+
+
+@functools.cache
+def _logs(level: str) -> bool:
+    if level not in ("", "debug"):
+        raise ValueError(f"{LOG} must be unset or 'debug', got {level!r}")
+    if level and not _logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("jax_mfa: %(message)s"))
+        _logger.addHandler(handler)
+        _logger.setLevel(logging.DEBUG)
+        _logger.propagate = False
+    return bool(level)
+
+
+def choose(make: Callable[[], tuple[Choice, Any]]) -> None:
+    """Tells whoever listens of a choice and its problem, which are made only then. Raises ValueError on a bad level."""
+    logs = _logs(os.environ.get(LOG, ""))
+    if not logs and not _recorders:
+        return
+    choice, problem = make()
+    if logs:
+        _logger.debug("%s", choice)
+    with _lock:
+        for recorder in _recorders:
+            recorder.choices[choice] += 1
+            if choice.call == "forward":
+                recorder.problems[choice.problem] = problem
+
+
+def compiled(compiler: str, seconds: float) -> None:
+    """Tells recorders of a compilation."""
+    with _lock:
+        for recorder in _recorders:
+            recorder._compile(compiler, seconds)
+
+
+@contextlib.contextmanager
+def compiling(compiler: str) -> Iterator[None]:
+    """A compilation, from beginning to end."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        compiled(compiler, time.perf_counter() - start)

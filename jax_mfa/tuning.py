@@ -1,0 +1,301 @@
+"""Finds the fastest tiles for a problem on this machine: `jax_mfa.tune`, and `python -m jax_mfa tune`.
+
+Each plan of a problem (forward and backward of `blockwise`; where Metal can be used, its kernels) is run with the tiles
+of its table and with others that the planner would accept, nearest first. What gives another result, or does not
+compile, is left out before anything is timed. All take turns; the fastest is then timed anew against the usual tiles,
+call by call, and wins if the median of these ratios is a gain beyond noise. Winners are kept for this chip (`tuned`),
+and serve programs that are traced from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mfa import bench_models, blockwise, metal, tuned
+from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
+from jax_mfa.recording import Recorder
+from jax_mfa.specification import DTYPES, Operands, Specification, specify_abstract
+
+HELP = "find the fastest tiles for problems on this machine, and keep them"
+LEAST_GAIN = 1.03  # less is noise, or not worth a program of its own
+SHORTEST = 0.3  # seconds of timing, each time
+PASSES = ("forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What was found for one plan of a problem.
+
+    Attributes:
+      plan: "blockwise forward", …
+      problem: as text.
+      usual, best: tiles, of the table and the fastest; the same where nothing was faster beyond noise.
+      seconds: of a call with the usual tiles, the median.
+      gain: the time of the usual tiles over that of the best, the median of pairs of calls; 1 where they are the same.
+      tried, wrong: how many other tiles were tried, and how many of them failed or gave another result.
+    """
+
+    plan: str
+    problem: str
+    usual: tuple[int, ...]
+    best: tuple[int, ...]
+    seconds: float
+    gain: float
+    tried: int
+    wrong: int
+
+    def __str__(self) -> str:
+        won = f"{list(self.best)}, {self.gain:.2f} times as fast" if self.best != self.usual else "nothing faster"
+        others = f"{self.tried} others tried, {self.wrong} of them wrong"
+        return f"{self.plan} {self.problem}: {list(self.usual)}, {self.seconds * 1e3:.3g} ms; {won} ({others})"
+
+
+Problem = tuple[Specification, Operands]
+
+
+def _problems(of: Mapping[str, Any] | Recorder) -> list[Problem]:
+    if isinstance(of, Recorder):
+        return list(of.problems.values())
+    if isinstance(of, Mapping):
+        return [specify_abstract(**of)]
+    raise TypeError(f"problems: expected arguments by name or a Recorder, got {type(of).__name__}")
+
+
+def _filled(spec: Specification, operands: Operands) -> Operands:
+    """Arrays for abstract operands: random numbers, and whatever hides nothing."""
+    rng = np.random.default_rng(0)
+    (_, t, _, h), s = operands.query.shape, operands.key.shape[1]
+    constant = {
+        "scale": h**-0.5,
+        "query_lengths": t,
+        "key_lengths": s,
+        "query_offset": max(s - t, 0),
+        "alibi_slopes": 0.1,
+    }
+
+    def array(name: str, x: Any) -> jax.Array:
+        if name == "key_ranges":
+            return jnp.broadcast_to(jnp.asarray([0, s], x.dtype), x.shape)
+        if name in constant:
+            return jnp.full(x.shape, constant[name], x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+        return jnp.ones(x.shape, x.dtype)
+
+    return Operands(**{name: None if x is None else array(name, x) for name, x in operands._asdict().items()})
+
+
+def _programs(module: Any, spec: Specification, operands: Operands, wanted: tuple[str, ...] | None):
+    """A new function of arrays, and the arrays: the forward pass, or gradients of the operands in `wanted`."""
+    known = [name for name, x in operands._asdict().items() if x is not None]
+    arrays = [getattr(operands, name) for name in known]
+    if wanted is None:
+        return lambda: lambda *x: module.forward(spec, Operands(**dict(zip(known, x)))), arrays
+    rows = jax.jit(lambda *x: module.forward(spec, Operands(**dict(zip(known, x)))))(*arrays)
+    cotangents = (rows[0], jnp.zeros(rows[1].shape, rows[1].dtype))
+
+    def make():
+        n = len(known)
+        return lambda *x: module.backward(spec, Operands(**dict(zip(known, x[:n]))), *x[n:], wanted)
+
+    return make, [*arrays, *rows, *cotangents]
+
+
+def _same(got: Any, expected: Any, terms: int) -> bool:
+    """Whether results are as near as sums of so many float32 terms in another order, rounded to their dtype, can be."""
+    for x, y in zip(got, expected):
+        bound = 2 * (float(jnp.finfo(jnp.float32).eps) * (8 + terms**0.5) + 3 * float(jnp.finfo(y.dtype).eps))
+        a, b = (np.asarray(z).astype(np.float64) for z in (x, y))
+        if not np.abs(a - b).max(initial=0.0) <= bound * np.abs(b).max(initial=1e-30):
+            return False
+    return True
+
+
+def _tuned(
+    plan: str, problem: str, make: Callable, arrays: list, tiles: list[tuple[int, ...]], terms: int, rounds: int
+):
+    """`tiles`: the usual ones first."""
+    usual, wrong = tiles[0], 0
+    programs: dict[tuple[int, ...], Callable[[], Any]] = {}
+    expected: Any = None
+    for each in tiles:
+        try:
+            with tuned.trial(plan, each):
+                compiled = jax.jit(make()).lower(*arrays).compile()
+            run = functools.partial(bench_models.call, compiled, arrays)
+            found = run()
+        except Exception:  # what the device or its compiler does not take
+            if each == usual:
+                raise
+            wrong += 1
+            continue
+        if expected is None:
+            expected = found
+        if _same(found, expected, terms):
+            programs[each] = run
+        else:
+            wrong += 1
+    times = bench_models.timed(programs, rounds, SHORTEST)
+    ratio = lambda times, x: statistics.median(a / b for a, b in zip(times[usual], times[x]))
+    best = max(programs, key=lambda x: ratio(times, x))
+    gain, seconds = 1.0, statistics.median(times[usual])
+    if best != usual:  # the luckiest of many: once more, on its own
+        both = bench_models.timed({x: programs[x] for x in (usual, best)}, 2 * rounds + 1, SHORTEST)
+        gain, seconds = ratio(both, best), statistics.median(both[usual])
+        faster = sum(a > b for a, b in zip(both[usual], both[best]))
+        if gain < LEAST_GAIN or faster < 0.75 * len(both[best]):
+            best, gain = usual, 1.0
+    return Tuned(plan, problem, usual, best, seconds, gain, len(tiles) - 1, wrong)
+
+
+def _plans(spec: Specification, operands: Operands, of_pass: str):
+    """Of each plan: its name, the module that runs it, the gradients that it makes, and its tiles, the usual first."""
+    backward = of_pass == "backward"
+    usual = blockwise.tiling_of(spec, operands, backward)
+    wanted = ("query", "key", "value") if backward else None
+    tiles = [dataclasses.astuple(x) for x in blockwise.candidates(spec, operands, usual)]
+    yield f"blockwise {of_pass}", blockwise, wanted, tiles
+    if not metal.refusal(spec, operands):
+        for part, gradients in metal.PARTS[of_pass].items():
+            yield f"metal {part}", metal, gradients, metal.candidates(spec, operands, part)
+
+
+def _of_problem(spec: Specification, operands: Operands, passes, tries: int, rounds: int) -> Iterator[Tuned]:
+    arrays = _filled(spec, operands)
+    terms = max(operands.key.shape[1], operands.query.shape[1] * operands.query.shape[2]) + operands.query.shape[3]
+    for of_pass in passes:
+        for plan, module, wanted, tiles in _plans(spec, operands, of_pass):
+            if len(tiles) > 1:
+                make, inputs = _programs(module, spec, arrays, wanted)
+                yield _tuned(plan, spec.summary(operands), make, inputs, tiles[: 1 + tries], terms, rounds)
+
+
+def _unfit(spec: Specification, operands: Operands) -> bool:
+    return not spec.is_plain or not isinstance(operands.query.shape[0], int)
+
+
+def tune(
+    *problems: Mapping[str, Any] | Recorder,
+    passes: tuple[str, ...] = PASSES,
+    tries: int = 12,
+    rounds: int = 5,
+    keep: bool = True,
+) -> list[Tuned]:
+    """Times tiles for problems on this machine, and keeps the fastest for this chip.
+
+    Programs that are traced from then on take them; those that were traced before stay as they are. Results do not
+    depend on tiles but for rounding.
+
+    Args:
+      problems: each the arguments of `dot_product_attention` by name, arrays or `jax.ShapeDtypeStruct`s; or a
+        `Recorder`, for the problems that it saw. Quantised keys, pages and batches of unknown size are left out.
+      passes: of "forward" and "backward".
+      tries: how many other tiles to try for each plan.
+      rounds: turns of each, at least; more where calls are short.
+      keep: whether to write what was found (see `jax_mfa.tuned`).
+
+    Returns:
+      What was found, a `Tuned` for each plan.
+
+    Raises:
+      ValueError, TypeError: as `dot_product_attention`, and for passes that are none.
+      OSError: where the file cannot be written.
+    """
+    if not passes or any(x not in PASSES for x in passes):
+        raise ValueError(f"passes: expected some of {PASSES}, got {passes!r}")
+    for name, number in (("tries", tries), ("rounds", rounds)):
+        if number < 1:
+            raise ValueError(f"{name}: expected a positive integer, got {number!r}")
+    todo = [x for each in problems for x in _problems(each) if not _unfit(*x)]
+    found = [x for each in todo for x in _of_problem(*each, passes, tries, rounds)]
+    if keep:
+        store(found)
+    return found
+
+
+def store(found: list[Tuned]) -> Any:
+    """Keeps winners; the file, or None where there is nothing to keep or JAX_MFA_TILES forbids it."""
+    won = {f"{x.plan} {x.problem}": x.best for x in found if x.best != x.usual}
+    if not won:
+        return None
+    source = f"`python -m jax_mfa tune`, {datetime.date.today().isoformat()}, JAX {jax.__version__}"
+    file = tuned.store(won, source)
+    jax.clear_caches()  # or programs of the same shapes would not be traced anew
+    return file
+
+
+# --- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `python -m jax_mfa tune`."""
+    parser.add_argument(
+        "--models", metavar="PART", help="the problems of `bench --models` whose name or shape holds PART"
+    )
+    parser.add_argument(
+        "--lengths", type=positives, default="1024", help="T = S, comma separated; default: %(default)s"
+    )
+    for flag, default, what in (("--batch", 1, "B"), ("--heads", 8, "N"), ("--head-size", 64, "H = V")):
+        parser.add_argument(flag, type=positive, default=default, help=f"{what}, default: %(default)s")
+    parser.add_argument("--key-value-heads", type=positive, help="K, a divisor of N, default: --heads")
+    parser.add_argument("--dtype", choices=DTYPES[:3], default="float32", help="default: %(default)s")
+    parser.add_argument("--causal", action="store_true", help="row t sees columns up to t")
+    parser.add_argument("--tries", type=positive, default=12, help="other tiles for each plan, default: %(default)s")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of each, at least; default: %(default)s")
+    parser.add_argument("--dry-run", action="store_true", help="keep nothing")
+
+
+def _named(options: argparse.Namespace) -> list[Problem]:
+    def arguments(B, T, S, N, K, H, dtype, is_causal):
+        shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
+        return {name: jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for name, x in shapes.items()} | {
+            "is_causal": is_causal
+        }
+
+    if options.models is None:
+        heads = options.key_value_heads or options.heads
+        rest = (options.heads, heads, options.head_size, options.dtype, options.causal)
+        return [specify_abstract(**arguments(options.batch, x, x, *rest)) for x in options.lengths]
+    chosen = [p for p in bench_models.select(options.models) if not p.decode]
+    if not chosen:
+        raise argparse.ArgumentTypeError(f"argument --models: no problem but of decoding has {options.models!r}")
+    return [specify_abstract(**arguments(p.B, p.T, p.S, p.N, p.K, p.H, p.dtype, p.is_causal)) for p in chosen]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what was found, line by line, and keeps it. 0: done. 1: it could not be kept. 130: interrupted."""
+    try:
+        problems = _named(options)
+        start_metal()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    print(f"{tuned.chip()}; gains are medians of pairs of calls, in one run", flush=True)
+    found: list[Tuned] = []
+    status = 0
+    try:
+        lines = (x for each in problems for x in _of_problem(*each, PASSES, options.tries, options.rounds))
+        for line in interruptible(lines):
+            print(line, flush=True)
+            found.append(line)
+    except KeyboardInterrupt:
+        print("interrupted")
+        status = INTERRUPTED
+    if options.dry_run:
+        return status
+    try:
+        file = store(found)
+    except (OSError, RuntimeError) as error:
+        print(f"tune: nothing could be kept: {error}")
+        return status or 1
+    print(f"kept in {file}" if file else "nothing to keep")
+    return status
