@@ -10,8 +10,9 @@ columns staged, by 4 simdgroups of 8 rows; 16 to 32 rows × 64 to 128 columns wh
 simdgroup of 16 rows uses a fragment that it loaded for two products instead of one, for twice the registers: the more
 registers, the fewer simdgroups a core holds, of which 24 keep its arithmetic busy. So a 16-bit entry of the first table
 is, of the tiles whose interior is predicted to spend 0.85 of its cycles (backward: 0.80) in the matrix unit, the one of
-the largest product of that share with the number of simdgroups; where these say nothing, the larger share.
-`python tests/metal/compiled.py --alternatives 64` prints those that it beat, with all figures and their sources, and
+the largest product of that share with the number of simdgroups; where these say nothing, the larger share. Three have
+16 rows against that figure, as the same text, compiled for another GPU, ran faster so; the figures stand beside them.
+`python tests/metal/compiled.py --alternatives 64` prints the alternatives, with all figures and their sources, and
 without the option what each entry comes to. Not seen on Apple hardware.
 """
 
@@ -220,11 +221,15 @@ _WIDE = Tiles(
 
 # (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory: families 7 and 8
 STAGED = {
+    # dQ: predicted share 0.896, 8 simdgroups per core. QueryTiles(1, 8, 32, 1, …): 0.844 with 24, but 1.24 times the
+    # time on an NVIDIA H200 (T = S = 2048 dense; causal 1.16). dK and dV: 0.889 with 8. KeyTiles(1, 8, 32, 2, …): 0.840
+    # with 16, but 1.42 times the time there (causal 1.33). Not seen on Apple hardware.
     (64, 2): Tiles(
-        ForwardTiles(2, 8, 32, 1, True), QueryTiles(1, 8, 32, 1, 1, True, True), KeyTiles(1, 8, 32, 2, 1, True, True)
+        ForwardTiles(2, 8, 32, 1, True), QueryTiles(2, 8, 32, 2, 1, True, True), KeyTiles(2, 8, 32, 1, 1, True, True)
     ),
+    # forward: 0.875 with 8. ForwardTiles(1, 8, 32, 1, …): 0.870 with 16, but 1.26 times the time there (causal 1.14)
     (128, 2): Tiles(
-        ForwardTiles(1, 8, 32, 1, True), QueryTiles(1, 8, 16, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
+        ForwardTiles(2, 8, 16, 2, True), QueryTiles(1, 8, 16, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
     ),
     (256, 2): Tiles(
         ForwardTiles(1, 4, 16, 1, True), QueryTiles(1, 4, 8, 1, 1, True, False), KeyTiles(1, 4, 8, 1, 1, True, False, 2)
