@@ -11,7 +11,7 @@ import pytest
 import jax_mfa
 from jax_mfa import bench_models, blockwise, tuned, tuning
 from jax_mfa.__main__ import main
-from jax_mfa.specification import specify_abstract
+from jax_mfa.arguments import specify_abstract
 
 SHAPE = jax.ShapeDtypeStruct((1, 96, 2, 8), jnp.float32)
 PROBLEM = {"query": SHAPE, "key": SHAPE, "value": SHAPE, "is_causal": True}
