@@ -52,16 +52,18 @@ def varying(aval) -> frozenset:
 
 def marked(x, axes: tuple[str, ...]):
     """`x`, which varies along none of these mesh axes, as one that does."""
-    return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)
+    if hasattr(lax, "pcast"):
+        return lax.pcast(x, axes, to="varying")
+    old: Any = lax
+    return old.pvary(x, axes)
 
 
-def register_with_shard_map(*primitives) -> None:
+def register_with_shard_map(*primitives: Any) -> None:
     """Before 0.6 `shard_map` asks each primitive how it maps replication: as any elementwise one does."""
     try:
-        from jax.experimental import shard_map
-
+        old: Any = importlib.import_module("jax.experimental.shard_map")
         for primitive in primitives:
-            shard_map.register_standard_check(primitive)
-            shard_map.register_standard_rewrite(primitive)
+            old.register_standard_check(primitive)
+            old.register_standard_rewrite(primitive)
     except (ImportError, AttributeError):  # newer JAX reads the types of the results
         pass
