@@ -91,7 +91,7 @@ def draw_tiles(data: list[Any]):
 def fragment_data() -> list[list[int]]:
     """The lane of each element, as `struct Lane` of metal/core/fragment.h says."""
     text = (HERE.parent / "metal" / "core" / "fragment.h").read_text(encoding="utf-8")
-    row, column = re.search(r"row = (.*?);\n\s*column = (.*?);", text).groups()  # type: ignore[union-attr]
+    row, column = re.search(r"row = ([^;]*);[^\n]*\n\s*column = ([^;]*);", text).groups()  # type: ignore[union-attr]
     found = [[-1] * 8 for _ in range(8)]
     for lane in range(32):
         r, c = (eval(x, {"lane": lane}) for x in (row, column))

@@ -14,8 +14,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import metal, primitives, recording, reference, sharding
+from jax_mfa.arguments import known_lengths, specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.specification import accumulation_dtype, known_lengths, specify, specify_abstract
+from jax_mfa.specification import accumulation_dtype
 from jax_mfa.storage import QuantizedArray, stored
 
 IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")

@@ -94,8 +94,12 @@ def plot(rows: list[dict], path: pathlib.Path, title: str, chip: str) -> None:
         roof = [min(known["tflops"], known["gbs"] * i / 1e3) for i in x]
         right.plot(x, roof, color="0.4", label=f"{chip}, {known['cores']} cores")
     left.axhline(1, color="0.6", linewidth=1)
-    left.set(title="speed-up against jax.nn", xlabel="T", xscale="log", ylabel="times as fast")
-    right.set(title="roofline", xlabel="FLOPs a byte", ylabel="TFLOP/s", xscale="log", yscale="log")
+    left.set(title="speed-up against jax.nn", xlabel="T", ylabel="times as fast")
+    right.set(title="roofline", xlabel="FLOPs a byte", ylabel="TFLOP/s")
+    if any(r.get("figures") for r in rows):  # matplotlib has no logarithmic axis without a point
+        right.set(xscale="log", yscale="log")
+        if any(r.get("figures") and STOCK in r["ratios"] for r in rows):
+            left.set(xscale="log")
     for axis in (left, right):
         axis.grid(alpha=0.3)
         axis.legend()

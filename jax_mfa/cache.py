@@ -23,7 +23,8 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.api import Implementation, Numbers, dot_product_attention
-from jax_mfa.specification import MAX_POSITION, clipped, concrete, known_lengths
+from jax_mfa.arguments import clipped, concrete, known_lengths
+from jax_mfa.specification import MAX_POSITION
 from jax_mfa.storage import as_bits, from_bits
 
 __all__ = ["append", "attend"]

@@ -18,8 +18,8 @@ import numpy as np
 
 import jax_mfa
 from jax_mfa.api import dot_product_attention
+from jax_mfa.arguments import specify_abstract
 from jax_mfa.metal import crossover
-from jax_mfa.specification import specify_abstract
 
 CALLS = 4  # one after another within a program, so that starting the program is not what is timed
 LONG = 10e-3  # seconds: a call that takes this is not mostly its start

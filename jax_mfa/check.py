@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa import calibration, check_lines, metal
+from jax_mfa import calibration, check_lines, metal, versions
 from jax_mfa.api import explain, flash_attention
 from jax_mfa.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, allowed, problems, quick
 from jax_mfa.command_line import INTERRUPTED, interruptible, start_metal
@@ -66,14 +66,6 @@ class Compiled:
     failure: str = ""
 
 
-def _x64():
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64
-
-    return enable_x64()
-
-
 def _is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray)
 
@@ -111,7 +103,7 @@ def _both(implementation: Any, backward: bool, **static):
 @functools.lru_cache(maxsize=256)
 def _expected(problem: Problem) -> dict[str, np.ndarray]:
     """The reference in float64, from the same rounded inputs."""
-    with _x64():
+    with versions.x64():
         return _evaluated(problem, "reference", np.float64)
 
 
@@ -259,7 +251,7 @@ def findings() -> Iterator[tuple[str, str]]:
 def choices() -> Iterator[str]:
     """Which implementation each dtype takes, and why."""
     for dtype in (*DTYPES, "float64"):
-        with _x64():
+        with versions.x64():
             shape = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.dtype(dtype))
             found = explain(shape, shape, shape)
         lines = str(found).splitlines()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mfa import primitives
-from jax_mfa.specification import specify
+from jax_mfa.arguments import specify
 
 # rows of 64 bytes: an odd number of them ends in the middle of a line; more than 32 KiB are not staged
 ROWS = tuple(range(535, 512, -2))

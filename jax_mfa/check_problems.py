@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mfa.arguments import specify
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.metal import DTYPES, show, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
-from jax_mfa.specification import DIFFERENTIABLE, specify
+from jax_mfa.specification import DIFFERENTIABLE
 
 BATCH, HEADS, KEY_HEADS = 2, 4, 2
 # what comes out, and the derivative of which argument it is

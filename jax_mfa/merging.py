@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jax_mfa.specification import accumulation_dtype, as_array
+from jax_mfa.arguments import as_array
+from jax_mfa.specification import accumulation_dtype
 
 
 def merge(out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike) -> tuple[Array, Array]:

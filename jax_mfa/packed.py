@@ -11,7 +11,8 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.api import Implementation, Numbers, flash_attention
-from jax_mfa.specification import MAX_POSITION, Specification, as_array, as_window, clipped, concrete, known_integers
+from jax_mfa.arguments import as_array, as_window, clipped, concrete, known_integers
+from jax_mfa.specification import MAX_POSITION, Specification
 
 
 def flash_attention_varlen(

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.api import Columns, Implementation, Numbers, attend_by_name
-from jax_mfa.specification import as_array, clipped, concrete, known_integers, known_lengths
+from jax_mfa.arguments import as_array, clipped, concrete, known_integers, known_lengths
 from jax_mfa.storage import PagedArray, QuantizedArray, dtype_of
 
 PAGE_SIZES = tuple(2**i for i in range(3, 9))

@@ -19,11 +19,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
+from jax_mfa.arguments import as_array
 from jax_mfa.metal import append
 from jax_mfa.page_book import PageBook, Write
 from jax_mfa.paged import PAGE_SIZES
 from jax_mfa.quantization import quantize
-from jax_mfa.specification import DTYPES, as_array
+from jax_mfa.specification import DTYPES
 from jax_mfa.storage import QuantizedArray, Scheme, as_bits, as_scheme, dtype_of
 
 

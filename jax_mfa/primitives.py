@@ -39,7 +39,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mfa import blockwise, meshes, metal, recording, reference
+from jax_mfa import blockwise, meshes, metal, recording, reference, versions
 from jax_mfa.sharding import partitioned
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 from jax_mfa.storage import PARTS, field_of, pool_fields, stored
@@ -458,7 +458,7 @@ def _lowering(fun, static, name: str, shares: bool = True):
 
     def rule(ctx, *args, **params):
         # loops inside start from constants, which shard_map's types would tell from data that varies by device
-        avals = [ShapedArray(a.shape, a.dtype) if meshes.varying(a) else a for a in ctx.avals_in]
+        avals = [ShapedArray(a.shape, a.dtype) if versions.varying(a) else a for a in ctx.avals_in]
         chosen = lower_shares if shares and _shares_devices(ctx) else lower
         return chosen(ctx.replace(avals_in=avals), *args, **params)
 
@@ -609,19 +609,7 @@ def _vary_alike(arrays):
     return meshes.vary(arrays, meshes.varying_of(arrays))
 
 
-def _register_with_old_shard_map(*own):
-    """JAX before 0.6 asks each primitive how it maps replication; here as for any elementwise one."""
-    try:
-        from jax.experimental import shard_map
-
-        for primitive in own:
-            shard_map.register_standard_check(primitive)
-            shard_map.register_standard_rewrite(primitive)
-    except (ImportError, AttributeError):  # newer JAX reads the types of the results
-        pass
-
-
-_register_with_old_shard_map(attention_p, transpose_p, tangent_p, transpose_tangent_p, name_p)
+versions.register_with_shard_map(attention_p, transpose_p, tangent_p, transpose_tangent_p, name_p)
 
 
 def attention(spec: Specification, operands: Operands, implementation: str | None = None):

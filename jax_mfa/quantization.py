@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.specification import DTYPES, as_array
+from jax_mfa.arguments import as_array
+from jax_mfa.specification import DTYPES
 from jax_mfa.storage import LEVELS, PARTS, SYMMETRIC_LEVELS, QuantizedArray, Scheme, as_scheme, spread
 
 CHECKPOINT_NAME = "jax_mfa_quantized"  # of everything that is stored, for policies of `jax.checkpoint`

@@ -10,7 +10,6 @@ Explicit sharding (`jax.set_mesh` with explicit axes) is left to the same rules,
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -25,6 +24,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_mfa import versions
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.specification import Operands, Specification, counted_from
@@ -220,7 +220,7 @@ def partitioned(
         division = divide(mesh, arrays, found)
 
         def own_share(*arrays):
-            with _no_mesh():
+            with versions.no_mesh():
                 run = division.over_ring(pair, names, results) if division.length else fun
                 parts = zip(results, run(*division.numbered(names, arrays)))
                 return tuple(lax.psum(x, division.shared(name)) if division.shared(name) else x for name, x in parts)
@@ -259,24 +259,17 @@ def automatically(run: Callable, arguments: dict, with_lse: bool):
     return inside(placed)
 
 
-def _no_mesh():
-    """A device's own share is not sharded any further, whatever mesh the caller has set."""
-    if hasattr(jax.sharding, "use_abstract_mesh"):
-        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-    return contextlib.nullcontext()
-
-
 def _is_explicit(mesh) -> bool:
     return any("Explicit" in str(kind) for kind in getattr(mesh, "axis_types", None) or ())
 
 
 def _mesh_is_explicit() -> bool:
     """Whether the mesh that the caller has set makes the sharding of every array explicit."""
-    return hasattr(jax.sharding, "auto_axes") and _is_explicit(jax.sharding.get_abstract_mesh())
+    return versions.HAS_EXPLICIT_SHARDING and _is_explicit(jax.sharding.get_abstract_mesh())
 
 
 def _explicit_spec(x) -> PartitionSpec | None:
-    if not isinstance(x, jax.Array) or not hasattr(jax.sharding, "auto_axes"):
+    if not isinstance(x, jax.Array) or not versions.HAS_EXPLICIT_SHARDING:
         return None
     sharding: Any = getattr(jax.typeof(x), "sharding", None)
     if not _is_explicit(getattr(sharding, "mesh", None)):

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mfa import bench_models, blockwise, metal, tuned
+from jax_mfa.arguments import specify_abstract
 from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
 from jax_mfa.recording import Recorder
-from jax_mfa.specification import DTYPES, Operands, Specification, specify_abstract
+from jax_mfa.specification import DTYPES, Operands, Specification
 
 HELP = "find the fastest tiles for problems on this machine, and keep them"
 LEAST_GAIN = 1.03  # less is noise, or not worth a program of its own

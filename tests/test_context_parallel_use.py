@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mfa
-from jax_mfa import BlockMask, meshes
+from jax_mfa import BlockMask, meshes, versions
 from jax_mfa.context_parallel import order
 
 pytestmark = needs_eight_devices
@@ -101,7 +101,7 @@ def test_modules_and_attention_fn_take_an_axis_for_the_sequence():
 
     split = P("data", "sequence")
     local = one.clone(sequence_axis="sequence")
-    run = meshes.shard_map(lambda x: local.apply(parameters, x), mesh, (split,), split)
+    run = versions.shard_map(lambda x: local.apply(parameters, x), mesh, (split,), split)
     close(quick_jit(run)(x), wanted)
     cached = jax.eval_shape(one.clone(decode=True).init, jax.random.key(0), x)
     cached = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), cached)

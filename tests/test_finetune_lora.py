@@ -115,12 +115,14 @@ def test_what_is_exported_is_a_folder_with_the_model_that_was_trained(folder, tr
     assert tokenizers.Text(tmp_path / "merged").encode("the fox") == tokenizers.Text(folder).encode("the fox")
 
 
+@pytest.mark.sweep
 def test_ours_and_stock_are_timed_side_by_side(folder, trained):
     lines = finetune_lora.compare(trained, "blockwise", 1)
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| jax_mfa", "| jax.nn"]
     assert all("tokens/s" in lines[0] and "MiB" in line for line in lines[2:])
 
 
+@pytest.mark.sweep
 def test_the_program_trains_resumes_and_exports(folder, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
     arguments = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path), "--rank", "2"]

@@ -7,8 +7,8 @@ import oracle
 import pytest
 from harness import qkv, types_of
 
+from jax_mfa.arguments import specify
 from jax_mfa.philox import keep_mask, philox
-from jax_mfa.specification import specify
 
 # Philox4×32-10 from the known-answer file of Random123 (Salmon et al., SC 2011): key, counter, words
 KNOWN = {

@@ -11,7 +11,7 @@ import pytest
 import jax_mfa
 from jax_mfa import bench_models, blockwise, tuned, tuning
 from jax_mfa.__main__ import main
-from jax_mfa.specification import specify_abstract
+from jax_mfa.arguments import specify_abstract
 
 SHAPE = jax.ShapeDtypeStruct((1, 96, 2, 8), jnp.float32)
 PROBLEM = {"query": SHAPE, "key": SHAPE, "value": SHAPE, "is_causal": True}
@@ -24,6 +24,7 @@ def file(tmp_path, monkeypatch):
     place = tmp_path / "tiles.json"
     monkeypatch.setenv(tuned.FILE, str(place))
     monkeypatch.setattr(tuning, "SHORTEST", 0.0)
+    monkeypatch.setattr(tuning.metal, "refusal", lambda *_: "tests/metal/test_tuning_on_metal.py has its tiles")
     for remembered in (tuned._read, tuned._warn_once):
         remembered.cache_clear()
     jax.clear_caches()

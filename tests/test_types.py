@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from jax_mfa import api, dot_product_attention, paged, paged_attention
-from jax_mfa.specification import specify
+from jax_mfa.arguments import specify
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import api, checks, meshes
+from jax_mfa import api, checks, meshes, versions
 from jax_mfa.api import Implementation
+from jax_mfa.arguments import specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.context_parallel import attend
 from jax_mfa.context_parallel import layout as layouts
@@ -27,7 +28,7 @@ from jax_mfa.context_parallel.costs import Machine, Problem
 from jax_mfa.context_parallel.layout import Layout
 from jax_mfa.context_parallel.order import Order
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import Operands, specify, specify_abstract
+from jax_mfa.specification import Operands
 
 
 def ring_attention(
@@ -343,7 +344,7 @@ def _program(layout: Layout, mesh, static: tuple, tree, specs: tuple, rows: Part
         return _of_own_share(layout, arguments, arguments.pop("positions", None), implementation)
 
     specs = jax.tree.unflatten(tree, specs)
-    return jax.jit(meshes.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1]))))
+    return jax.jit(versions.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1]))))
 
 
 # what the last axes of an argument are: r rows and c columns of the sequence, n heads, x anything that is not split;

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mfa import meshes, primitives
+from jax_mfa import meshes, primitives, versions
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.specification import DIFFERENTIABLE, Operands, accumulation_dtype, counted_from
@@ -152,7 +152,7 @@ mlir.register_lowering(ring_tangent_p, mlir.lower_fun(_ring_tangent, multiple_re
 batching.primitive_batchers[ring_tangent_p] = _ring_tangent_batching
 ad.primitive_jvps[ring_tangent_p] = primitives._jvp_by_jax(_ring_tangent)
 ad.primitive_transposes[ring_tangent_p] = _ring_tangent_transpose
-primitives._register_with_old_shard_map(ring_tangent_p)
+versions.register_with_shard_map(ring_tangent_p)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import api, cache, meshes, primitives
+from jax_mfa import api, cache, meshes, primitives, versions
 from jax_mfa.api import Implementation, Numbers
+from jax_mfa.arguments import known_lengths, specify
 from jax_mfa.context_parallel import partial
 from jax_mfa.context_parallel.layout import decided, refuse_quantised
-from jax_mfa.specification import accumulation_dtype, counted_from, known_lengths, specify
+from jax_mfa.specification import accumulation_dtype, counted_from
 
 
 def sharded_decode_attention(
@@ -80,7 +81,7 @@ def sharded_decode_attention(
 
     split = _columns_of(key, axis_name)
     whole = PartitionSpec()
-    out, lse = meshes.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))(
+    out, lse = versions.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))(
         *(jnp.asarray(x) for x in (query, key, value, filled)), arrays
     )
     return (out, lse) if return_residual else out
@@ -179,4 +180,4 @@ def sharded_append(
         return run(*arrays, start, count)
     _check_columns(columns, devices)
     split, all_of = _columns_of(key_cache, axis_name), PartitionSpec()
-    return meshes.shard_map(run, mesh, (split, split, *(all_of,) * 4), (split, split, all_of))(*arrays, start, count)
+    return versions.shard_map(run, mesh, (split, split, *(all_of,) * 4), (split, split, all_of))(*arrays, start, count)

@@ -12,10 +12,11 @@ import numpy as np
 from jax import lax
 
 from jax_mfa import api, meshes
+from jax_mfa.arguments import concrete, known_integers
 from jax_mfa.blockwise.step import slice_axis
 from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel import order as orders
-from jax_mfa.specification import Operands, concrete, known_integers
+from jax_mfa.specification import Operands
 from jax_mfa.storage import QuantizedArray
 
 

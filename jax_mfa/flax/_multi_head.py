@@ -18,9 +18,10 @@ from jax.typing import ArrayLike
 from jax_mfa import cache as decode_cache
 from jax_mfa import checks
 from jax_mfa.api import Numbers, dot_product_attention
+from jax_mfa.arguments import known_lengths
 from jax_mfa.context_parallel.api import SequenceSharding
 from jax_mfa.flax._drop_in import as_bool
-from jax_mfa.specification import accumulation_dtype, known_lengths
+from jax_mfa.specification import accumulation_dtype
 
 
 def first_given(name: str, *values: Any) -> Any:

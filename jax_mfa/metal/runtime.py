@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from jax_mfa import kept, recording
+from jax_mfa import kept, recording, versions
 from jax_mfa.metal import source
 from jax_mfa.metal.plan import Plan
 
@@ -35,12 +35,6 @@ ROSETTA = "this Python is built for Intel and runs under Rosetta: Metal needs on
 _EMULATOR = pathlib.Path(__file__).resolve().parents[2] / "tests" / "emulator"
 _lock = threading.Lock()
 _chosen: list[str] = []  # tile tables named by `variant`, in place of the chip's own
-
-ffi: Any
-if hasattr(jax, "ffi"):
-    ffi = jax.ffi
-else:  # JAX before 0.5
-    ffi = importlib.import_module("jax.extend.ffi")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +93,7 @@ def _translated() -> bool:
 
 def _installed_api() -> tuple[int, int] | None:
     """The FFI API of the installed jaxlib, read from its headers."""
-    header = pathlib.Path(ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    header = pathlib.Path(versions.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
         return None
     text = header.read_text(encoding="utf-8")
@@ -130,7 +124,7 @@ def _registered(chosen: str) -> Runtime:
     if installed is not None and (built[0] != installed[0] or built[1] > installed[1]):
         return Runtime(reason=f"the native module speaks FFI API {built}, the installed jaxlib {installed}")
     for target in TARGETS:
-        ffi.register_ffi_target(target, module.handler(), platform="cpu")
+        versions.ffi.register_ffi_target(target, module.handler(), platform="cpu")
     module.add_source(source.base_hash(), source.base())
     module.keep_pipelines(kept.pipelines(emulated=bool(chosen)), _version())
     return Runtime(module)
@@ -238,5 +232,5 @@ def call(plan: Plan, target: str, *arrays):
     """The outputs of a plan by name, as traced values. `arrays` are its inputs in order."""
     shapes = [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in plan.results]
     aliases = {i: plan.results.index(b) for i, b in enumerate(plan.operands) if b.role == "updated"}
-    results = ffi.ffi_call(target, shapes, input_output_aliases=aliases)(*arrays, plan=plan.json)
+    results = versions.ffi.ffi_call(target, shapes, input_output_aliases=aliases)(*arrays, plan=plan.json)
     return {b.name: x for x, b in zip(results, plan.results) if b.role != "scratch"}

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_mfa import metal
+from jax_mfa.arguments import specify_abstract
 from jax_mfa.command_line import positive
 from jax_mfa.metal import DTYPES, operands, plan_of, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
-from jax_mfa.specification import specify_abstract
 
 HELP = "print the Metal source and the launch plan of a problem"
 PASSES = ("forward", "backward")

@@ -13,9 +13,10 @@ import plans
 from runners import DTYPES, Ran, run
 
 from jax_mfa import Scheme, metal, quantize
+from jax_mfa.arguments import specify
 from jax_mfa.metal import kernels, tiles
 from jax_mfa.metal.plan import Plan
-from jax_mfa.specification import Specification, specify
+from jax_mfa.specification import Specification
 from jax_mfa.storage import PagedArray
 
 NOBODYS = 987654321  # an entry of a table that nobody may read

@@ -20,10 +20,10 @@ from emulator import device
 import jax_mfa
 from jax_mfa import BlockMask, check, check_lines, check_problems, metal
 from jax_mfa.__main__ import READER_GONE
+from jax_mfa.arguments import specify
 from jax_mfa.command_line import INTERRUPTED
 from jax_mfa.metal import DTYPES, runtime, show, source, tiles
 from jax_mfa.metal.plan import Kernel
-from jax_mfa.specification import specify
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -20,8 +20,9 @@ from jax import export
 
 import jax_mfa
 from jax_mfa import calibration, check, kept
+from jax_mfa.arguments import specify
 from jax_mfa.metal import crossover, runtime
-from jax_mfa.specification import Operands, Specification, specify
+from jax_mfa.specification import Operands, Specification
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OPEN = (None, ("metal", "blockwise"), ("metal", "xla"))
@@ -86,7 +87,7 @@ def test_a_batch_of_any_size_is_exported(crossing):
     x = jax.ShapeDtypeStruct((batch, 512, 8, 64), jnp.float32)
     assert jax_mfa.explain(*shapes(512)).implementation == "metal"
     program = export.export(jax.jit(jax_mfa.dot_product_attention))(x, x, x)
-    assert "jax_mfa_attention" not in program.mlir_module()
+    assert "custom_call @jax_mfa" not in program.mlir_module()
 
 
 def test_the_emulated_device_takes_all_and_says_what_a_mac_would_do(on_device):

@@ -10,9 +10,9 @@ import pytest
 from plans import Problem
 
 from jax_mfa import metal
+from jax_mfa.arguments import specify
 from jax_mfa.metal import kernels
 from jax_mfa.metal.problem import Rules
-from jax_mfa.specification import specify
 
 # the soft cap of score.h, and causality, written as a user's would be
 CAPPED = """

@@ -7,8 +7,8 @@ import pytest
 
 import jax_mfa
 from jax_mfa import metal, tuned
+from jax_mfa.arguments import specify_abstract
 from jax_mfa.metal import tiles
-from jax_mfa.specification import specify_abstract
 
 SHAPE = jax.ShapeDtypeStruct((1, 40, 2, 16), jnp.float32)
 

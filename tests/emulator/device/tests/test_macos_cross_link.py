@@ -7,6 +7,9 @@ import pathlib
 import pytest
 from emulator.device import macos
 
+# tests/metal/test_macos_build.py links the real module in the same way
+pytestmark = pytest.mark.sweep
+
 PROGRAMS = pathlib.Path(__file__).resolve().parent / "programs"
 
 

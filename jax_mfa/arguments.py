@@ -1,0 +1,392 @@
+"""From a caller's arguments to a specification and operands of one layout, whatever was passed.
+
+Every public function ends here: arguments are checked once, and an error names the argument, what was seen and what was
+expected. Nothing here computes attention or knows which implementation will.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mfa import checks
+from jax_mfa.block_mask import BlockMask
+from jax_mfa.specification import DTYPES, MAX_POSITION, Operands, Specification, accumulation_dtype
+from jax_mfa.storage import PagedArray, QuantizedArray, as_operands, page_size_of, storage_of
+
+
+def _shape(x) -> str:
+    return f"{x.dtype.name}{list(x.shape)}"
+
+
+def _as_given(name: str, x, kinds: str, expected: str):
+    """`x` as an array, of numpy or JAX, whose dtype kind is one of `kinds` ('f' floating, 'i' integer, 'b' bool)."""
+    if isinstance(x, (list, tuple, numbers.Number)):
+        numpy: Any = jnp if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)) else np
+        try:
+            x = numpy.asarray(x)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} must be an array ({expected}), got a {type(x).__name__}: {error}") from error
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{name} must be an array ({expected}), got a jax.ShapeDtypeStruct: only jax_mfa.explain takes shapes "
+            "for arrays; elsewhere trace the call (jax.eval_shape, jax.jit(...).lower)"
+        )
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"{name} must be an array ({expected}), got {type(x).__name__}")
+    ok = {
+        "f": jnp.issubdtype(x.dtype, jnp.floating),
+        "i": jnp.issubdtype(x.dtype, jnp.integer),
+        "b": x.dtype == np.bool_,
+    }
+    if not any(ok[kind] for kind in kinds):
+        raise TypeError(f"{name} must be {expected}, got {_shape(x)}")
+    return x
+
+
+def as_array(name: str, x, kinds: str, expected: str):
+    """`x` as an array of JAX whose dtype kind is one of `kinds`."""
+    x = _as_given(name, x, kinds, expected)
+    if isinstance(x, np.ndarray) and x.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
+        x = x.astype(np.float32)
+    return jnp.asarray(x)
+
+
+def _as_columns(name: str, x, expected: str):
+    """A key or value as an array, unless it is quantised or in pages."""
+    return x if isinstance(x, (QuantizedArray, PagedArray)) else as_array(name, x, "f", expected)
+
+
+def _with_columns(x):
+    """`x`, with one column of zeros where a head has size 0: they add nothing to a product."""
+    return x if x.shape[-1] or isinstance(x, (QuantizedArray, PagedArray)) else jnp.zeros((*x.shape[:-1], 1), x.dtype)
+
+
+def _in_range(name: str, x, low: int, high: int) -> None:
+    """Refuses integers outside low..high where their values are known; as given, for JAX would narrow numpy's."""
+    info = jnp.iinfo(x.dtype)
+    values = None if low <= info.min and info.max <= high else concrete(x)
+    if values is not None and values.size:
+        least, most = int(values.min()), int(values.max())
+        if least < low or most > high:
+            raise ValueError(f"{name} must lie in {low}..{high}, got {least if least < low else most}")
+
+
+def _widened(x):
+    """Integers of 32 bits or more."""
+    return x.astype(np.int32) if x.dtype.itemsize < 4 else x
+
+
+def clipped(x, low: int, high: int):
+    """Integers as int32, brought within low..high before they become so."""
+    numpy: Any = jnp if isinstance(x, jax.Array) else np
+    x = _widened(x)
+    return numpy.clip(x, max(low, int(jnp.iinfo(x.dtype).min)), high).astype(np.int32)
+
+
+def concrete(x):
+    """The values of `x` as numpy, or None while it is traced or lives on other hosts."""
+    if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or not x.is_fully_addressable):
+        return None
+    return np.asarray(x)
+
+
+def _per_row(name: str, x, lead: tuple[int, ...], tail: tuple[int, ...], letters: str):
+    """`x` of shape `lead + tail`, `tail`, or with ones in place of leading axes, as `[rows, *tail]`."""
+    n = len(tail)
+    head = x.shape[: x.ndim - n]
+    fits = x.ndim >= n and x.shape[x.ndim - n :] == tail and len(head) <= max(len(lead), 1)
+    if fits and any(d not in (1, full) for d, full in zip(head[::-1], (lead or (1,))[::-1])):
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} must have shape {letters} = {list(lead + tail)}, got {list(x.shape)}")
+    return _flatten_lead(x, head, lead, tail)
+
+
+def _flatten_lead(x, head, lead, tail):
+    if all(d == 1 for d in head):
+        return x.reshape(1, *tail)
+    return jnp.broadcast_to(x, lead + tail).reshape(math.prod(lead), *tail)
+
+
+def _scores_like(name: str, x, lead, n: int, t: int, s: int):
+    """A bias or mask that broadcasts to `lead + [N, T, S]`, as `[rows, 1|N, 1|T, 1|S]`; never expanded."""
+    rank = max(len(lead), 1) + 3
+    full = (lead or (1,)) + (n, t, s)
+    if x.ndim > rank or any(d not in (1, e) for d, e in zip(x.shape[::-1], full[::-1])):
+        raise ValueError(
+            f"{name} must broadcast to [..., N, T, S] = {list((*lead, n, t, s))}, got shape {list(x.shape)}"
+        )
+    x = x.reshape((1,) * (rank - x.ndim) + x.shape)
+    return _flatten_lead(x, x.shape[:-3], lead or (1,), x.shape[-3:])
+
+
+def known_integers(name: str, x, low: int, high: int, expected: str) -> Any:
+    """Integers as they were given; within low..high where their values are known."""
+    x = _as_given(name, x, "i", expected)
+    _in_range(name, x, low, high)
+    return x
+
+
+def known_lengths(name: str, x, limit: int) -> Any:
+    """Lengths as they were given; within 0..limit where their values are known."""
+    return known_integers(name, x, 0, limit, "integers [B]")
+
+
+def _lengths(name: str, x, lead, limit: int):
+    x = known_lengths(name, x, limit)
+    return jnp.asarray(_per_row(name, clipped(x, 0, limit), lead, (), "[B]"))
+
+
+def _segment_ids(name: str, x, lead, length: int, letters: str):
+    x = known_integers(name, x, -(2**31), 2**31 - 1, f"integers {letters}")
+    return jnp.asarray(_per_row(name, x.astype(np.int32), lead, (length,), letters))
+
+
+def as_window(x) -> tuple[int | None, int | None]:
+    if x is None:
+        return (None, None)
+    if checks.is_integer(x):
+        x = (x, x)
+    if not isinstance(x, (tuple, list)) or len(x) != 2:
+        raise TypeError(f"local_window_size must be an int or a pair (left, right), got {x!r}")
+    if not all(side is None or checks.is_integer(side) for side in x):
+        raise TypeError(f"local_window_size must hold static integers or None, got {x!r}")
+    if any(side is not None and side < 0 for side in x):
+        raise ValueError(f"local_window_size must not be negative, got {x!r}")
+    # a side that no distance can exceed is no limit
+    left, right = (None if side is None or side > 2 * MAX_POSITION else int(side) for side in x)
+    return left, right
+
+
+def _seed(x):
+    """A dropout seed as uint32[2]: low and high word of an integer, integers of shape [2], or a `jax.random` key."""
+    if checks.is_integer(x):
+        x = np.asarray(int(x) & (2**64 - 1), np.uint64)
+    if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if x.shape != ():
+            raise ValueError(f"dropout_seed must be a single key, got keys of shape {list(x.shape)}")
+        words = jax.random.key_data(x).astype(jnp.uint32)
+        return words[-2:] if words.size >= 2 else jnp.concatenate([words, words])
+    x = _as_given("dropout_seed", x, "i", "an integer, integers [2] or a jax.random key")
+    if x.shape == ():
+        numpy = jnp if isinstance(x, jax.Array) else np
+        x = _widened(x)
+        half = x.dtype.type(16)  # twice, for the high word of 32 bits is their sign
+        return jnp.asarray(numpy.stack([x, x >> half >> half]).astype(np.uint32))
+    if x.shape != (2,):
+        raise ValueError(f"dropout_seed must have shape [] or [2], got {list(x.shape)}")
+    _in_range("dropout_seed", x, -(2**31), 2**32 - 1)
+    return jnp.asarray(x.astype(np.uint32))
+
+
+def specify(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    query_offset=0,
+    logits_soft_cap=None,
+    alibi_slopes=None,
+    sinks=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    key_value_ranges=None,
+    block_mask=None,
+    dropout_rate=0.0,
+    dropout_seed=None,
+    parts=1,
+) -> tuple[Specification, Operands]:
+    """Checks the arguments of `jax_mfa.dot_product_attention` and brings them into the layout of `Operands`.
+
+    Of sequences in equal `parts`, query, key, value and segment ids hold one; bias, mask, block mask and ranges the
+    rows of one. Their columns, and lengths and offsets, count all parts.
+
+    Raises `ValueError` or `TypeError` naming the argument, what was seen and what was expected. Values can be checked
+    only where they are known: traced lengths, offsets and ranges are clipped to what is allowed, of traced 64-bit
+    segment ids the low 32 bits count.
+    """
+    query = query.dequantize() if isinstance(query, QuantizedArray) else query
+    query = as_array("query", query, "f", "floating [..., T, N, H]")
+    key = _as_columns("key", key, "floating [..., S, K, H]")
+    value = _as_columns("value", value, "floating [..., S, K, V]")
+    if query.ndim < 3:
+        raise ValueError(f"query must have shape [..., T, N, H], got {list(query.shape)}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not all(isinstance(d, numbers.Integral) for d in x.shape[-3:]):
+            raise NotImplementedError(
+                f"{name} may have symbolic dimensions only in front, as batch axes, got {list(x.shape)}"
+            )
+    lead = query.shape[:-3]
+    t, n, h = query.shape[-3:]
+    for name, x, letters in (("key", key, "[..., S, K, H]"), ("value", value, "[..., S, K, V]")):
+        if x.ndim != query.ndim or x.shape[:-3] != lead:
+            raise ValueError(
+                f"{name} must have shape {letters} with the leading axes of query {list(query.shape)}, "
+                f"got {list(x.shape)}"
+            )
+    s, k = key.shape[-3:-1]
+    if key.shape[-1] != h:
+        raise ValueError(f"key must have the head size of query, H = {h}, got shape {list(key.shape)}")
+    if value.shape[-3:-1] != (s, k):
+        raise ValueError(f"value must have the S, K = {s}, {k} of key, got shape {list(value.shape)}")
+    if n % k if k else n:
+        raise ValueError(f"the heads of query must be a multiple of those of key and value, got N = {n}, K = {k}")
+    if not query.dtype == key.dtype == value.dtype or query.dtype.name not in DTYPES:
+        raise TypeError(
+            f"query, key and value must share one dtype of {', '.join(DTYPES)}, "
+            f"got {query.dtype.name}, {key.dtype.name}, {value.dtype.name}"
+        )
+    batch = math.prod(lead)
+    acc = accumulation_dtype(query.dtype)
+    all_t, all_s = parts * t, parts * s
+    if max(all_t, all_s) > MAX_POSITION:
+        raise ValueError(f"query and key must be at most {MAX_POSITION} long, got T = {all_t}, S = {all_s}")
+
+    if bias is not None:
+        bias = as_array("bias", bias, "f", "floating, broadcastable to [..., N, T, S] (a boolean belongs in mask)")
+        bias = _scores_like("bias", bias, lead, n, t, all_s)
+    if mask is not None:
+        mask = as_array("mask", mask, "b", "bool, broadcastable to [..., N, T, S] (an additive mask belongs in bias)")
+        mask = _scores_like("mask", mask, lead, n, t, all_s)
+
+    static_scale = 1.0 / math.sqrt(max(h, 1))
+    if isinstance(scale, numbers.Real):
+        static_scale, scale = checks.number("scale", scale, dtype=acc), None
+    elif scale is not None:
+        scale = as_array("scale", scale, "f", "a floating scalar")
+        if scale.shape != ():
+            raise ValueError(f"scale must be a scalar, got shape {list(scale.shape)}")
+        scale = scale.reshape(1).astype(acc)
+
+    if query_seq_lengths is not None:
+        query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, lead, all_t)
+    if key_value_seq_lengths is not None:
+        key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, lead, all_s)
+
+    static_offset, farthest = 0, MAX_POSITION - all_t
+    if checks.is_integer(query_offset):
+        static_offset, query_offset = int(query_offset), None
+        if abs(static_offset) > farthest:
+            raise ValueError(f"query_offset must lie in {-farthest}..{farthest}, got {static_offset}")
+    elif query_offset is not None:
+        query_offset = known_integers("query_offset", query_offset, -farthest, farthest, "an integer or integers [B]")
+        query_offset = clipped(query_offset, -farthest, farthest)
+        query_offset = jnp.asarray(_per_row("query_offset", query_offset, lead, (), "[B]"))
+
+    if logits_soft_cap is not None:
+        logits_soft_cap = checks.number("logits_soft_cap", logits_soft_cap, "a positive static number or None", acc)
+        if logits_soft_cap <= 0:
+            raise ValueError(f"logits_soft_cap must be positive or None, got {logits_soft_cap}")
+        # below, the cap is flushed to zero, and so are, above, scores over the cap that still count
+        low = float(jnp.finfo(acc).tiny)
+        high = float(jnp.finfo(acc).eps) / low
+        if not low <= logits_soft_cap <= high:
+            raise ValueError(
+                f"logits_soft_cap must lie in {low:.2g}..{high:.2g} in {acc.name} or be None, got {logits_soft_cap}"
+            )
+
+    def per_head(name, x):
+        x = as_array(name, x, "f", "floating [N]")
+        return _per_row(name, x, lead, (n,), f"[N] = [{n}] or [..., N]")
+
+    alibi_slopes = None if alibi_slopes is None else per_head("alibi_slopes", alibi_slopes)
+    sinks = None if sinks is None else per_head("sinks", sinks)
+
+    if (query_segment_ids is None) != (key_value_segment_ids is None):
+        missing = "query_segment_ids" if query_segment_ids is None else "key_value_segment_ids"
+        raise ValueError(f"{missing} must be given too: segment ids need both sides")
+    if query_segment_ids is not None:
+        query_segment_ids = _segment_ids("query_segment_ids", query_segment_ids, lead, t, "[..., T]")
+        key_value_segment_ids = _segment_ids("key_value_segment_ids", key_value_segment_ids, lead, s, "[..., S]")
+
+    if key_value_ranges is not None:
+        key_value_ranges = _as_given("key_value_ranges", key_value_ranges, "i", "integers [..., T, 2]")
+        key_value_ranges = _per_row(
+            "key_value_ranges", clipped(key_value_ranges, 0, all_s), lead, (t, 2), "[..., T, 2]"
+        )
+        key_value_ranges = jnp.asarray(key_value_ranges)
+
+    mask_block = None
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(f"block_mask must be a jax_mfa.BlockMask, got {type(block_mask).__name__}")
+        mask_block = block_mask.block_size
+        tiles = -(-t // mask_block[0]), -(-all_s // mask_block[1])
+        blocks = as_array("block_mask", block_mask.blocks, "b", "bool [..., N, T blocks, S blocks]")
+        if blocks.ndim < 2 or blocks.shape[-2:] != tiles:
+            raise ValueError(
+                f"block_mask with blocks of {mask_block} must end in {list(tiles)} for T = {t}, S = {all_s}, "
+                f"got shape {list(blocks.shape)}"
+            )
+        block_mask = _scores_like("block_mask", blocks, lead, n, *tiles)
+
+    dropout_rate = checks.number("dropout_rate", dropout_rate, "a static number in [0, 1)")
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
+    dropout = None
+    if dropout_rate > 0:
+        if dropout_seed is None:
+            raise ValueError(f"dropout_seed must be given with dropout_rate = {dropout_rate}, got None")
+        seed = jnp.broadcast_to(_seed(dropout_seed)[None], (batch, 2))
+        index = jnp.arange(batch, dtype=jnp.uint32)[:, None]
+        dropout = jnp.concatenate([seed, index, jnp.zeros((batch, 3), jnp.uint32)], axis=1)
+
+    spec = Specification(
+        is_causal=checks.boolean("is_causal", is_causal),
+        window=as_window(local_window_size),
+        scale=static_scale,
+        query_offset=static_offset,
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+        mask_block=mask_block,
+        key_storage=storage_of(key),
+        value_storage=storage_of(value),
+        page_size=page_size_of(key),
+    )
+    query, key, value = (_with_columns(x) for x in (query, key, value))
+    operands = Operands(
+        query=query.reshape(batch, *query.shape[-3:]),
+        **{**as_operands("key", key, batch), **as_operands("value", value, batch)},
+        bias=bias,
+        mask=mask,
+        block_mask=block_mask,
+        scale=scale,
+        query_offset=query_offset,
+        query_lengths=query_seq_lengths,
+        key_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_value_segment_ids,
+        key_ranges=key_value_ranges,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout=dropout,
+    )
+    return spec, operands
+
+
+def specify_abstract(**arguments) -> tuple[Specification, Operands]:
+    """`specify`, of arguments of which arrays may be `jax.ShapeDtypeStruct`s; the operands are that, too."""
+    leaves, tree = jax.tree.flatten(arguments)
+    abstract = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+    known = {}
+
+    def check(arrays):
+        whole = [arrays.get(i, x) for i, x in enumerate(leaves)]
+        known["spec"], operands = specify(**jax.tree.unflatten(tree, whole))
+        return operands
+
+    operands = jax.eval_shape(check, abstract)
+    return known["spec"], operands
