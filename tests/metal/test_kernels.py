@@ -55,10 +55,13 @@ def test_any_head_size_and_length(problem):
     plans.check(problem)
 
 
-# the last in slices, of which some lie beyond the values
 @pytest.mark.parametrize(
     "variant, dtype, h, v",
-    [("staged", "float16", 40, 9), ("direct", "float32", 16, 100), ("staged", "bfloat16", 264, 8)],
+    [
+        ("staged", "float16", 40, 9),
+        ("direct", "float32", 16, 100),
+        ("staged", "bfloat16", 264, 8),  # in slices, of which some lie beyond the values
+    ],
 )
 def test_values_of_another_size(variant, dtype, h, v):
     plans.check(Problem(45, 70, h, v, variant=variant, dtype=dtype, causal=True, offset=2))
