@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jax_mfa import metal, primitives, recording, reference, sharding
 from jax_mfa.arguments import known_lengths, specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.specification import accumulation_dtype
+from jax_mfa.specification import Operands, Specification, accumulation_dtype
 from jax_mfa.storage import QuantizedArray, stored
 
 IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
@@ -95,7 +95,9 @@ def _elsewhere() -> str:
     return "" if platform == "cpu" else f"it runs on JAX's platform cpu, and the default backend is {platform}"
 
 
-def _choose(implementation: Implementation | None, spec, operands, elsewhere: str = "") -> Explanation:
+def _choose(
+    implementation: Implementation | None, spec: Specification, operands: Operands, elsewhere: str = ""
+) -> Explanation:
     choices = names_of(implementation)
     refusal = metal.refusal(spec, operands) or elsewhere
     # by itself a small problem does not go to Metal: what lowering decides, see `_decided`
@@ -113,7 +115,7 @@ def _choose(implementation: Implementation | None, spec, operands, elsewhere: st
     return Explanation(able[0], reasons)
 
 
-def _decided(implementation: Implementation | None, spec, operands) -> str | None:
+def _decided(implementation: Implementation | None, spec: Specification, operands: Operands) -> str | None:
     """The implementation to take; None where lowering decides, by platform, between Metal and blockwise."""
     choices = names_of(implementation)
     if choices[:2] == _OPEN:
@@ -124,29 +126,31 @@ def _decided(implementation: Implementation | None, spec, operands) -> str | Non
     return _choose(implementation, spec, operands, _elsewhere() if len(choices) > 1 else "").implementation
 
 
-def _attend(query, key, value, bias, mask, implementation, **keywords):
+def _attend(
+    query: Any, key: Any, value: Any, bias: Any, mask: Any, implementation: Implementation | None, **keywords: Any
+) -> tuple[Array, Any]:
     """The output and, as a function that computes it, the log-sum-exp; both in the caller's shape."""
     names_of(implementation)  # what is no name is said first
     spec, operands = specify(query, key, value, bias, mask, **keywords)
-    implementation = _decided(implementation, spec, operands)
+    decided = _decided(implementation, spec, operands)
     b, t, n, _ = operands.query.shape
     lead, v = np.shape(query)[:-3], np.shape(value)[-1]
     if 0 in (b, t, n, np.shape(key)[-3]):  # nobody looks, or there is nothing to see
         out = jnp.zeros((b, t, n, v), operands.query.dtype)
         lse = lambda: jnp.full((b, t, n), -jnp.inf, accumulation_dtype(out.dtype))
-    elif implementation == "reference":
+    elif decided == "reference":
         recording.choose(lambda: (_of_the_definition(spec, operands), (spec, operands)))
         out, values = reference.attention(spec, operands)
         lse = lambda: values
     else:
-        out, row_max, row_sum = primitives.attention(spec, operands, implementation)
+        out, row_max, row_sum = primitives.attention(spec, operands, decided)
         lse = lambda: primitives.log_sum_exp(row_max, row_sum)
     if v == 0:
         out = out[..., :0]
     return out.reshape(*lead, t, n, v), lambda: lse().reshape(*lead, t, n)
 
 
-def _of_the_definition(spec, operands) -> recording.Choice:
+def _of_the_definition(spec: Specification, operands: Operands) -> recording.Choice:
     return recording.Choice("forward", spec.summary(stored(spec, operands)), "reference", "the definition", "by name")
 
 
@@ -165,17 +169,17 @@ def record() -> contextlib.AbstractContextManager[recording.Recorder]:
     return recording.recorded(metal.runtime.get().module)
 
 
-def attend_by_name(arguments, implementation, with_lse: bool) -> Any:
+def attend_by_name(arguments: dict[str, Any], implementation: Implementation | None, with_lse: bool) -> Any:
     """The output, or with `with_lse` the output and the log-sum-exp, for arguments of `specify` by name."""
 
-    def run(arguments):
+    def run(arguments: dict[str, Any]) -> Any:
         out, lse = _attend(implementation=implementation, **arguments)
         return (out, lse()) if with_lse else out
 
     return sharding.automatically(run, arguments, with_lse)
 
 
-def _refuse_unknown(function: str, keywords, hints: dict[str, str]) -> None:
+def _refuse_unknown(function: str, keywords: Mapping[str, Any], hints: dict[str, str]) -> None:
     """Raises `TypeError` for a keyword that `specify` does not take, with a hint where there is one."""
     for name in sorted(set(keywords) - set(_SPECIFIED)):
         hint = hints.get(name, "it takes those of dot_product_attention")
@@ -460,6 +464,6 @@ def explain(
 _SPECIFIED = tuple(sorted(_Keywords.__optional_keys__))
 
 
-def _keywords(arguments):
+def _keywords(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `dot_product_attention` that belong to `specify`."""
     return {name: arguments[name] for name in _SPECIFIED}

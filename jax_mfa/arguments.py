@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jax_mfa import checks
 from jax_mfa.block_mask import BlockMask
@@ -20,11 +21,11 @@ from jax_mfa.specification import DTYPES, MAX_POSITION, Operands, Specification,
 from jax_mfa.storage import PagedArray, QuantizedArray, as_operands, page_size_of, storage_of
 
 
-def _shape(x) -> str:
+def _shape(x: Any) -> str:
     return f"{x.dtype.name}{list(x.shape)}"
 
 
-def _as_given(name: str, x, kinds: str, expected: str):
+def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
     """`x` as an array, of numpy or JAX, whose dtype kind is one of `kinds` ('f' floating, 'i' integer, 'b' bool)."""
     if isinstance(x, (list, tuple, numbers.Number)):
         numpy: Any = jnp if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)) else np
@@ -49,7 +50,7 @@ def _as_given(name: str, x, kinds: str, expected: str):
     return x
 
 
-def as_array(name: str, x, kinds: str, expected: str):
+def as_array(name: str, x: Any, kinds: str, expected: str) -> Array:
     """`x` as an array of JAX whose dtype kind is one of `kinds`."""
     x = _as_given(name, x, kinds, expected)
     if isinstance(x, np.ndarray) and x.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
@@ -57,17 +58,17 @@ def as_array(name: str, x, kinds: str, expected: str):
     return jnp.asarray(x)
 
 
-def _as_columns(name: str, x, expected: str):
+def _as_columns(name: str, x: Any, expected: str) -> Any:
     """A key or value as an array, unless it is quantised or in pages."""
     return x if isinstance(x, (QuantizedArray, PagedArray)) else as_array(name, x, "f", expected)
 
 
-def _with_columns(x):
+def _with_columns(x: Any) -> Any:
     """`x`, with one column of zeros where a head has size 0: they add nothing to a product."""
     return x if x.shape[-1] or isinstance(x, (QuantizedArray, PagedArray)) else jnp.zeros((*x.shape[:-1], 1), x.dtype)
 
 
-def _in_range(name: str, x, low: int, high: int) -> None:
+def _in_range(name: str, x: Any, low: int, high: int) -> None:
     """Refuses integers outside low..high where their values are known; as given, for JAX would narrow numpy's."""
     info = jnp.iinfo(x.dtype)
     values = None if low <= info.min and info.max <= high else concrete(x)
@@ -77,26 +78,26 @@ def _in_range(name: str, x, low: int, high: int) -> None:
             raise ValueError(f"{name} must lie in {low}..{high}, got {least if least < low else most}")
 
 
-def _widened(x):
+def _widened(x: Any) -> Any:
     """Integers of 32 bits or more."""
     return x.astype(np.int32) if x.dtype.itemsize < 4 else x
 
 
-def clipped(x, low: int, high: int):
+def clipped(x: Any, low: int, high: int) -> Any:
     """Integers as int32, brought within low..high before they become so."""
     numpy: Any = jnp if isinstance(x, jax.Array) else np
     x = _widened(x)
     return numpy.clip(x, max(low, int(jnp.iinfo(x.dtype).min)), high).astype(np.int32)
 
 
-def concrete(x):
+def concrete(x: Any) -> np.ndarray | None:
     """The values of `x` as numpy, or None while it is traced or lives on other hosts."""
     if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
 
-def _per_row(name: str, x, lead: tuple[int, ...], tail: tuple[int, ...], letters: str):
+def _per_row(name: str, x: Any, lead: tuple[int, ...], tail: tuple[int, ...], letters: str) -> Any:
     """`x` of shape `lead + tail`, `tail`, or with ones in place of leading axes, as `[rows, *tail]`."""
     n = len(tail)
     head = x.shape[: x.ndim - n]
@@ -108,13 +109,13 @@ def _per_row(name: str, x, lead: tuple[int, ...], tail: tuple[int, ...], letters
     return _flatten_lead(x, head, lead, tail)
 
 
-def _flatten_lead(x, head, lead, tail):
+def _flatten_lead(x: Any, head: Any, lead: tuple[int, ...], tail: tuple[int, ...]) -> Any:
     if all(d == 1 for d in head):
         return x.reshape(1, *tail)
     return jnp.broadcast_to(x, lead + tail).reshape(math.prod(lead), *tail)
 
 
-def _scores_like(name: str, x, lead, n: int, t: int, s: int):
+def _scores_like(name: str, x: Any, lead: tuple[int, ...], n: int, t: int, s: int) -> Any:
     """A bias or mask that broadcasts to `lead + [N, T, S]`, as `[rows, 1|N, 1|T, 1|S]`; never expanded."""
     rank = max(len(lead), 1) + 3
     full = (lead or (1,)) + (n, t, s)
@@ -126,29 +127,29 @@ def _scores_like(name: str, x, lead, n: int, t: int, s: int):
     return _flatten_lead(x, x.shape[:-3], lead or (1,), x.shape[-3:])
 
 
-def known_integers(name: str, x, low: int, high: int, expected: str) -> Any:
+def known_integers(name: str, x: Any, low: int, high: int, expected: str) -> Any:
     """Integers as they were given; within low..high where their values are known."""
     x = _as_given(name, x, "i", expected)
     _in_range(name, x, low, high)
     return x
 
 
-def known_lengths(name: str, x, limit: int) -> Any:
+def known_lengths(name: str, x: Any, limit: int) -> Any:
     """Lengths as they were given; within 0..limit where their values are known."""
     return known_integers(name, x, 0, limit, "integers [B]")
 
 
-def _lengths(name: str, x, lead, limit: int):
+def _lengths(name: str, x: Any, lead: tuple[int, ...], limit: int) -> Array:
     x = known_lengths(name, x, limit)
     return jnp.asarray(_per_row(name, clipped(x, 0, limit), lead, (), "[B]"))
 
 
-def _segment_ids(name: str, x, lead, length: int, letters: str):
+def _segment_ids(name: str, x: Any, lead: tuple[int, ...], length: int, letters: str) -> Array:
     x = known_integers(name, x, -(2**31), 2**31 - 1, f"integers {letters}")
     return jnp.asarray(_per_row(name, x.astype(np.int32), lead, (length,), letters))
 
 
-def as_window(x) -> tuple[int | None, int | None]:
+def as_window(x: Any) -> tuple[int | None, int | None]:
     if x is None:
         return (None, None)
     if checks.is_integer(x):
@@ -164,7 +165,7 @@ def as_window(x) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _seed(x):
+def _seed(x: Any) -> Array:
     """A dropout seed as uint32[2]: low and high word of an integer, integers of shape [2], or a `jax.random` key."""
     if checks.is_integer(x):
         x = np.asarray(int(x) & (2**64 - 1), np.uint64)
@@ -186,28 +187,28 @@ def _seed(x):
 
 
 def specify(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
     *,
-    scale=None,
-    is_causal=False,
-    query_seq_lengths=None,
-    key_value_seq_lengths=None,
-    local_window_size=None,
-    query_offset=0,
-    logits_soft_cap=None,
-    alibi_slopes=None,
-    sinks=None,
-    query_segment_ids=None,
-    key_value_segment_ids=None,
-    key_value_ranges=None,
-    block_mask=None,
-    dropout_rate=0.0,
-    dropout_seed=None,
-    parts=1,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    query_offset: Any = 0,
+    logits_soft_cap: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    query_segment_ids: Any = None,
+    key_value_segment_ids: Any = None,
+    key_value_ranges: Any = None,
+    block_mask: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_seed: Any = None,
+    parts: Any = 1,
 ) -> tuple[Specification, Operands]:
     """Checks the arguments of `jax_mfa.dot_product_attention` and brings them into the layout of `Operands`.
 
@@ -298,7 +299,7 @@ def specify(
                 f"logits_soft_cap must lie in {low:.2g}..{high:.2g} in {acc.name} or be None, got {logits_soft_cap}"
             )
 
-    def per_head(name, x):
+    def per_head(name: str, x: Any) -> Any:
         x = as_array(name, x, "f", "floating [N]")
         return _per_row(name, x, lead, (n,), f"[N] = [{n}] or [..., N]")
 
@@ -377,13 +378,13 @@ def specify(
     return spec, operands
 
 
-def specify_abstract(**arguments) -> tuple[Specification, Operands]:
+def specify_abstract(**arguments: Any) -> tuple[Specification, Operands]:
     """`specify`, of arguments of which arrays may be `jax.ShapeDtypeStruct`s; the operands are that, too."""
     leaves, tree = jax.tree.flatten(arguments)
     abstract = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
     known = {}
 
-    def check(arrays):
+    def check(arrays: Any) -> Operands:
         whole = [arrays.get(i, x) for i, x in enumerate(leaves)]
         known["spec"], operands = specify(**jax.tree.unflatten(tree, whole))
         return operands

@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _arrays(options, length: int) -> list[jax.Array]:
+def _arrays(options: argparse.Namespace, length: int) -> list[jax.Array]:
     """Query, key, value and the cotangent of the output, random."""
     keys = jax.random.split(jax.random.key(length), 4)
     heads = [options.heads, *[options.key_value_heads or options.heads] * 2, options.heads]
@@ -106,9 +106,9 @@ def _arrays(options, length: int) -> list[jax.Array]:
     ]
 
 
-def _time(functions: dict, arrays, rounds: int, progress) -> dict[str, dict]:
+def _time(functions: dict[str, Any], arrays: Any, rounds: int, progress: Any) -> dict[str, dict[str, Any]]:
     """For each candidate its time in seconds and temporary memory, or the failure that kept it from running."""
-    found: dict[str, dict] = {}
+    found: dict[str, dict[str, Any]] = {}
     programs: dict[str, Callable[[], Any]] = {}
     for name, function in functions.items():
         found[name] = dict(seconds=None, temporary_bytes=None, speedup=None, failure="")
@@ -130,9 +130,9 @@ def _time(functions: dict, arrays, rounds: int, progress) -> dict[str, dict]:
     return found
 
 
-def measure(options, progress) -> Iterator[dict]:
+def measure(options: argparse.Namespace, progress: Any) -> Iterator[dict[str, Any]]:
     """One row for each length, mask, pass and candidate."""
-    candidates: dict[str, Callable] = {} if options.no_stock else {STOCK: jax.nn.dot_product_attention}
+    candidates: dict[str, Callable[..., Any]] = {} if options.no_stock else {STOCK: jax.nn.dot_product_attention}
     for name in options.implementations:
         candidates[name] = functools.partial(dot_product_attention, implementation=name)
     for length in options.lengths:
@@ -147,7 +147,7 @@ def measure(options, progress) -> Iterator[dict]:
                 yield dict(length=length, mask=mask, kind=kind, implementation=name, **facts)
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     lines = [
         "| T = S | mask | pass | implementation | time | vs jax.nn | temporary memory |",
@@ -165,7 +165,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def failures(rows: list[dict]) -> list[str]:
+def failures(rows: list[dict[str, Any]]) -> list[str]:
     """What could not run, and why: a line for each candidate and reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in rows:
@@ -175,7 +175,7 @@ def failures(rows: list[dict]) -> list[str]:
     return [f"{name} did not run {', '.join(where)}: {why}" for (name, why), where in reasons.items()]
 
 
-def plot(rows: list[dict], path: pathlib.Path, title: str) -> None:
+def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
     """Time and temporary memory by length, one line for each implementation and mask."""
     import matplotlib
 
@@ -216,18 +216,19 @@ class _Benchmark:
 
     total: int
     unit: str
-    measure: Callable[[Callable[[], object]], Iterator[dict]]  # rows, of what to call as one is done
-    table: Callable[[list[dict]], str]
-    failures: Callable[[list[dict]], list[str]]
-    failed: Callable[[dict], bool]  # whether one of our implementations did, in a row
-    write: Callable[[list[dict], dict], Iterator[str]]  # files of rows and facts, and their names as they are there
+    measure: Callable[[Callable[[], object]], Iterator[dict[str, Any]]]  # rows, of what to call as one is done
+    table: Callable[[list[dict[str, Any]]], str]
+    failures: Callable[[list[dict[str, Any]]], list[str]]
+    failed: Callable[[dict[str, Any]], bool]  # whether one of our implementations did, in a row
+    # files of rows and facts, and their names as they are there
+    write: Callable[[list[dict[str, Any]], dict[str, Any]], Iterator[str]]
 
 
-def _of_lengths(options) -> _Benchmark:
+def _of_lengths(options: argparse.Namespace) -> _Benchmark:
     heads = f"{options.heads}" if options.key_value_heads is None else f"{options.heads}/{options.key_value_heads}"
     problem = f"B{options.batch} N{heads} H{options.head_size} {options.dtype}"
 
-    def write(rows, facts):
+    def write(rows: Any, facts: dict[str, Any]) -> Iterator[str]:
         yield _write_json(options.out / "bench.json", dict(problem=problem, **facts, rows=rows))
         ran = [r for r in rows if not r["failure"]]
         if ran:
@@ -246,7 +247,7 @@ def _of_lengths(options) -> _Benchmark:
     )
 
 
-def _of_models(options) -> _Benchmark:
+def _of_models(options: argparse.Namespace) -> _Benchmark:
     """The problems of `bench_models`, of which the first implementation is timed."""
     ours = options.implementations[0]
     problems = list(bench_models.PRESET) if options.preset else bench_models.select(options.models)
@@ -255,7 +256,7 @@ def _of_models(options) -> _Benchmark:
         names = ", ".join(dict.fromkeys(p.name for p in bench_models.PROBLEMS))
         raise argparse.ArgumentTypeError(f"argument --models: expected a part of a name of {names}")
 
-    def measure(progress) -> Iterator[dict]:
+    def measure(progress: Any) -> Iterator[dict[str, Any]]:
         for row in bench_models.measure(problems, ours, options.rounds, SHORTEST, progress):
             problem, kind = bench_models.Problem(**row["sizes"]), row["kind"]
             row["quartiles"] = {name: bench_figures.quartiles(x) for name, x in row["times"].items()}
@@ -264,7 +265,7 @@ def _of_models(options) -> _Benchmark:
                 row["intensity"] = bench_figures.intensity(problem, kind)
             yield row
 
-    def write(rows, facts):
+    def write(rows: Any, facts: dict[str, Any]) -> Iterator[str]:
         facts |= dict(chip=chip, resident_bytes=_resident())
         yield _write_json(options.out / "bench_models.json", dict(**facts, rows=rows))
         if any("figures" in r for r in rows):
@@ -283,14 +284,14 @@ def _of_models(options) -> _Benchmark:
     )
 
 
-def _of_devices(options) -> _Benchmark:
+def _of_devices(options: argparse.Namespace) -> _Benchmark:
     """Attention over several devices, of which the first implementation is timed."""
     if options.models is not None or options.preset:
         raise argparse.ArgumentTypeError("argument --devices: not allowed with --models or --preset")
     if len(jax.devices()) < max(options.devices):
         raise argparse.ArgumentTypeError(f"argument --devices: there are {len(jax.devices())}")
 
-    def write(rows, facts):
+    def write(rows: Any, facts: dict[str, Any]) -> Iterator[str]:
         yield _write_json(options.out / "bench_devices.json", dict(**facts, rows=rows))
 
     return _Benchmark(
@@ -323,12 +324,12 @@ def _compare(old: pathlib.Path, new: pathlib.Path) -> int:
     return 1 if worse else 0
 
 
-def _write_json(path: pathlib.Path, content: dict) -> str:
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> str:
     path.write_text(json.dumps(content, indent=1))
     return str(path)
 
 
-def run(options) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measures, writes the files and prints the table.
 
     0: done. 1: one of our implementations failed, a file could not be written, or with --compare something got slower.
@@ -360,7 +361,7 @@ def run(options) -> int:
     named = options.models is not None or options.preset
     kind = _of_devices if options.devices else _of_models if named else _of_lengths
     chosen = kind(options)
-    rows: list[dict] = []
+    rows: list[dict[str, Any]] = []
     interrupted = False
     try:
         with tqdm(total=chosen.total, desc="bench", unit=chosen.unit) as bar:

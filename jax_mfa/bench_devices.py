@@ -7,6 +7,7 @@ the compiler reports for one device: arguments, results and temporaries.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import os
@@ -45,7 +46,7 @@ def programs(devices: int) -> list[str]:
     return ["alone"] if devices == 1 else list(FORMS)
 
 
-def bytes_sent(jaxpr, devices: int) -> float:
+def bytes_sent(jaxpr: Any, devices: int) -> float:
     """What a device sends in a traced program, by permutations and exchanges, in loops as often as they turn."""
     total = 0.0
     for e in jaxpr.eqns:
@@ -61,11 +62,11 @@ def bytes_sent(jaxpr, devices: int) -> float:
     return total
 
 
-def _is_program(x) -> bool:
+def _is_program(x: Any) -> bool:
     return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
 
 
-def measure(options, progress) -> Iterator[dict]:
+def measure(options: argparse.Namespace, progress: Any) -> Iterator[dict[str, Any]]:
     """One row for each length, number of devices, form and pass."""
     heads, key_heads = options.heads, options.key_value_heads or options.heads
     dtype = jnp.dtype(options.dtype)
@@ -93,10 +94,12 @@ def measure(options, progress) -> Iterator[dict]:
             yield row
 
 
-def _row(options, problem: costs.Problem, mesh, form: str, kind: str, arrays) -> dict:
+def _row(
+    options: argparse.Namespace, problem: costs.Problem, mesh: Any, form: str, kind: str, arrays: Any
+) -> dict[str, Any]:
     devices = mesh.size
     common: dict[str, Any] = {"is_causal": True, "implementation": options.implementations[0]}
-    attention: Callable = functools.partial(dot_product_attention, **common)
+    attention: Callable[..., Any] = functools.partial(dot_product_attention, **common)
     ring, heads, ordered = 1, 1, "contiguous"
     if form != "alone":
         name, order = FORMS[form]
@@ -122,7 +125,7 @@ def _row(options, problem: costs.Problem, mesh, form: str, kind: str, arrays) ->
     )
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     lines = [
         "| T = S | devices | form | pass | time | sent by a device | by formula | memory of a device | by formula |",
@@ -137,7 +140,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def failures(rows: list[dict]) -> list[str]:
+def failures(rows: list[dict[str, Any]]) -> list[str]:
     """What could not run, and why: a line for each."""
     where = lambda r: f"{r['form']} did not run {r['length']} over {r['devices']} devices, {r['kind']}"
     return [f"{where(r)}: {' '.join(r['failure'].split())[:300]}" for r in rows if r["failure"]]

@@ -59,7 +59,7 @@ def figures(problem: Problem, kind: str, seconds: float, chip: str) -> dict[str,
     }
 
 
-def summary(rows: list[dict]) -> list[str]:
+def summary(rows: list[dict[str, Any]]) -> list[str]:
     """The geometric mean of the speed-up against jax.nn by length, head size and batch, for each pass: lines."""
     lines = []
     for size, what in (("T", "length"), ("H", "head size"), ("B", "batch")):
@@ -74,7 +74,7 @@ def summary(rows: list[dict]) -> list[str]:
     return lines
 
 
-def plot(rows: list[dict], path: pathlib.Path, title: str, chip: str) -> None:
+def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str, chip: str) -> None:
     """Speed-up by length, and a roofline: TFLOP/s by FLOPs for each byte that has to move, under the chip's roof."""
     import matplotlib
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jax_mfa.api import decode_attention, dot_product_attention
 
@@ -57,7 +58,7 @@ class Problem:
         return " ".join(facts)
 
 
-def _square(name: str, B: int, T: int, N: int, H: int, **other) -> Problem:
+def _square(name: str, B: int, T: int, N: int, H: int, **other: Any) -> Problem:
     return Problem(name, B, T, T, N, other.pop("K", N), H, **other)
 
 
@@ -113,24 +114,24 @@ def _arrays(problem: Problem) -> list[jax.Array]:
     return [jax.random.normal(key, shape, jnp.dtype(p.dtype)) for key, shape in zip(keys, shapes)]
 
 
-def _training(attention):
-    def run(q, k, v, d_out):
+def _training(attention: Callable[..., Any]) -> Callable[..., Any]:
+    def run(q: Any, k: Any, v: Any, d_out: Any) -> tuple[Any, Any]:
         out, pullback = jax.vjp(attention, q, k, v)
         return out, pullback(d_out)
 
     return run
 
 
-def _tangent(attention):
+def _tangent(attention: Callable[..., Any]) -> Callable[..., Any]:
     return lambda q, k, v, t: jax.jvp(attention, (q, k, v), (t, k, v))
 
 
-def _layers(attention, problem: Problem):
+def _layers(attention: Callable[..., Any], problem: Problem) -> tuple[Any, tuple[Any, ...]]:
     """A scalar function of `LAYERS` layers of attention and four matrices each, in a Python loop as models have it."""
     p = problem
     heads = lambda x, n: x.reshape(p.B, p.T, n, p.H)
 
-    def run(x, weights):
+    def run(x: Any, weights: Any) -> Any:
         for query, key, value, out in weights:
             seen = attention(heads(x @ query, p.N), heads(x @ key, p.K), heads(x @ value, p.K))
             x = x + seen.reshape(x.shape) @ out
@@ -144,7 +145,7 @@ def _layers(attention, problem: Problem):
     return jax.grad(run, argnums=1), (x, [layer] * LAYERS)
 
 
-def _in_jax(problem: Problem, attention: Callable, decode: Callable) -> Callable:
+def _in_jax(problem: Problem, attention: Callable[..., Any], decode: Callable[..., Any]) -> Callable[..., Any]:
     if problem.decode:
         lengths = np.full(problem.B, problem.S, np.int32)
         return functools.partial(decode, lengths=jnp.asarray(lengths))
@@ -152,11 +153,11 @@ def _in_jax(problem: Problem, attention: Callable, decode: Callable) -> Callable
     return functools.partial(attention, is_causal=problem.is_causal, **keywords)
 
 
-def _stock_decode(q, k, v, lengths):
+def _stock_decode(q: Any, k: Any, v: Any, lengths: Any) -> Array:
     return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
 
 
-def _candidates(implementation: str) -> dict[str, Callable[[Problem], Callable]]:
+def _candidates(implementation: str) -> dict[str, Callable[[Problem], Callable[..., Any]]]:
     attend, decode = (
         functools.partial(f, implementation=implementation) for f in (dot_product_attention, decode_attention)
     )
@@ -166,7 +167,7 @@ def _candidates(implementation: str) -> dict[str, Callable[[Problem], Callable]]
     }
 
 
-def _in_torch(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
+def _in_torch(problem: Problem, kind: str, arrays: Any) -> Callable[[], Any] | None:
     """The same in PyTorch, on the same [B, T, N, H] arrays; None where it is not installed, or has no such thing."""
     try:
         import torch
@@ -178,20 +179,22 @@ def _in_torch(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
     tensors = [torch.from_numpy(np.array(x, np.float32)).to(kinds[problem.dtype]) for x in arrays]
     q, k, v, d_out = (x.transpose(1, 2) for x in tensors)
     grouped: dict[str, Any] = {"enable_gqa": True} if problem.K != problem.N else {}
-    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=problem.is_causal, **grouped)
+    attend: Any = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, is_causal=problem.is_causal, **grouped
+    )
 
-    def forward():
+    def forward() -> Any:
         with torch.no_grad():
             return attend(q, k, v)
 
-    def training():
+    def training() -> tuple[Any, ...]:
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         return torch.autograd.grad(attend(*inputs), inputs, d_out)
 
     return forward if kind == FORWARD else training
 
 
-def _in_mlx(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
+def _in_mlx(problem: Problem, kind: str, arrays: Any) -> Callable[[], Any] | None:
     """The same in MLX; None where it is not installed, or has no such thing."""
     try:
         import mlx.core as mx
@@ -230,12 +233,12 @@ def timed(programs: dict[Name, Callable[[], Any]], rounds: int, shortest: float)
     return times
 
 
-def call(program, arrays):
+def call(program: Any, arrays: Any) -> Any:
     """Calls a program of JAX and waits for its results."""
     return jax.block_until_ready(program(*arrays))
 
 
-def _compile_seconds(problem: Problem, attention) -> float:
+def _compile_seconds(problem: Problem, attention: Callable[..., Any]) -> float:
     """Once: a program that was compiled before is compiled faster."""
     fun, shapes = _layers(attention, problem)
     lowered = jax.jit(fun).lower(*shapes)
@@ -248,7 +251,7 @@ def _compile_seconds(problem: Problem, attention) -> float:
 PROGRAMS = {FORWARD: lambda attention: lambda q, k, v, _: attention(q, k, v), TRAINING: _training, TANGENT: _tangent}
 
 
-def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: float):
+def _measure(problem: Problem, kind: str, candidates: Any, rounds: int, shortest: float) -> tuple[Any, ...]:
     """Times by candidate, temporary memory of those of JAX, and why others have none."""
     times: dict[str, list[float]] = {}
     memory: dict[str, int | None] = {}
@@ -256,13 +259,13 @@ def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: flo
     programs: dict[str, Callable[[], Any]] = {}
     arrays = [] if kind == COMPILING else _arrays(problem)
 
-    def attempt(name, make):
+    def attempt(name: str, make: Callable[..., Any]) -> None:
         try:
             make()
         except Exception as error:  # whatever keeps a candidate from running belongs in the table
             failures[name] = f"{type(error).__name__}: {error}"
 
-    def prepare(name, make):
+    def prepare(name: str, make: Callable[..., Any]) -> None:
         if kind == COMPILING:
             times[name] = [_compile_seconds(problem, make(problem))]
         else:
@@ -272,7 +275,7 @@ def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: flo
             programs[name] = program
             memory[name] = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
 
-    def prepare_other(name, make):
+    def prepare_other(name: str, make: Callable[..., Any]) -> None:
         program = make(problem, kind, arrays)
         if program is not None:
             program()
@@ -287,7 +290,9 @@ def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: flo
     return times, memory, failures
 
 
-def measure(problems: Iterable[Problem], implementation: str, rounds: int, shortest: float, progress) -> Iterator[dict]:
+def measure(
+    problems: Iterable[Problem], implementation: str, rounds: int, shortest: float, progress: Any
+) -> Iterator[dict[str, Any]]:
     """A row for each problem and each of its passes.
 
     `seconds` by candidate, the least, and all `times`; in `ratios` those of each other candidate over ours, in
@@ -312,7 +317,7 @@ def select(pattern: str) -> list[Problem]:
     return [p for p in PROBLEMS if pattern.lower() in f"{p.name} {p}".lower()]
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table; a ratio below 1, where another candidate is faster, is marked."""
     others = [x for x in (STOCK, *OTHERS) if x != MLX or any(MLX in r["ratios"] for r in rows)]
     more = {"tokens_per_second": "tokens/s", "tflops": "TFLOP/s", "ginstr": "GINSTR/s", "share": "of peak"}
@@ -346,7 +351,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def failures(rows: list[dict]) -> list[str]:
+def failures(rows: list[dict[str, Any]]) -> list[str]:
     """What could not run, and why: a line for each."""
     return [
         f"{name} did not run {r['problem']} {r['kind']}: {' '.join(why.split())[:300]}"

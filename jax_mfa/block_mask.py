@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jax_mfa import checks
 
 
-def _pair(size) -> tuple[int, int]:
+def _pair(size: Any) -> tuple[int, int]:
     if not isinstance(size, (tuple, list)) or len(size) != 2 or not all(checks.is_integer(x) and x >= 1 for x in size):
         raise ValueError(f"block_size must be a pair of positive integers (rows, columns), got {size!r}")
     return int(size[0]), int(size[1])
@@ -39,7 +39,7 @@ class BlockMask:
     blocks: jax.Array | np.ndarray | jax.ShapeDtypeStruct
     block_size: tuple[int, int]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", _pair(self.block_size))
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[int, int]]:
@@ -104,11 +104,13 @@ class BlockMask:
         return cls(np.broadcast_to(np.asarray(function(i, j), bool), (i.size, j.size)), block_size)
 
     @classmethod
-    def _of_distances(cls, low: int | None, high: int | None, queries, keys, block_size) -> BlockMask:
+    def _of_distances(
+        cls, low: int | None, high: int | None, queries: int, keys: int, block_size: tuple[int, int]
+    ) -> BlockMask:
         """Blocks in which some column − row lies in low … high (None: no limit)."""
         rows, columns = _pair(block_size)
 
-        def some(i, j):
+        def some(i: np.ndarray, j: np.ndarray) -> Any:
             last_row, last_column = np.minimum((i + 1) * rows, queries) - 1, np.minimum((j + 1) * columns, keys) - 1
             nearest, farthest = j * columns - last_row, last_column - i * rows
             return (True if high is None else nearest <= high) & (True if low is None else farthest >= low)
@@ -177,7 +179,7 @@ class BlockMask:
         total = int(ends[-1])
         document = np.searchsorted(ends, np.arange(total), side="right")
 
-        def range_of(size):
+        def range_of(size: Any) -> tuple[np.ndarray, np.ndarray]:
             starts = np.arange(0, total, size)
             return document[starts], document[np.minimum(starts + size, total) - 1]
 

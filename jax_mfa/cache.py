@@ -69,10 +69,12 @@ def append(
     return _append(*arrays, start, count, ring)
 
 
-def _append(key_cache, value_cache, key, value, start, count, ring: bool) -> tuple[Array, Array, Array]:
+def _append(
+    key_cache: Array, value_cache: Array, key: Array, value: Array, start: Array, count: Array, ring: bool
+) -> tuple[Array, Array, Array]:
     columns, tokens = key_cache.shape[-3], jnp.arange(key.shape[-3], dtype=jnp.int32)
 
-    def write(cache, new, start, count):  # of one batch row
+    def write(cache: Array, new: Array, start: Array, count: Array) -> Array:  # of one batch row
         column = start + tokens
         counts = (tokens < count) & (column >= 0)  # what stands before belongs to another device
         if ring:
@@ -217,7 +219,7 @@ def ring_columns(local_window_size: int | tuple[int | None, int | None] | None) 
     return checks.integer("local_window_size", left, least=0) + 1
 
 
-def _newest(cache, start, count: int):
+def _newest(cache: Array, start: Array, count: int) -> Array:
     """The `count` tokens before position `start` of a ring of `count + 1` columns, in order."""
     tokens = jnp.arange(count, dtype=jnp.int32)
     take = lambda cache, start: jnp.take(cache, (start + 1 + tokens) % (count + 1), axis=0, mode="clip")
@@ -230,7 +232,7 @@ def _newest(cache, start, count: int):
 # Checks
 
 
-def _floating(name: str, x, shape: str) -> Array:
+def _floating(name: str, x: Any, shape: str) -> Array:
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating) or len(x.shape) < 3:
         seen = f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
         error = ValueError if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) else TypeError
@@ -238,7 +240,9 @@ def _floating(name: str, x, shape: str) -> Array:
     return jnp.asarray(x)
 
 
-def _arrays(key_cache, value_cache, key, value) -> tuple[Array, Array, Array, Array]:
+def _arrays(
+    key_cache: ArrayLike, value_cache: ArrayLike, key: ArrayLike, value: ArrayLike
+) -> tuple[Array, Array, Array, Array]:
     """The arrays of `append`, of JAX and of shapes that fit."""
     key_cache = _floating("key_cache", key_cache, "[..., S, K, H]")
     value_cache = _floating("value_cache", value_cache, "[..., S, K, V]")
@@ -259,7 +263,9 @@ def _arrays(key_cache, value_cache, key, value) -> tuple[Array, Array, Array, Ar
     return key_cache, value_cache, key, value
 
 
-def _counts(key_cache, value_cache, key, value, lengths, new_lengths, ring: bool) -> tuple[Array, Array]:
+def _counts(
+    key_cache: Any, value_cache: Any, key: Array, value: Array, lengths: Any, new_lengths: Any, ring: bool
+) -> tuple[Array, Array]:
     """How many tokens each batch row has and how many come, int32 with the leading axes of the cache."""
     lead, columns, tokens = key_cache.shape[:-3], key_cache.shape[-3], key.shape[-3]
     lengths = known_lengths("lengths", lengths, MAX_POSITION if ring else columns)
@@ -275,13 +281,13 @@ def _counts(key_cache, value_cache, key, value, lengths, new_lengths, ring: bool
     return start, count
 
 
-def _known(x):
+def _known(x: Any) -> Any:
     """Integers, or 0 while they are traced or live on other hosts."""
     values = concrete(x)
     return np.int64(0) if values is None else values.astype(np.int64)
 
 
-def _per_row(name: str, x, lead: tuple[int, ...], most: int) -> Array:
+def _per_row(name: str, x: Any, lead: tuple[int, ...], most: int) -> Array:
     """Integers of the shape `lead`, or one for all, as int32 of the shape `lead`, brought within 0..most."""
     if np.shape(x) not in ((), lead):
         raise ValueError(f"{name} must have shape [B] = {list(lead)}, got {list(np.shape(x))}")

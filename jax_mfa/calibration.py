@@ -11,13 +11,14 @@ import functools
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_mfa
-from jax_mfa.api import dot_product_attention
+from jax_mfa.api import Implementation, dot_product_attention
 from jax_mfa.arguments import specify_abstract
 from jax_mfa.metal import crossover
 
@@ -31,13 +32,13 @@ def _shapes(rows: int, columns: int, heads: int = HEADS, size: int = SIZE) -> li
     return [jax.ShapeDtypeStruct((1, x, heads, size), jnp.float32) for x in (rows, columns, columns)]
 
 
-def _chain(implementation, query, key, value):
+def _chain(implementation: Implementation, query: Any, key: Any, value: Any) -> Any:
     for _ in range(CALLS):
         query = dot_product_attention(query, key, value, implementation=implementation)
     return query
 
 
-def _seconds(implementation: str, shapes: list[jax.ShapeDtypeStruct]) -> float:
+def _seconds(implementation: Implementation, shapes: list[jax.ShapeDtypeStruct]) -> float:
     """Of one call: the median of several programs of `CALLS` calls, compiled and run once before."""
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in shapes]
@@ -60,7 +61,7 @@ def fitted(start: float, many: tuple[float, int, int], wide: tuple[float, int, i
     return crossover.Cost(start, 1 / per_flop, 1 / per_byte)
 
 
-def _grown(implementation: str, shapes_of, first: int) -> tuple[int, tuple[float, int, int]]:
+def _grown(implementation: Implementation, shapes_of: Any, first: int) -> tuple[int, tuple[float, int, int]]:
     """The smallest doubling of a size at which a call is long, with its seconds, FLOPs and bytes."""
     size = first
     while True:
@@ -71,12 +72,12 @@ def _grown(implementation: str, shapes_of, first: int) -> tuple[int, tuple[float
         size *= 2
 
 
-def _work(shapes) -> tuple[int, int]:
+def _work(shapes: Any) -> tuple[int, int]:
     """FLOPs and bytes."""
     return crossover.work(*specify_abstract(**dict(zip(("query", "key", "value"), shapes))))
 
 
-def _measured(implementation: str) -> Iterator[str | crossover.Cost]:
+def _measured(implementation: Implementation) -> Iterator[str | crossover.Cost]:
     """Lines of a table, then the line through what they say."""
     start = _seconds(implementation, _shapes(8, 8, 1, 8))
     yield f"| {implementation} | T = S = 8 | {start * 1e3:.3f} ms |"

@@ -19,12 +19,13 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jax_mfa import calibration, check_lines, metal, versions
 from jax_mfa.api import explain, flash_attention
@@ -85,10 +86,10 @@ def _evaluated(problem: Problem, implementation: Any, dtype: Any = None) -> dict
     return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
 
 
-def _both(implementation: Any, backward: bool, **static):
+def _both(implementation: Any, backward: bool, **static: Any) -> Callable[..., Any]:
     """Output, log-sum-exp and gradients, as one function of the arrays and the cotangents."""
 
-    def run(moving, arrays, d_out, d_lse):
+    def run(moving: dict[str, Any], arrays: Any, d_out: Array, d_lse: Array) -> Any:
         attention = functools.partial(flash_attention, implementation=implementation, **arrays, **static)
         if not backward:
             return dict(zip(("out", "lse"), attention(**moving)))
@@ -134,7 +135,7 @@ class Kernels:
     """Compiles the kernels of problems one by one, each once."""
 
     def __init__(self) -> None:
-        self.compiled: dict[tuple, Compiled] = {}
+        self.compiled: dict[tuple[Any, ...], Compiled] = {}
         self.most, self.longest = 0, 0.0  # kernels, and seconds, that a first call of both passes needs
 
     def prepare(self, problem: Problem) -> list[Compiled]:

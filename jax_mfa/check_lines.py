@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jax_mfa import primitives
 from jax_mfa.arguments import specify
@@ -30,14 +31,14 @@ def _inputs() -> list[tuple[np.ndarray, ...]]:
     return [(normal(1, rows, 1, 16), normal(1, 8, 1, 16), normal(1, 8, 1, 16)) for rows in ROWS]
 
 
-def _outputs(inputs):
+def _outputs(inputs: Any) -> list[Any]:
     """All that kernels write, so that none of it is free for others while a loop runs."""
     found = [primitives.attention(*specify(*x), "metal") for x in inputs]
     return [x.ravel() for outputs in found for x in outputs]
 
 
 @jax.jit
-def _beside(inputs, one):
+def _beside(inputs: Any, one: Any) -> Array:
     """The outputs, and counters of 64 bytes less and more: XLA lays temporary arrays out by size, and these take turns.
 
     One array takes all of them at last: until then each keeps its memory, and nothing waits for another's.

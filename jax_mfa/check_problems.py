@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_mfa.arguments import specify
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.metal import DTYPES, show, tiles
+from jax_mfa.metal import DTYPES, plan_of, show, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
 from jax_mfa.specification import DIFFERENTIABLE
 
@@ -66,7 +66,7 @@ class Problem:
         """What Metal launches for it."""
         spec, operands = specify(**self.arguments())
         passes = ("forward",) if self.decoding else show.PASSES
-        return [show.plan_of(spec, operands, x, self.variant) for x in passes]
+        return [plan_of(spec, operands, x, self.variant) for x in passes]
 
 
 def _normal(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:

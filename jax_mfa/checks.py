@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def is_integer(x) -> bool:
+def is_integer(x: Any) -> bool:
     """Whether `x` is an integer of Python or numpy; a bool is none."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
-def integer(name: str, x, least: int | None = None) -> int:
+def integer(name: str, x: Any, least: int | None = None) -> int:
     """`x` as a Python integer.
 
     Raises:
@@ -29,14 +29,14 @@ def integer(name: str, x, least: int | None = None) -> int:
     return int(x)
 
 
-def boolean(name: str, x) -> bool:
+def boolean(name: str, x: Any) -> bool:
     """`x` as a Python bool. Raises `TypeError` for anything but a bool of Python or numpy."""
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name} must be a Python bool (it is static), got {x!r}")
     return bool(x)
 
 
-def number(name: str, x, expected: str = "a number", dtype: Any = None) -> float:
+def number(name: str, x: Any, expected: str = "a number", dtype: Any = None) -> float:
     """`x` as a Python float, infinite where it is beyond all of them.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 from jax import lax
@@ -10,7 +11,7 @@ from jax import lax
 from jax_mfa import versions
 
 
-def axis_size(axis, argument: str) -> int:
+def axis_size(axis: Any, argument: str) -> int:
     """How many devices a mesh axis, or several together, has where this is traced.
 
     Raises:
@@ -25,7 +26,7 @@ def axis_size(axis, argument: str) -> int:
         ) from None
 
 
-def mesh_axis_size(mesh, axis, argument: str) -> int:
+def mesh_axis_size(mesh: Any, axis: Any, argument: str) -> int:
     """How many devices a mesh has along an axis, or several.
 
     Raises:
@@ -38,24 +39,24 @@ def mesh_axis_size(mesh, axis, argument: str) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def varying_of(tree) -> frozenset:
+def varying_of(tree: Any) -> frozenset[Any]:
     """The mesh axes along which some array of a tree varies, as far as `shard_map` keeps account."""
     if not versions.HAS_TYPES:
         return frozenset()
     return frozenset().union(*(versions.varying(jax.typeof(x)) for x in jax.tree.leaves(tree)))
 
 
-def varying_along(*axes) -> frozenset:
+def varying_along(*axes: Any) -> frozenset[Any]:
     """These mesh axes (or tuples of them, or None), as far as `shard_map` keeps account of what varies."""
     if not versions.HAS_TYPES:
         return frozenset()
     return varying_of([lax.axis_index(axis) for axis in axes if axis is not None])
 
 
-def vary(tree, axes: frozenset):
+def vary(tree: Any, axes: frozenset[Any]) -> Any:
     """Marks arrays as varying along all of these mesh axes."""
 
-    def mark(x):
+    def mark(x: Any) -> Any:
         missing = tuple(sorted(axes - varying_of(x)))
         return versions.marked(x, missing) if missing else x
 

@@ -48,7 +48,7 @@ def _stand_in(stock: Callable[..., Any], implementation: Implementation | None) 
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def attention(*args, **keywords):
+    def attention(*args: Any, **keywords: Any) -> Any:
         given = signature.bind(*args, **keywords).arguments
         asked = given.pop("implementation", None)
         foreign = given.keys() - _OURS

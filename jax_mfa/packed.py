@@ -5,6 +5,8 @@ Each row's columns are one range, so this knows positions and ranges only; `key_
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -110,7 +112,7 @@ def flash_attention_varlen(
     )
 
 
-def _bounds(name: str, x, limit: int) -> Array:
+def _bounds(name: str, x: Any, limit: int) -> Array:
     """Where sequences begin and the last one ends: int32 `[R + 1]`, clipped to 0..limit."""
     x = known_integers(name, x, 0, limit, "integers [R + 1]")
     if x.ndim != 1 or x.size == 0:
@@ -121,7 +123,7 @@ def _bounds(name: str, x, limit: int) -> Array:
     return jnp.asarray(clipped(x, 0, limit))
 
 
-def _ranges(rows: int, bounds: Array, key_bounds: Array, offset, band: tuple[int | None, int | None]) -> Array:
+def _ranges(rows: int, bounds: Array, key_bounds: Array, offset: Any, band: tuple[int | None, int | None]) -> Array:
     """Which columns each row sees, int32 `[T, 2]`: those of its sequence within `band` around its position."""
     t = jnp.arange(rows, dtype=jnp.int32)
     # −1 before the first sequence, R behind the last

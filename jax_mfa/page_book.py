@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class PageBook:
       ValueError, TypeError: in every method, naming the argument.
     """
 
-    def __init__(self, pages: int, page_size: int):
+    def __init__(self, pages: int, page_size: int) -> None:
         self.pages = checks.integer("pages", pages, least=1)
         self.page_size = checks.integer("page_size", page_size, least=1)
         self._sequences: dict[int, _Sequence] = {}
@@ -269,7 +269,7 @@ class PageBook:
                 self._digest_of[x.pages[i]], self._page_of[digest] = digest, x.pages[i]
 
 
-def _integers(name: str, x) -> list[int]:
+def _integers(name: str, x: Any) -> list[int]:
     array = np.asarray(x)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(f"{name} must be integers in a row, got {array.dtype.name}{list(array.shape)}")

@@ -195,7 +195,7 @@ def paged_attention(
     return rows.apart(results, 0)
 
 
-def _pages(query, key_pages, value_pages):
+def _pages(query: Any, key_pages: Any, value_pages: Any) -> tuple[Any, Any]:
     """The pages as they are or as arrays, of shapes that fit."""
     n, h = query.shape[-2:]
     pages = []
@@ -228,14 +228,14 @@ def _pages(query, key_pages, value_pages):
 # --- tables
 
 
-def _outside(tables, lengths, count: int, page: int):
+def _outside(tables: Any, lengths: Any, count: int, page: int) -> Any:
     """Which entries within the lengths are no pages of the pool."""
     numpy: Any = jnp if isinstance(tables, jax.Array) else np
     used = numpy.arange(tables.shape[1]) * page < lengths[:, None]
     return used & ((tables < 0) | (tables >= count))
 
 
-def _refuse_outside(tables, lengths, count: int, page: int) -> None:
+def _refuse_outside(tables: Any, lengths: Any, count: int, page: int) -> None:
     tables, lengths = concrete(tables), concrete(lengths)
     if tables is None or lengths is None:
         return
@@ -247,7 +247,7 @@ def _refuse_outside(tables, lengths, count: int, page: int) -> None:
         )
 
 
-def _report(wrong, tables, outside, count) -> None:
+def _report(wrong: Any, tables: Any, outside: Any, count: Any) -> None:
     if wrong:
         at = [int(i) for i in np.argwhere(outside)[0]]
         warnings.warn(
@@ -258,7 +258,7 @@ def _report(wrong, tables, outside, count) -> None:
         )
 
 
-def _read_tables(tables, lengths, count: int, page: int):
+def _read_tables(tables: Any, lengths: Any, count: int, page: int) -> Any:
     """Tables of which every entry may be read: behind a length they repeat its last page."""
     if tables.shape[1] == 0:
         return tables
@@ -270,7 +270,7 @@ def _read_tables(tables, lengths, count: int, page: int):
 # --- rows of unequal sequences
 
 
-def _starts(query_start_locs, batch: int, total: int):
+def _starts(query_start_locs: Any, batch: int, total: int) -> Array:
     starts = known_integers("query_start_locs", query_start_locs, 0, total, "integers [B + 1]")
     if starts.shape != (batch + 1,):
         raise ValueError(f"query_start_locs must have shape [B + 1] = [{batch + 1}], got {list(starts.shape)}")
@@ -290,7 +290,7 @@ class _Rows:
       after: how many rows of its sequence there are from its first on, [lots].
     """
 
-    def __init__(self, total: int, starts, batch: int):
+    def __init__(self, total: int, starts: Any, batch: int) -> None:
         self.total, self.starts = total, starts
         # as many rows as sequences have on average; up to a power of two, for few shapes of programs
         self.size = min(1 << (max(-(-total // max(batch, 1)), 1) - 1).bit_length(), MOST_ROWS)
@@ -305,12 +305,12 @@ class _Rows:
         self.counts = jnp.clip(self.after, 0, self.size)
         self.first = starts[self.sequence] + before
 
-    def together(self, x):
+    def together(self, x: Any) -> Array:
         """[T, ...] as [lots, size, ...]."""
         at = self.first[:, None] + jnp.arange(self.size, dtype=jnp.int32)
         return jnp.take(x, at, axis=0, mode="clip")
 
-    def apart(self, x, nothing):
+    def apart(self, x: Any, nothing: Any) -> Array:
         """[lots, size, ...] as [T, ...]; `nothing` in rows of no sequence."""
         row = jnp.arange(self.total, dtype=jnp.int32)
         sequence = jnp.searchsorted(self.starts[1:], row, side="right").astype(jnp.int32)

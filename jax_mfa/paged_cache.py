@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
@@ -90,7 +90,7 @@ class PagedKVCache:
         elif not isinstance(book, PageBook) or (book.pages, book.page_size) != (pages, page_size):
             raise ValueError(f"book must be a PageBook of {pages} pages of {page_size} tokens, got {book!r}")
 
-        def empty(name, size, scheme):
+        def empty(name: str, size: Any, scheme: Any) -> Array:
             plain = jnp.zeros((pages, page_size, heads, size), dtype)
             if scheme is None:
                 return as_bits(plain)
@@ -139,7 +139,7 @@ class PagedKVCache:
         pages = _write((self.key_pages, self.value_pages), key, value, where)
         return dataclasses.replace(self, key_pages=pages[0], value_pages=pages[1])
 
-    def _checked(self, key, value, tokens: int):
+    def _checked(self, key: Any, value: Any, tokens: int) -> list[Any]:
         new = []
         for name, x, pages in (("key", key, self.key_pages), ("value", value, self.value_pages)):
             x = as_array(name, x, "f", "floating [T, K, H]")
@@ -161,25 +161,25 @@ def _padded(where: Write, sequences: int) -> Write:
     )
 
 
-def _write(pages, key, value, where: Write):
+def _write(pages: Any, key: Any, value: Any, where: Write) -> tuple[Any, ...]:
     where = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), where)
     if where.slots.size and append.takes(pages):
         return lax.platform_dependent(pages, key, value, where, cpu=_on_metal, default=_scattered)
     return _scattered(pages, key, value, where)
 
 
-def _scattered(pages, key, value, where: Write):
+def _scattered(pages: Any, key: Any, value: Any, where: Write) -> tuple[Any, ...]:
     return tuple(_written(x, new, where) for x, new in zip(pages, (key, value)))
 
 
 @jax.custom_batching.custom_vmap
-def _on_metal(pages, key, value, where: Write):
+def _on_metal(pages: Any, key: Any, value: Any, where: Write) -> tuple[Any, ...]:
     found = append.write(pages, key, value, where)
     return _scattered(pages, key, value, where) if found is None else found
 
 
 @_on_metal.def_vmap
-def _on_metal_mapped(size, mapped, *arguments):
+def _on_metal_mapped(size: Any, mapped: Any, *arguments: Any) -> tuple[tuple[Any, ...], Any]:
     axes = jax.tree.map(lambda x: 0 if x else None, mapped)
     found = jax.vmap(_scattered, in_axes=axes, axis_size=size)(*arguments)
     return found, jax.tree.map(lambda _: True, found)
@@ -188,7 +188,7 @@ def _on_metal_mapped(size, mapped, *arguments):
 _write_in_place = jax.jit(_write, donate_argnums=0)
 
 
-def _written(pages, new, where: Write):
+def _written(pages: Any, new: Array, where: Write) -> Any:
     if isinstance(pages, QuantizedArray):
         coming = quantize(new, pages.scheme).parts()
         written = {name: _written(x, coming[name], where) for name, x in pages.parts().items()}

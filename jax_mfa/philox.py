@@ -7,6 +7,8 @@ score (b, n, t, s) is (s // 4, t, n, b), its key the two words of the seed; the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,7 +17,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def _multiply(a: int, x):
+def _multiply(a: int, x: Any) -> tuple[Any, Any]:
     """High and low words of the 64-bit product of a constant and uint32 `x`, in 32-bit arithmetic."""
     a_low, a_high = np.uint32(a & 0xFFFF), np.uint32(a >> 16)
     x_low, x_high = x & np.uint32(0xFFFF), x >> np.uint32(16)
@@ -26,7 +28,7 @@ def _multiply(a: int, x):
     return high, np.uint32(a) * x
 
 
-def philox(key, counter):
+def philox(key: Any, counter: Any) -> tuple[Any, Any, Any, Any]:
     """Four uint32 words for each counter.
 
     Args:
@@ -48,7 +50,7 @@ def drop_below(rate: float) -> int:
     return min(round(rate * 2**32), 2**32 - 1)
 
 
-def keep_mask(rate: float, seed, batch, head, row, first_column, columns: int):
+def keep_mask(rate: float, seed: Any, batch: Any, head: Any, row: Any, first_column: Any, columns: int) -> Any:
     """Which scores of a tile dropout keeps, each with probability 1 − rate.
 
     Args:

@@ -28,11 +28,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax._src.ad_checkpoint import name_p
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
@@ -50,33 +52,35 @@ BACKWARD_NAMES = ("out", "row_max", "row_sum", "d_out", "d_lse")
 RESIDUAL_NAMES = ("jax_mfa_out", "jax_mfa_statistic", "jax_mfa_statistic")
 
 
-def pack(operands: Operands):
+def pack(operands: Operands) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """The operands that are present, and their names."""
     names = tuple(name for name, x in zip(Operands._fields, operands) if x is not None)
     return tuple(getattr(operands, name) for name in names), names
 
 
-def unpack(arrays, names) -> Operands:
+def unpack(arrays: Sequence[Any], names: tuple[str, ...]) -> Operands:
     return Operands(**dict(zip(names, arrays)))
 
 
-def log_sum_exp(row_max, row_sum):
+def log_sum_exp(row_max: Array, row_sum: Array) -> Array:
     """The log-sum-exp of rows: −inf where a row sees nothing, NaN where its softmax is not defined."""
     return row_max + jnp.log(lax.stop_gradient(row_sum))
 
 
-def _reference_of(arrays, spec: Specification, names, wanted):
+def _reference_of(
+    arrays: Any, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...]
+) -> tuple[Any, tuple[Any, ...]]:
     """The reference as a function of the wanted operands, and where."""
     spec, operands = reference.plain(spec, unpack(arrays, names))
     fixed = operands._asdict()
 
-    def fun(*varying):
+    def fun(*varying: Any) -> tuple[Array, Array]:
         return reference.attention(spec, Operands(**{**fixed, **dict(zip(wanted, varying))}))
 
     return fun, tuple(fixed[name] for name in wanted)
 
 
-def _dtypes(arrays, spec: Specification, names, wanted):
+def _dtypes(arrays: Any, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...]) -> list[Any]:
     """The dtypes of the cotangents of operands: of a quantised one, that of what it stands for."""
     operands = stored(spec, unpack(arrays[: len(names)], names))
     return [getattr(operands, name).dtype for name in wanted]
@@ -85,25 +89,29 @@ def _dtypes(arrays, spec: Specification, names, wanted):
 # --- what each primitive computes
 
 
-def _attention(*arrays, spec, names, **_):
+def _attention(*arrays: Array, spec: Specification, names: tuple[str, ...], **_: Any) -> tuple[Any, Any, Any]:
     return blockwise.forward(spec, unpack(arrays, names))
 
 
-def _attention_on_metal(*arrays, spec, names, **_):
+def _attention_on_metal(*arrays: Array, spec: Specification, names: tuple[str, ...], **_: Any) -> tuple[Any, ...]:
     return metal.forward(spec, unpack(arrays, names))
 
 
-def _transpose(*arrays, spec, names, wanted, **_):
-    n = len(names)
-    return blockwise.backward(spec, unpack(arrays[:n], names), *arrays[n:], wanted)
+def _transpose(*arrays: Array, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], **_: Any) -> Any:
+    out, row_max, row_sum, d_out, d_lse = arrays[len(names) :]
+    operands = unpack(arrays[: len(names)], names)
+    return blockwise.backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted)
 
 
-def _transpose_on_metal(*arrays, spec, names, wanted, **_):
-    n = len(names)
-    return metal.backward(spec, unpack(arrays[:n], names), *arrays[n:], wanted)
+def _transpose_on_metal(
+    *arrays: Array, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], **_: Any
+) -> Any:
+    out, row_max, row_sum, d_out, d_lse = arrays[len(names) :]
+    operands = unpack(arrays[: len(names)], names)
+    return metal.backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted)
 
 
-def _no_jnp(implementation):
+def _no_jnp(implementation: str | None) -> None:
     if implementation == "metal":
         raise NotImplementedError(
             "implementation='metal' has no forward-mode (jvp) or second derivatives; "
@@ -111,14 +119,16 @@ def _no_jnp(implementation):
         )
 
 
-def _tangent(*arrays, spec, names, wanted, implementation):
+def _tangent(
+    *arrays: Array, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], implementation: str | None
+) -> Any:
     _no_jnp(implementation)
-    n, known = len(names), len(names) + len(RESIDUAL_NAMES)
-    operands = unpack(arrays[:n], names)
-    return blockwise.tangent(spec, operands, *arrays[n:known], wanted, arrays[known:])
+    out, row_max, row_sum, *tangents = arrays[len(names) :]
+    operands = unpack(arrays[: len(names)], names)
+    return blockwise.tangent(spec, operands, out, row_max, row_sum, wanted, tangents)
 
 
-def _share(results, rows):
+def _share(results: Any, rows: Any) -> tuple[Array, Any]:
     """The part that columns have in whole rows: exp(their log-sum-exp − that of the rows), and how far their own output
     is from that of the rows; 1 and 0 where the columns are all there are.
 
@@ -131,7 +141,9 @@ def _share(results, rows):
     return weight, (own_out - out).astype(own_lse.dtype)
 
 
-def _differentiable_tangent(*arrays, spec, names, wanted, implementation):
+def _differentiable_tangent(
+    *arrays: Array, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], implementation: str | None
+) -> tuple[Any, Any]:
     """`_tangent` by the reference, for derivatives of derivatives."""
     _no_jnp(implementation)
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
@@ -142,7 +154,9 @@ def _differentiable_tangent(*arrays, spec, names, wanted, implementation):
     return (weight[..., None] * t_out + apart * t_lse[..., None]).astype(t_out.dtype), t_lse
 
 
-def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
+def _differentiable_transpose(
+    *arrays: Array, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], implementation: str | None
+) -> tuple[Any, ...]:
     """`_transpose` written with JAX's own derivative of the reference, for derivatives of derivatives."""
     _no_jnp(implementation)
     fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
@@ -154,7 +168,14 @@ def _differentiable_transpose(*arrays, spec, names, wanted, implementation):
     return tuple(x.astype(dtype) for x, dtype in zip(found, _dtypes(arrays, spec, names, wanted)))
 
 
-def _transpose_tangent(*arrays, spec, names, wanted, moving, implementation):
+def _transpose_tangent(
+    *arrays: Array,
+    spec: Specification,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    moving: tuple[str, ...],
+    implementation: str | None,
+) -> tuple[Any, ...]:
     """The derivative of `_transpose`. Loops have one in forward mode, in the memory that they have."""
     _no_jnp(implementation)
     known = (*names, *BACKWARD_NAMES)
@@ -163,23 +184,31 @@ def _transpose_tangent(*arrays, spec, names, wanted, moving, implementation):
     given = {name: wide(x) for name, x in zip(known, arrays)}
     tangents = tuple(wide(x) for x in arrays[len(known) :])
 
-    def fun(*varying):
+    def fun(*varying: Any) -> Any:
         now = {**given, **dict(zip(moving, varying))}
         operands = Operands(**{name: now[name] for name in names})
-        return blockwise.backward(spec, operands, *(now[name] for name in BACKWARD_NAMES), wanted)
+        out, row_max, row_sum, d_out, d_lse = (now[name] for name in BACKWARD_NAMES)
+        return blockwise.backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted)
 
     results = jax.jvp(fun, tuple(given[name] for name in moving), tangents)[1]
     return tuple(x.astype(dtype) for x, dtype in zip(results, _dtypes(arrays, spec, names, wanted)))
 
 
-def _differentiable_transpose_tangent(*arrays, spec, names, wanted, moving, implementation):
+def _differentiable_transpose_tangent(
+    *arrays: Array,
+    spec: Specification,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    moving: tuple[str, ...],
+    implementation: str | None,
+) -> Any:
     """`_transpose_tangent` by the reference."""
     known = (*names, *BACKWARD_NAMES)
     given, tangents = dict(zip(known, arrays)), tuple(arrays[len(known) :])
 
-    def fun(*varying):
+    def fun(*varying: Any) -> tuple[Any, ...]:
         now = {**given, **dict(zip(moving, varying))}
-        static = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
+        static: Any = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
         return _differentiable_transpose(*(now[name] for name in known), **static)
 
     return jax.jvp(fun, tuple(given[name] for name in moving), tangents)[1]
@@ -188,23 +217,27 @@ def _differentiable_transpose_tangent(*arrays, spec, names, wanted, moving, impl
 # --- shapes
 
 
-def _attention_shapes(*avals, spec, names, **_):
+def _attention_shapes(*avals: Any, spec: Specification, names: tuple[str, ...], **_: Any) -> tuple[Any, Any, Any]:
     o = stored(spec, unpack(avals, names))
     b, t, n, _ = o.query.shape
     rows = o.query.update(shape=(b, t, n), dtype=accumulation_dtype(o.query.dtype), weak_type=False)
     return o.query.update(shape=(b, t, n, o.value.shape[-1]), weak_type=False), rows, rows
 
 
-def _transpose_shapes(*avals, spec, names, wanted, **_):
+def _transpose_shapes(
+    *avals: Any, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], **_: Any
+) -> tuple[Any, ...]:
     o = stored(spec, unpack(avals[: len(names)], names))
     return tuple(o.query.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in (getattr(o, n) for n in wanted))
 
 
-def _transpose_tangent_shapes(*avals, moving, **params):
+def _transpose_tangent_shapes(*avals: Any, moving: tuple[str, ...], **params: Any) -> tuple[Any, ...]:
     return _transpose_shapes(*avals, **params)
 
 
-def _tangent_shapes(*avals, spec, names, wanted, **_):
+def _tangent_shapes(
+    *avals: Any, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], **_: Any
+) -> tuple[Any, Any]:
     out, lse, _ = _attention_shapes(*avals[: len(names)], spec=spec, names=names)
     return out, lse
 
@@ -212,17 +245,17 @@ def _tangent_shapes(*avals, spec, names, wanted, **_):
 # --- vmap
 
 
-def _rows(x, dim) -> int:
+def _rows(x: Any, dim: Any) -> int:
     """Operand rows of an array whose mapped axis, if any, is `dim`."""
     return x.shape[1] if dim == 0 else x.shape[0]
 
 
-def _mapped(x, dim, size: int):
+def _mapped(x: Any, dim: Any, size: int) -> Array:
     """`x` with a leading mapped axis, broadcast if it had none."""
     return jnp.moveaxis(x, dim, 0) if dim is not None else jnp.broadcast_to(x[None], (size, *x.shape))
 
 
-def _fold(x, size: int, batch: int, repeat: int):
+def _fold(x: Any, size: int, batch: int, repeat: int) -> tuple[Any, int]:
     """A mapped operand `[size, rows, ...]` with its mapped axis in front of its rows, and its new repeat."""
     rows = x.shape[1]
     if rows == 1:
@@ -233,14 +266,16 @@ def _fold(x, size: int, batch: int, repeat: int):
     return x.reshape(size * x.shape[1], *x.shape[2:]), repeat
 
 
-def _parts_of_mapped(names, dims):
+def _parts_of_mapped(names: tuple[str, ...], dims: Any) -> set[str]:
     """The operands that belong to a quantised key or value of which something is mapped: rows of all are then alike."""
     groups = [{field_of(name, part) for part in PARTS} for name in ("key", "value")]
     moving = {name for name, dim in zip(names, dims) if dim is not None}
     return {name for group in groups if group & moving for name in group}
 
 
-def _fold_operands(arrays, dims, size: int, spec: Specification, names, mapped=()):
+def _fold_operands(
+    arrays: Any, dims: Any, size: int, spec: Specification, names: tuple[str, ...], mapped: Any = ()
+) -> tuple[list[Any], Specification, int]:
     """Folds a mapped axis into the batch; the query and the operands in `mapped` get that axis if they lack it.
 
     An operand that is not mapped stays as it is: its rows recur for each element of the mapped axis.
@@ -268,14 +303,14 @@ def _fold_operands(arrays, dims, size: int, spec: Specification, names, mapped=(
     return folded, dataclasses.replace(spec, repeats=tuple(repeats[name] for name in Operands._fields)), batch
 
 
-def _unfold(x, size: int):
+def _unfold(x: Any, size: int) -> Any:
     return x.reshape(size, x.shape[0] // size, *x.shape[1:])
 
 
-def _batched(rule, shapes):
+def _batched(rule: Any, shapes: Any) -> Callable[..., Any]:
     """A primitive's batching rule from a `rule` for axes that are not empty and the `shapes` of its results."""
 
-    def batch(arrays, dims, **params):
+    def batch(arrays: Any, dims: Any, **params: Any) -> tuple[tuple[Array, ...], tuple[int, ...]]:
         size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
         if size > 0:
             return rule(arrays, dims, size, **params)
@@ -286,25 +321,36 @@ def _batched(rule, shapes):
     return batch
 
 
-def _attention_batching(arrays, dims, size: int, *, spec, names, implementation):
+def _attention_batching(
+    arrays: Any, dims: Any, size: int, *, spec: Specification, names: tuple[str, ...], implementation: str | None
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     operands, spec, _ = _fold_operands(arrays, dims, size, spec, names)
     results = attention_p.bind(*operands, spec=spec, names=names, implementation=implementation)
     return tuple(_unfold(x, size) for x in results), (0,) * len(results)
 
 
-def _fold_results(arrays, dims, size: int, batch: int):
+def _fold_results(arrays: Any, dims: Any, size: int, batch: int) -> list[Array]:
     """Folds arrays that have one row for each batch row."""
     return [_mapped(x, d, size).reshape(size * batch, *_mapped(x, d, size).shape[2:]) for x, d in zip(arrays, dims)]
 
 
-def _fold_like(name: str, x, dim, size: int, batch: int, spec: Specification):
+def _fold_like(name: str, x: Any, dim: Any, size: int, batch: int, spec: Specification) -> Array:
     """Folds an array like the operand, or else the result, of this name."""
     if name in BACKWARD_NAMES:
         return _fold_results([x], [dim], size, batch)[0]
     return _fold(_mapped(x, dim, size), size, batch, spec.repeats[Operands._fields.index(name)])[0]
 
 
-def _transpose_batching(arrays, dims, size: int, *, spec, names, wanted, implementation):
+def _transpose_batching(
+    arrays: Any,
+    dims: Any,
+    size: int,
+    *,
+    spec: Specification,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    implementation: str | None,
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     n = len(names)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
     extra = _fold_results(arrays[n:], dims[n:], size, batch)
@@ -313,7 +359,15 @@ def _transpose_batching(arrays, dims, size: int, *, spec, names, wanted, impleme
     return _unfold_cotangents(results, arrays, dims, size, spec, names, wanted)
 
 
-def _unfold_cotangents(results, arrays, dims, size: int, spec: Specification, names, wanted):
+def _unfold_cotangents(
+    results: Any,
+    arrays: Any,
+    dims: Any,
+    size: int,
+    spec: Specification,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Cotangents of folded operands as those of the operands."""
     out = []
     for name, x in zip(wanted, results):
@@ -326,7 +380,16 @@ def _unfold_cotangents(results, arrays, dims, size: int, spec: Specification, na
     return tuple(out), (0,) * len(out)
 
 
-def _tangent_batching(arrays, dims, size: int, *, spec, names, wanted, implementation):
+def _tangent_batching(
+    arrays: Any,
+    dims: Any,
+    size: int,
+    *,
+    spec: Specification,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    implementation: str | None,
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     n, known = len(names), len(names) + len(RESIDUAL_NAMES)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
     results = _fold_results(arrays[n:known], dims[n:known], size, batch)
@@ -336,7 +399,17 @@ def _tangent_batching(arrays, dims, size: int, *, spec, names, wanted, implement
     return tuple(_unfold(x, size) for x in results), (0,) * len(results)
 
 
-def _transpose_tangent_batching(arrays, dims, size: int, *, spec, names, wanted, moving, implementation):
+def _transpose_tangent_batching(
+    arrays: Any,
+    dims: Any,
+    size: int,
+    *,
+    spec: Specification,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    moving: tuple[str, ...],
+    implementation: str | None,
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     # the same fold of the known arrays, and of the tangents as of what they belong to
     n, known = len(names), len(names) + len(BACKWARD_NAMES)
     mapped = {*wanted, *moving}
@@ -353,7 +426,9 @@ def _transpose_tangent_batching(arrays, dims, size: int, *, spec, names, wanted,
 _ORIGINALS = {f"{name}_original": name for name in ("key", "value")}
 
 
-def _attention_jvp(primals, tangents, *, spec, names, implementation):
+def _attention_jvp(
+    primals: Any, tangents: Any, *, spec: Specification, names: tuple[str, ...], implementation: str | None
+) -> tuple[tuple[Any, ...], tuple[Any, Any, Any]]:
     static = {"spec": spec, "names": names, "implementation": implementation}
     results = attention_p.bind(*primals, **static)
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, RESIDUAL_NAMES))
@@ -368,7 +443,9 @@ def _attention_jvp(primals, tangents, *, spec, names, implementation):
     return results, (t_out, t_lse, ad.Zero(t_lse.aval))
 
 
-def _tangent_transpose(cotangents, *arrays, names, wanted, **static):
+def _tangent_transpose(
+    cotangents: Any, *arrays: Array, names: tuple[str, ...], wanted: tuple[str, ...], **static: Any
+) -> list[None]:
     n = len(names) + len(RESIDUAL_NAMES)
     known, tangents = arrays[:n], arrays[n:]
     linear = tuple(name for name, t in zip(wanted, tangents) if ad.is_undefined_primal(t))
@@ -378,7 +455,7 @@ def _tangent_transpose(cotangents, *arrays, names, wanted, **static):
     return [None] * n + [found.get(name) for name in wanted]
 
 
-def _transpose_jvp(primals, tangents, *, names, **static):
+def _transpose_jvp(primals: Any, tangents: Any, *, names: tuple[str, ...], **static: Any) -> tuple[Any, Any]:
     results = transpose_p.bind(*primals, names=names, **static)
     known = (*names, *BACKWARD_NAMES)
     moving = [(name, t) for name, t in zip(known, tangents) if type(t) is not ad.Zero]
@@ -387,12 +464,14 @@ def _transpose_jvp(primals, tangents, *, names, **static):
     return results, transpose_tangent_p.bind(*primals, *changes, names=names, moving=moved, **static)
 
 
-def _transpose_tangent_transpose(cotangents, *arrays, names, moving, **static):
+def _transpose_tangent_transpose(
+    cotangents: Any, *arrays: Array, names: tuple[str, ...], moving: tuple[str, ...], **static: Any
+) -> list[None]:
     n = len(names) + len(BACKWARD_NAMES)
     known, tangents = arrays[:n], arrays[n:]
     linear = [i for i, t in enumerate(tangents) if ad.is_undefined_primal(t)]
 
-    def fun(*varying):
+    def fun(*varying: Any) -> Any:
         now = {**dict(enumerate(tangents)), **dict(zip(linear, varying))}
         return _differentiable_transpose_tangent(*known, *now.values(), names=names, moving=moving, **static)
 
@@ -403,10 +482,10 @@ def _transpose_tangent_transpose(cotangents, *arrays, names, moving, **static):
     return [None] * n + [found.get(i) for i in range(len(tangents))]
 
 
-def _jvp_by_jax(fun):
+def _jvp_by_jax(fun: Callable[..., Any]) -> Callable[..., Any]:
     """The derivative rule of a primitive that only derivatives meet: `fun` is plain JAX, so JAX differentiates it."""
 
-    def rule(primals, tangents, **params):
+    def rule(primals: Any, tangents: Any, **params: Any) -> tuple[Any, ...]:
         tangents = [ad.instantiate_zeros(t) for t in tangents]
         return jax.jvp(functools.partial(fun, **params), tuple(primals), tuple(tangents))
 
@@ -416,7 +495,7 @@ def _jvp_by_jax(fun):
 # --- registration
 
 
-def _shares_devices(ctx) -> bool:
+def _shares_devices(ctx: Any) -> bool:
     """Whether a program for several devices is being lowered whose sharding is left to the compiler."""
     module = ctx.module_context
     mesh = getattr(module.axis_context, "abstract_mesh", None)
@@ -424,15 +503,15 @@ def _shares_devices(ctx) -> bool:
     return mesh is not None and mesh.size > 1 and not module.lowering_parameters.for_export
 
 
-def _by_shares(fun):
+def _by_shares(fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun` of a primitive, each device computing its share."""
 
-    def run(*arrays, **params):
+    def run(*arrays: Array, **params: Any) -> Any:
         names, results = params["names"], BACKWARD_NAMES[:3]
         if "wanted" in params:
             names, results = (*names, *BACKWARD_NAMES), params["wanted"]
 
-        def pair(spec, operands, rows=(), wanted=None):
+        def pair(spec: Specification, operands: Operands, rows: Any = (), wanted: tuple[str, ...] | None = None) -> Any:
             own, names = pack(operands)
             changed = {"spec": spec, "names": names} | ({} if wanted is None else {"wanted": wanted})
             return fun(*own, *rows, **{**params, **changed})
@@ -442,21 +521,21 @@ def _by_shares(fun):
     return run
 
 
-def _named(fun, name: str):
-    def run(*args, **params):
+def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(*args: Any, **params: Any) -> Any:
         return fun(*args, **params)
 
     run.__name__ = run.__qualname__ = name
     return run
 
 
-def _lowering(fun, static, name: str, shares: bool = True):
+def _lowering(fun: Callable[..., Any], static: Any, name: str, shares: bool = True) -> Callable[..., Any]:
     # jitted, so that a model's many equal layers are traced and lowered once; profilers show the name
     fun = jax.jit(_named(fun, name), static_argnames=static)
     lower = mlir.lower_fun(fun, multiple_results=True)
     lower_shares = mlir.lower_fun(_by_shares(fun), multiple_results=True)
 
-    def rule(ctx, *args, **params):
+    def rule(ctx: Any, *args: Any, **params: Any) -> Any:
         # loops inside start from constants, which shard_map's types would tell from data that varies by device
         avals = [ShapedArray(a.shape, a.dtype) if versions.varying(a) else a for a in ctx.avals_in]
         chosen = lower_shares if shares and _shares_devices(ctx) else lower
@@ -465,7 +544,7 @@ def _lowering(fun, static, name: str, shares: bool = True):
     return rule
 
 
-def _need_devices(primitive) -> None:
+def _need_devices(primitive: Any) -> None:
     """Tells JAX that lowering looks at the devices, which JAX otherwise withholds."""
     try:
         from jax._src import dispatch
@@ -475,7 +554,7 @@ def _need_devices(primitive) -> None:
         pass
 
 
-def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
+def _primitive(name: str, fun: Callable[..., Any], shapes: Any, batch: Any, static: Any, on_metal: Any = None) -> Any:
     """A primitive that runs `fun` on every platform, and `on_metal` on `cpu` where Metal can be used.
 
     Args:
@@ -485,8 +564,9 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
     primitive.multiple_results = True
     compiled = jax.jit(primitive.bind, static_argnames=static)
 
-    def run(*arrays, **params):
-        if not jax.config.jax_disable_jit:
+    def run(*arrays: Array, **params: Any) -> Any:
+        config: Any = jax.config
+        if not config.jax_disable_jit:
             return compiled(*arrays, **params)
         return (on_metal if on_metal and params["implementation"] == "metal" else fun)(*arrays, **params)
 
@@ -495,16 +575,16 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
     batching.primitive_batchers[primitive] = _batched(batch, shapes)
     lowered = _lowering(fun, static, f"{name}_blockwise", shares=on_metal is not None)
 
-    def tell(ctx, params, implementation: str, reason: str = ""):
+    def tell(ctx: Any, params: Any, implementation: str, reason: str = "") -> None:
         spec, operands = params["spec"], unpack(ctx.avals_in[: len(params["names"])], params["names"])
         make = lambda: (_choice(name, spec, operands, params.get("wanted"), implementation, reason), (spec, operands))
         recording.choose(make)
 
-    def portable(ctx, *args, why_not_metal: str, **params):
+    def portable(ctx: Any, *args: Any, why_not_metal: str, **params: Any) -> Any:
         tell(ctx, params, "blockwise", why_not_metal)
         return lowered(ctx, *args, **params)
 
-    def elsewhere(ctx, *args, **params):
+    def elsewhere(ctx: Any, *args: Any, **params: Any) -> Any:
         if params["implementation"] == "metal":
             raise NotImplementedError(
                 "implementation='metal' runs on JAX's platform cpu of an Apple silicon host, and is being compiled for "
@@ -519,7 +599,7 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
     _need_devices(primitive)
     native = _lowering(on_metal, static, f"{name}_metal")
 
-    def on_cpu(ctx, *args, **params):
+    def on_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
         named = params["implementation"] == "metal"
         why_not = "" if named else _why_not_metal(ctx, params)
         if why_not:
@@ -539,11 +619,11 @@ def _primitive(name: str, fun, shapes, batch, static, on_metal=None):
     return primitive
 
 
-def _platforms(ctx) -> str:
+def _platforms(ctx: Any) -> str:
     return ", ".join(getattr(ctx, "platforms", None) or ctx.module_context.platforms)
 
 
-def _why_not_metal(ctx, params) -> str:
+def _why_not_metal(ctx: Any, params: Any) -> str:
     """Why an attention that did not name Metal runs elsewhere; empty where Metal takes it."""
     if params["implementation"] is not None:
         return "by name"
@@ -565,7 +645,9 @@ _CALLS = {
 }
 
 
-def _choice(name: str, spec: Specification, operands: Operands, wanted, implementation: str, reason: str):
+def _choice(
+    name: str, spec: Specification, operands: Operands, wanted: tuple[str, ...], implementation: str, reason: str
+) -> recording.Choice:
     """What is told of an attention in a program; its operands are abstract."""
     call = _CALLS[name]
     if implementation == "metal":
@@ -604,7 +686,7 @@ ad.primitive_jvps[transpose_tangent_p] = _jvp_by_jax(_differentiable_transpose_t
 ad.primitive_transposes[transpose_tangent_p] = _transpose_tangent_transpose
 
 
-def _vary_alike(arrays):
+def _vary_alike(arrays: Any) -> Any:
     """Under `shard_map`, marks every array as varying along each mesh axis that any of them varies along."""
     return meshes.vary(arrays, meshes.varying_of(arrays))
 
@@ -612,7 +694,7 @@ def _vary_alike(arrays):
 versions.register_with_shard_map(attention_p, transpose_p, tangent_p, transpose_tangent_p, name_p)
 
 
-def attention(spec: Specification, operands: Operands, implementation: str | None = None):
+def attention(spec: Specification, operands: Operands, implementation: str | None = None) -> Any:
     """Attention, and maximum and sum of each row (see `blockwise.forward`): [B, T, N, V], and [B, T, N] twice.
 
     `implementation` is "metal", "blockwise", or None for the best of the two at the place where it is compiled.
@@ -622,8 +704,8 @@ def attention(spec: Specification, operands: Operands, implementation: str | Non
 
 
 def attention_transpose(
-    spec: Specification, operands: Operands, rows, wanted: tuple[str, ...], implementation: str | None = None
-):
+    spec: Specification, operands: Operands, rows: Any, wanted: tuple[str, ...], implementation: str | None = None
+) -> Any:
     """Cotangents of the wanted operands (see `blockwise.backward`).
 
     `rows` are out, row_max, row_sum, d_out and d_lse. Where rows see more columns than the operands hold, they are
@@ -635,8 +717,13 @@ def attention_transpose(
 
 
 def attention_tangent(
-    spec: Specification, operands: Operands, results, wanted: tuple[str, ...], tangents, implementation=None
-):
+    spec: Specification,
+    operands: Operands,
+    results: Any,
+    wanted: tuple[str, ...],
+    tangents: Any,
+    implementation: str | None = None,
+) -> Any:
     """What output and log-sum-exp change by (see `blockwise.tangent`).
 
     `results` are out, row_max and row_sum. Where rows see more columns than the operands hold, they are those of all

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
@@ -94,7 +94,7 @@ def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
 
 
 @functools.partial(jax.jit, static_argnames="scheme")
-def _stored(x, scheme: Scheme) -> dict[str, Any]:
+def _stored(x: Array, scheme: Scheme) -> dict[str, Any]:
     """The parts of `QuantizedArray`."""
     dtype, (s, _, h) = x.dtype, x.shape[-3:]
     values = lax.stop_gradient(x).astype(np.promote_types(dtype, np.float32))
@@ -111,11 +111,11 @@ def _stored(x, scheme: Scheme) -> dict[str, Any]:
     return {"data": data, "scales": scales, **parts}
 
 
-def _spread_blocks(x, scheme: Scheme, s: int, h: int):
+def _spread_blocks(x: Array, scheme: Scheme, s: int, h: int) -> Array:
     return spread(spread(x, scheme.tokens, s, -3), scheme.channels, h, -1)
 
 
-def _padded(x, per: int, axis: int):
+def _padded(x: Array, per: int, axis: int) -> Array:
     """`x` with its last entry repeated, up to a multiple of `per`."""
     missing = -x.shape[axis] % per
     if not missing:
@@ -124,7 +124,7 @@ def _padded(x, per: int, axis: int):
     return jnp.concatenate([x, jnp.repeat(last, missing, axis=axis)], axis=axis)
 
 
-def _over_blocks(x, scheme: Scheme, reduce):
+def _over_blocks(x: Array, scheme: Scheme, reduce: Any) -> Array:
     """`reduce` of each block: `[..., S / tokens, K, H / channels]`, or `[..., 1, 1, 1]` of everything."""
     s, k, h = x.shape[-3:]
     tokens, channels = min(scheme.tokens or s, max(s, 1)) or 1, min(scheme.channels or h, h)
@@ -135,7 +135,7 @@ def _over_blocks(x, scheme: Scheme, reduce):
     return reduce(x, axis=(-4, -1))
 
 
-def _mean_of_tokens(x, per: int):
+def _mean_of_tokens(x: Array, per: int) -> Array:
     """The mean of each run of `per` tokens, of which the last may be shorter: `[..., S / per, K, H]`."""
     s = x.shape[-3]
     per = min(per, max(s, 1))
@@ -147,7 +147,7 @@ def _mean_of_tokens(x, per: int):
     return sums / sizes.astype(x.dtype).reshape(-1, 1, 1)
 
 
-def _scales(scheme: Scheme, low, high, dtype):
+def _scales(scheme: Scheme, low: Any, high: Any, dtype: Any) -> tuple[Array, Array | None]:
     """Scales and zeros (None where symmetric) of blocks that reach from `low` to `high`."""
     wide, info = low.dtype, jnp.finfo(dtype)
     flat = low == high
@@ -171,7 +171,7 @@ def _scales(scheme: Scheme, low, high, dtype):
     return _rounded(scales, dtype, up=True), zeros
 
 
-def _rounded(x, dtype, up: bool):
+def _rounded(x: Array, dtype: Any, up: bool) -> Array:
     """`x` in a dtype, rounded up or down."""
     y = x.astype(dtype)
     if y.dtype.itemsize > 2:
@@ -183,7 +183,7 @@ def _rounded(x, dtype, up: bool):
     return lax.bitcast_convert_type(jnp.where(wrong, beyond, bits), dtype)
 
 
-def _encoded(scheme: Scheme, x):
+def _encoded(scheme: Scheme, x: Array) -> Array:
     """Numbers in units of their block's scale, as they are stored."""
     most = SYMMETRIC_LEVELS[scheme.kind] if scheme.symmetric or scheme.kind == "fp8" else LEVELS[scheme.kind]
     least = 0 if not scheme.symmetric and scheme.kind != "fp8" else -most

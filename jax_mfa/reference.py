@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jax_mfa.philox import keep_mask
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand
@@ -44,19 +45,19 @@ def plain(spec: Specification, operands: Operands) -> tuple[Specification, Opera
     if spec.page_size is not None:  # what is read has the rows of the tables
         repeats = repeats._replace(key=repeats.block_tables, value=repeats.block_tables)
     views = stored(spec, operands)
-    parts: dict = {x: None for x in Operands._fields if is_part(x)}
+    parts: dict[str, Any] = {x: None for x in Operands._fields if is_part(x)}
     both = {x: _all_of(getattr(views, x), getattr(operands, f"{x}_original")) for x in ("key", "value")}
     spec = dataclasses.replace(spec, key_storage=None, value_storage=None, page_size=None, repeats=tuple(repeats))
     return spec, operands._replace(**parts, **both, block_tables=None)
 
 
-def _all_of(x, original):
+def _all_of(x: Any, original: Any) -> Array:
     """`[rows, S, K, H]` of an array or of `Stored`: as wide as sums are, where it was quantised."""
     if not isinstance(x, Stored):
         return x
     token = np.arange(x.shape[1])
 
-    def along(part, a):  # a row of it for each token, or one for all
+    def along(part: Any, a: Array) -> Array:  # a row of it for each token, or one for all
         per = x.tokens_of(part)
         if x.page_size is None:
             return a if a.shape[1] == 1 else a[:, token // per]
@@ -67,7 +68,7 @@ def _all_of(x, original):
     return values if original is None else straight_through(values, original.astype(dtype))
 
 
-def visible(spec: Specification, operands: Operands):
+def visible(spec: Specification, operands: Operands) -> Array:
     """Which columns each row may see: bool [B|1, N|1, T, S]."""
     o = operands
     t = jnp.arange(o.query.shape[1], dtype=jnp.int32).reshape(1, 1, -1, 1)
@@ -101,30 +102,31 @@ def visible(spec: Specification, operands: Operands):
     return see
 
 
-def _product(see, a, b, axis: int):
+def _product(see: Array | None, a: Array, b: Array, axis: int) -> Array:
     """Σ a · b along `axis` over what is visible, from `a` and `b` that broadcast to [B, N, T, S, H|V].
 
     0 · NaN is NaN: where something is hidden (`see` is not None), products of matrices run over the finite numbers
     alone, and terms with others are added one by one.
     """
 
-    def of_matrices(a, b):
+    def of_matrices(a: Array, b: Array) -> Array:
         return jnp.einsum("bntxh,bnysh->bnts" if axis == 4 else "bntsx,bnysv->bntv", a, b)
 
+    if see is None:
+        return of_matrices(a, b)
+
     @jax.checkpoint
-    def of_others(a, b):
+    def of_others(a: Array, b: Array) -> Array:
         meet = see[..., None] & ~(jnp.isfinite(a) & jnp.isfinite(b))
         a, b = (jnp.where(meet, x, jnp.zeros_like(x)) for x in (a, b))
         return (a * b).sum(axis)
 
-    if see is None:
-        return of_matrices(a, b)
     finite = [jnp.isfinite(x) for x in (a, b)]
     sums = of_matrices(*(jnp.where(ok, x, jnp.zeros_like(x)) for ok, x in zip(finite, (a, b))))
     return sums + lax.cond(finite[0].all() & finite[1].all(), lambda a, b: jnp.zeros_like(sums), of_others, a, b)
 
 
-def attention(spec: Specification, operands: Operands):
+def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
     """Attention and its log-sum-exp.
 
     Returns:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
+from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -75,7 +75,7 @@ class _Problem:
         return name in _TOKEN_AXIS and (self.shapes[name][_TOKEN_AXIS[name]] > 1 or name in _OF_COLUMNS)
 
     def batch_splits(self, parts: int) -> bool:
-        def fits(name):
+        def fits(name: str) -> bool:
             rows, share = self.shapes[name][0], self.batch // parts
             return rows % parts == 0 if self.has_rows(name) else rows == 1 or share % self.span(name) == 0
 
@@ -107,7 +107,7 @@ class _Problem:
             _say_that_it_gathers(self.shapes["query"][1], self.shapes["key"][1], self.spec.mask_block)
         return _Division(self, mesh, axes(0, self.batch_splits), axes(2, self.heads_split), length)
 
-    def rule(self, names, results) -> tuple[str, dict[str, int]]:
+    def rule(self, names: tuple[str, ...], results: Any) -> tuple[str, dict[str, int]]:
         """What Shardy needs to know: batch rows and heads of operands and results are the same ones."""
         n, k = self.shapes["query"][2], self.shapes["key"][2]
         own = (f"x{i}" for i in itertools.count())
@@ -117,7 +117,7 @@ class _Problem:
         parts = math.gcd(t, s) if self.length_splits(math.gcd(t, s)) else 1
         tokens = {True: (s // parts, "s"), False: (t // parts, "t")}
 
-        def factors(name):
+        def factors(name: str) -> str:
             found = [next(own) for _ in self.shapes[name]]
             if self.has_rows(name) and self.shapes[name][0] == self.batch:
                 found[0] = "b"
@@ -146,7 +146,7 @@ class _Division:
     length: tuple[str, ...]
 
     def sharding(self, name: str) -> NamedSharding:
-        entries: list = [None] * len(self.problem.shapes[name])
+        entries: list[Any] = [None] * len(self.problem.shapes[name])
         if self.batch and self.problem.has_rows(name):
             entries[0] = self.batch
         if self.heads and self.problem.has_heads(name):
@@ -155,7 +155,7 @@ class _Division:
             entries[_TOKEN_AXIS[name]] = self.length
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
-    def numbered(self, names, arrays):
+    def numbered(self, names: tuple[str, ...], arrays: Any) -> tuple[Any, ...]:
         """A device's arrays, with the number of its first head among all where random bits depend on it."""
         if not self.heads or "dropout" not in names:
             return arrays
@@ -170,12 +170,12 @@ class _Division:
         length = () if self.problem.has_tokens(name) else self.length
         return (*rows, *(() if self.problem.has_heads(name) else self.heads), *length)
 
-    def over_ring(self, fun: Callable, names, results) -> Callable:
+    def over_ring(self, fun: Callable[..., Any], names: tuple[str, ...], results: Any) -> Callable[..., Any]:
         """`fun` of a device's arrays, with the keys of the other devices along the length."""
         devices = math.prod(self.mesh.shape[x] for x in self.length)
         ring = Ring(self.problem.spec, self.length, devices)
 
-        def run(*arrays):
+        def run(*arrays: Array) -> tuple[Any, ...]:
             known = dict(zip(names, arrays))
             operands = Operands(**{name: x for name, x in known.items() if name in Operands._fields})
             if "d_out" not in known:
@@ -198,8 +198,12 @@ def _say_that_it_gathers(t: int, s: int, mask_block: tuple[int, int] | None) -> 
 
 
 def partitioned(
-    fun: Callable, pair: Callable, spec: Specification, names: tuple[str, ...], results: tuple[str, ...]
-) -> Callable:
+    fun: Callable[..., Any],
+    pair: Callable[..., Any],
+    spec: Specification,
+    names: tuple[str, ...],
+    results: tuple[str, ...],
+) -> Callable[..., Any]:
     """`fun`, computed by each device for its own batch rows and heads, and rows of a query that is split along them.
 
     Args:
@@ -209,17 +213,17 @@ def partitioned(
       results: the same of each result; one named like an operand is its gradient.
     """
 
-    def problem(arrays, found) -> _Problem:
+    def problem(arrays: Any, found: Any) -> _Problem:
         shapes = [tuple(x.shape) for x in (*arrays, *found)]
         return _Problem(dict(zip((*names, *results), shapes)), spec)
 
-    def divide(mesh, arrays, found) -> _Division:
+    def divide(mesh: Any, arrays: Any, found: Any) -> _Division:
         return problem(arrays, found).divide(mesh, arrays[names.index("query")].sharding)
 
-    def partition(mesh, arrays, found):
+    def partition(mesh: Any, arrays: Any, found: Any) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]:
         division = divide(mesh, arrays, found)
 
-        def own_share(*arrays):
+        def own_share(*arrays: Array) -> tuple[Any, ...]:
             with versions.no_mesh():
                 run = division.over_ring(pair, names, results) if division.length else fun
                 parts = zip(results, run(*division.numbered(names, arrays)))
@@ -228,11 +232,11 @@ def partitioned(
         shardings = lambda names: tuple(division.sharding(name) for name in names)
         return mesh, own_share, shardings(results), shardings(names)
 
-    def infer(mesh, arrays, found):
+    def infer(mesh: Any, arrays: Any, found: Any) -> tuple[Any, ...]:
         division = divide(mesh, arrays, found)
         return tuple(division.sharding(name) for name in results)
 
-    def rule(mesh, arrays, found):
+    def rule(mesh: Any, arrays: Any, found: Any) -> tuple[str, dict[str, int]]:
         return problem(arrays, found).rule(names, results)
 
     whole = custom_partitioning(fun)
@@ -241,7 +245,7 @@ def partitioned(
     return whole
 
 
-def automatically(run: Callable, arguments: dict, with_lse: bool):
+def automatically(run: Callable[..., Any], arguments: dict[str, Any], with_lse: bool) -> Any:
     """`run(arguments)`, and where sharding is explicit, with sharding left to the compiler inside.
 
     The output is then sharded like the query but for its last axis, and replicated where the query has no sharding;
@@ -259,7 +263,7 @@ def automatically(run: Callable, arguments: dict, with_lse: bool):
     return inside(placed)
 
 
-def _is_explicit(mesh) -> bool:
+def _is_explicit(mesh: Any) -> bool:
     return any("Explicit" in str(kind) for kind in getattr(mesh, "axis_types", None) or ())
 
 
@@ -268,7 +272,7 @@ def _mesh_is_explicit() -> bool:
     return versions.HAS_EXPLICIT_SHARDING and _is_explicit(jax.sharding.get_abstract_mesh())
 
 
-def _explicit_spec(x) -> PartitionSpec | None:
+def _explicit_spec(x: Any) -> PartitionSpec | None:
     if not isinstance(x, jax.Array) or not versions.HAS_EXPLICIT_SHARDING:
         return None
     sharding: Any = getattr(jax.typeof(x), "sharding", None)

@@ -136,12 +136,12 @@ class Specification:
         return operands.bias is not None and self.logits_soft_cap is None
 
 
-def accumulation_dtype(dtype) -> Any:
+def accumulation_dtype(dtype: Any) -> Any:
     """float64 for float64 inputs, float32 for everything else."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
-def counted_from(dropout, **places):
+def counted_from(dropout: Any, **places: Any) -> Any:
     """The operand `dropout` of a part of a problem, whose batch rows, heads, rows or columns begin at these places."""
     for name, place in places.items():
         word = 2 + ("batch", "head", "row", "column").index(name)
@@ -149,19 +149,19 @@ def counted_from(dropout, **places):
     return dropout
 
 
-def row_index(b, repeat: int, rows: int):
+def row_index(b: Any, repeat: int, rows: int) -> Any:
     """The operand row that batch row `b` reads."""
     return (b // repeat) % rows
 
 
-def expand_rows(x, repeat: int, batch: int):
+def expand_rows(x: Any, repeat: int, batch: int) -> Any:
     """`x` with one row for each batch row; an operand with a single row keeps it."""
     if x is None or (x.shape[0] in (1, batch) and repeat == 1):
         return x
     return x[row_index(np.arange(batch), repeat, x.shape[0])]
 
 
-def reduce_rows(x, repeat: int, rows: int):
+def reduce_rows(x: Any, repeat: int, rows: int) -> Any:
     """The transpose of reading `rows` rows from a batch: sums `x` over the batch rows that share an operand row."""
     if x.shape[0] == rows and repeat == 1:
         return x

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,9 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa import checks
+
+if TYPE_CHECKING:
+    from jax_mfa.specification import Operands, Specification
 
 KINDS = ("int8", "int4", "fp8")
 # the largest |d| of a symmetric scheme, and the largest d of an asymmetric one, which begins at 0
@@ -57,7 +61,7 @@ class Scheme:
     channels: int | None = 64
     center: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {self.kind!r}")
         checks.boolean("symmetric", self.symmetric)
@@ -161,7 +165,7 @@ class QuantizedArray:
         if not start <= stop <= length:
             raise ValueError(f"start and stop must be a range within the {length} tokens, got {start} and {stop}")
 
-        def cut(name, x):
+        def cut(name: str, x: Any) -> Any:
             per = self.scheme.tokens_of(name)
             if per is None or (x.shape[-3] == 1 and start < per):
                 return x[..., :1, :, :] if stop > start else x[..., :0, :, :]
@@ -174,22 +178,22 @@ class QuantizedArray:
         return dataclasses.replace(self, **found, original=original)
 
 
-def as_bits(x):
+def as_bits(x: Any) -> Any:
     """bfloat16 as its bits, uint16; anything else as it is."""
     return lax.bitcast_convert_type(x, np.uint16) if x.dtype == jnp.bfloat16 else x
 
 
-def from_bits(x):
+def from_bits(x: Any) -> Any:
     """bfloat16 where there are its bits."""
     return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == np.uint16 else x
 
 
-def dtype_of(x):
+def dtype_of(x: Any) -> Any:
     """The dtype of an array, or of the bfloat16 whose bits it holds."""
     return np.dtype(jnp.bfloat16) if x.dtype == np.uint16 else x.dtype
 
 
-def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype) -> Array:
+def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype: Any) -> Array:
     """The numbers `[..., size]` that `parts` stand for, in which tokens stand alike or broadcast."""
     parts = {name: from_bits(x) for name, x in parts.items()}
     data = parts["data"]
@@ -208,16 +212,16 @@ def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype) -> Array:
 
 
 @jax.custom_jvp
-def straight_through(x, original):
+def straight_through(x: Any, original: Any) -> Any:
     return x
 
 
 @straight_through.defjvp
-def straight_through_jvp(primals, tangents):
+def straight_through_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return primals[0], tangents[1]
 
 
-def spread(x, per: int | None, length: int, axis: int):
+def spread(x: Any, per: int | None, length: int, axis: int) -> Any:
     """`x` with each entry along `axis` repeated `per` times, up to `length`; a single entry broadcasts and is kept."""
     if per == 1 or x.shape[axis] == 1 or per is None:
         return x
@@ -247,7 +251,7 @@ class PagedArray(NamedTuple):
         return len(self.shape)
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         return dtype_of(self.pages)
 
 
@@ -263,7 +267,7 @@ class Storage:
     size: int
 
 
-def as_operands(name: str, x, batch: int) -> dict[str, Any]:
+def as_operands(name: str, x: Any, batch: int) -> dict[str, Any]:
     """`x`, the plain, quantised or paged "key" or "value" of a batch, as fields of `Operands`."""
     if isinstance(x, PagedArray):
         # not another shape: of an array whose last axis is of size 1 XLA may make a copy for it
@@ -277,18 +281,18 @@ def as_operands(name: str, x, batch: int) -> dict[str, Any]:
     return {field: a.reshape(batch, *a.shape[-3:]) for field, a in parts.items()}
 
 
-def pool_fields(names) -> tuple[str, ...]:
+def pool_fields(names: Collection[str]) -> tuple[str, ...]:
     """Those of the operands of these names that are pages of a pool, and have no rows of their own."""
     return tuple(x for x in names if x in ("key", "value") or is_part(x)) if "block_tables" in names else ()
 
 
-def storage_of(x) -> Storage | None:
+def storage_of(x: Any) -> Storage | None:
     """The static facts of a key or value; None where it is not quantised."""
     x = x.pages if isinstance(x, PagedArray) else x
     return Storage(x.scheme, x.size) if isinstance(x, QuantizedArray) else None
 
 
-def page_size_of(x) -> int | None:
+def page_size_of(x: Any) -> int | None:
     return x.pages.shape[1] if isinstance(x, PagedArray) else None
 
 
@@ -330,17 +334,17 @@ class Stored:
         tokens = 1 if self.storage is None else self.storage.scheme.tokens_of(part)
         return max(min(tokens or most, most), 1)
 
-    def decoded(self, parts: dict[str, Any], dtype):
+    def decoded(self, parts: dict[str, Any], dtype: Any) -> Any:
         """The numbers that parts of like tokens stand for."""
         if self.storage is None:
             return from_bits(parts["data"]).astype(dtype)
         return decoded(self.storage.scheme, self.storage.size, parts, dtype)
 
 
-def stored(spec, operands, kind=None):
+def stored(spec: Specification, operands: Operands, kind: Any = None) -> Operands:
     """The operands, with a `Stored` (or that `kind` of it) in place of a key or value that is not a plain array."""
 
-    def of(name, storage):
+    def of(name: str, storage: Any) -> Any:
         if storage is None and spec.page_size is None:
             return getattr(operands, name)
         parts = {part: getattr(operands, field_of(name, part)) for part in PARTS}

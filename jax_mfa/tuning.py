@@ -96,8 +96,10 @@ def _filled(spec: Specification, operands: Operands) -> Operands:
     return Operands(**{name: None if x is None else array(name, x) for name, x in operands._asdict().items()})
 
 
-def _programs(module: Any, spec: Specification, operands: Operands, wanted: tuple[str, ...] | None):
-    """A new function of arrays, and the arrays: the forward pass, or gradients of the operands in `wanted`."""
+def _programs(
+    module: Any, spec: Specification, operands: Operands, wanted: tuple[str, ...] | None
+) -> tuple[Callable[[], Callable[..., Any]], list[Any]]:
+    """What makes a new function of arrays, and these: the forward pass, or gradients of the operands in `wanted`."""
     known = [name for name, x in operands._asdict().items() if x is not None]
     arrays = [getattr(operands, name) for name in known]
     if wanted is None:
@@ -105,7 +107,7 @@ def _programs(module: Any, spec: Specification, operands: Operands, wanted: tupl
     rows = jax.jit(lambda *x: module.forward(spec, Operands(**dict(zip(known, x)))))(*arrays)
     cotangents = (rows[0], jnp.zeros(rows[1].shape, rows[1].dtype))
 
-    def make():
+    def make() -> Callable[..., Any]:
         n = len(known)
         return lambda *x: module.backward(spec, Operands(**dict(zip(known, x[:n]))), *x[n:], wanted)
 
@@ -123,8 +125,14 @@ def _same(got: Any, expected: Any, terms: int) -> bool:
 
 
 def _tuned(
-    plan: str, problem: str, make: Callable, arrays: list, tiles: list[tuple[int, ...]], terms: int, rounds: int
-):
+    plan: str,
+    problem: str,
+    make: Callable[..., Any],
+    arrays: list[Any],
+    tiles: list[tuple[int, ...]],
+    terms: int,
+    rounds: int,
+) -> Tuned:
     """`tiles`: the usual ones first."""
     usual, wrong = tiles[0], 0
     programs: dict[tuple[int, ...], Callable[[], Any]] = {}
@@ -159,7 +167,7 @@ def _tuned(
     return Tuned(plan, problem, usual, best, seconds, gain, len(tiles) - 1, wrong)
 
 
-def _plans(spec: Specification, operands: Operands, of_pass: str):
+def _plans(spec: Specification, operands: Operands, of_pass: str) -> Iterator[tuple[Any, ...]]:
     """Of each plan: its name, the module that runs it, the gradients that it makes, and its tiles, the usual first."""
     backward = of_pass == "backward"
     usual = blockwise.tiling_of(spec, operands, backward)
@@ -171,7 +179,7 @@ def _plans(spec: Specification, operands: Operands, of_pass: str):
             yield f"metal {part}", metal, gradients, metal.candidates(spec, operands, part)
 
 
-def _of_problem(spec: Specification, operands: Operands, passes, tries: int, rounds: int) -> Iterator[Tuned]:
+def _of_problem(spec: Specification, operands: Operands, passes: Any, tries: int, rounds: int) -> Iterator[Tuned]:
     arrays = _filled(spec, operands)
     terms = max(operands.key.shape[1], operands.query.shape[1] * operands.query.shape[2]) + operands.query.shape[3]
     for of_pass in passes:
@@ -257,7 +265,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _named(options: argparse.Namespace) -> list[Problem]:
-    def arguments(B, T, S, N, K, H, dtype, is_causal):
+    def arguments(B: int, T: int, S: int, N: int, K: int, H: int, dtype: str, is_causal: bool) -> dict[str, Any]:
         shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
         return {name: jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for name, x in shapes.items()} | {
             "is_causal": is_causal

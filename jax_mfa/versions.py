@@ -34,7 +34,7 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def shard_map(fun: Callable, mesh, in_specs, out_specs) -> Callable:
+def shard_map(fun: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`jax.shard_map` without its checks of what varies over devices."""
     new: Any = getattr(jax, "shard_map", None)
     if new is not None:
@@ -44,13 +44,13 @@ def shard_map(fun: Callable, mesh, in_specs, out_specs) -> Callable:
     return old(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False)
 
 
-def varying(aval) -> frozenset:
+def varying(aval: Any) -> frozenset[Any]:
     """The mesh axes along which `shard_map` lets a value of this type vary; JAX has moved the attribute."""
     kind = getattr(aval, "mat", None)
     return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
 
 
-def marked(x, axes: tuple[str, ...]):
+def marked(x: Any, axes: tuple[str, ...]) -> Any:
     """`x`, which varies along none of these mesh axes, as one that does."""
     if hasattr(lax, "pcast"):
         return lax.pcast(x, axes, to="varying")

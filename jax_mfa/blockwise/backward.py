@@ -4,8 +4,10 @@ maximum and sum rather than from its log-sum-exp, which has not the digits where
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
+from jax import Array
 
 from jax_mfa import whole_rows
 from jax_mfa.blockwise.columns import with_columns
@@ -14,7 +16,16 @@ from jax_mfa.blockwise.tiling import backward_tiling
 from jax_mfa.specification import Operands, Specification, reduce_rows, row_index
 
 
-def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
+def backward(
+    spec: Specification,
+    operands: Operands,
+    out: Array,
+    row_max: Array,
+    row_sum: Array,
+    d_out: Array,
+    d_lse: Array,
+    wanted: tuple[str, ...],
+) -> tuple[Array, ...]:
     """Cotangents of the operands named in `wanted`, each of its operand's shape and dtype.
 
     Args:
@@ -37,11 +48,11 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
         d_rows = jnp.where(empty[..., None], acc.type(0), d_rows)
     inverse = 1 / row_sum
 
-    def tile(w: Step, i, j, results, careful, rows, transposed, columns):
+    def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, rows: Any, transposed: Any, columns: Any) -> Any:
         p, (query, d_rows, row_max, inverse, shift) = w.p, rows
         (query_transposed, d_transposed), (key, value) = transposed, columns
 
-        def visit(results):
+        def visit(results: Any) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
             (d_query, d_key, d_value), (d_slopes, d_bias) = results
             keys_j, d_i = lambda: w.columns_of("key", key, j), w.rows_of(d_rows, i)
             x, d_cap, see = w.masked_scores(w.rows_of(query, i), keys_j, i, j)
@@ -59,7 +70,7 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
             if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
                 d_x = jnp.where(see, d_x, acc.type(0))
 
-            products: list = [(w.product, d_x, keys_j)]
+            products: list[Any] = [(w.product, d_x, keys_j)]
             if of_columns:
                 products.append((w.transposed_product, d_x, lambda: w.transposed_rows_of(query_transposed, i)))
                 products.append((w.transposed_product, dropped, lambda: w.transposed_rows_of(d_transposed, i)))
@@ -82,24 +93,24 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
     zeros = [jnp.zeros(shape, acc) for shape in (*shapes, operands.bias.shape if bias_gradient else ())]
     init = tuple(zeros[:3]), tuple(zeros[3:])
 
-    def run(p, careful):
+    def run(p: Problem, careful: bool) -> Any:
         # scores and exponentials are computed from the same numbers as in `forward`: XLA then shares those of a problem
         # of one tile
         rows = [p.rows_by_head(x) for x in (operands.query, d_rows, row_max, inverse, shift)]
         transposed = [p.rows_transposed(x) for x in (operands.query, d_rows)]
         columns = [p.columns_by_head(x) for x in (operands.key, operands.value)]
-        return p.over_tiles(lambda *args: tile(*args, careful, rows, transposed, columns), init)
+        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, transposed, columns), init)
 
     # the gradients by the scaled product; the scale itself follows outside
     (d_query, d_key, d_value), (d_slopes, d_bias) = p.mended(run)
 
-    def scaled(x):  # [B, ...]
+    def scaled(x: Any) -> Array:  # [B, ...]
         if operands.scale is None:
             return x * spec.scale
         scale = whole_rows.per_batch_row(spec, operands, "scale", acc).reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.where(x == 0, x, x * scale)  # a sum of nothing is 0, whatever the scale
 
-    def cotangent(name):
+    def cotangent(name: str) -> Any:
         operand, repeat = getattr(operands, name), getattr(p.repeats, name)
         if name == "query":
             x = p.by_token(scaled(d_query))
@@ -121,7 +132,7 @@ def backward(spec: Specification, operands: Operands, out, row_max, row_sum, d_o
     return tuple(cotangent(name) for name in wanted)
 
 
-def _add_bias_gradient(w: Step, d_bias, d_x, row, column):
+def _add_bias_gradient(w: Step, d_bias: Any, d_x: Any, row: Any, column: Any) -> Array:
     """Adds a tile of score gradients to the bias gradient, summed over the axes that the bias broadcasts."""
     p, c = w.p, w.p.tiles
     rows, heads, t, s = d_bias.shape

@@ -5,10 +5,12 @@ Nothing but a tile is ever read or dequantised at a time, so that memory does no
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jax_mfa.blockwise.step import Step, as_numbers, as_words, slice_axis
 from jax_mfa.specification import Operands, Specification
@@ -23,12 +25,12 @@ def with_columns(spec: Specification, operands: Operands) -> Operands:
 class Columns(Stored):
     """Keys or values whose tiles are read one at a time."""
 
-    def tile(self, w: Step, j):
+    def tile(self, w: Step, j: Any) -> Array:
         """The columns of tile `j`, [R|1, columns, E, size] in the accumulation dtype."""
         read = self._of_row if self.page_size is None else self._of_pages
         return self.decoded({part: read(w, part, x, j) for part, x in self.parts.items()}, w.p.acc)
 
-    def _of_row(self, w: Step, part: str, x, j):
+    def _of_row(self, w: Step, part: str, x: Any, j: Any) -> Array:
         start, count, per = w.column_start(j), w.p.tiles.columns, self.tokens_of(part)
         words = as_words(x, j)
         if per == 1:
@@ -38,7 +40,7 @@ class Columns(Stored):
         words = slice_axis(words, w.head0, w.p.tiles.key_heads, 2)
         return as_numbers(w.rows(field_of(self.name, part), words), x.dtype)
 
-    def _of_pages(self, w: Step, part: str, x, j):
+    def _of_pages(self, w: Step, part: str, x: Any, j: Any) -> Array:
         page, per = self.page_size, self.tokens_of(part)
         assert page is not None
         c, (_, entries, heads, size) = w.p.tiles, x.shape
@@ -47,7 +49,7 @@ class Columns(Stored):
         words = as_words(x, j).reshape(-1, entries, heads * size)
         first, taken = (0, 1) if heads == 1 else (w.head0 * size, c.key_heads)
 
-        def one(index):
+        def one(index: Any) -> Array:
             start = (jnp.asarray(x, jnp.int32) for x in (index, 0, first))
             return lax.dynamic_slice(words, tuple(start), (1, entries, taken * size))[0]
 

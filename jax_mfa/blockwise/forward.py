@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step
@@ -12,7 +14,7 @@ from jax_mfa.blockwise.tiling import FEW_ROWS, forward_tiling
 from jax_mfa.specification import Operands, Specification
 
 
-def forward(spec: Specification, operands: Operands):
+def forward(spec: Specification, operands: Operands) -> tuple[Array, Array, Array]:
     """Attention, and what the backward pass needs of each row.
 
     Returns:
@@ -30,10 +32,10 @@ def forward(spec: Specification, operands: Operands):
     # compiler and one kernel for all of it.
     plain = p.rows_once and every_row_sees
 
-    def tile(w: Step, i, j, results, careful, query, key, value):
+    def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, query: Any, key: Any, value: Any) -> Any:
         p = w.p
 
-        def visit(results):
+        def visit(results: Any) -> tuple[tuple[Array], tuple[Array, Array]]:
             (sums,), (high, total) = results
             x, _, _ = w.masked_scores(w.rows_of(query, i), lambda: w.columns_of("key", key, j), i, j)
             new_high = x.max(-1)
@@ -60,9 +62,9 @@ def forward(spec: Specification, operands: Operands):
     rows = p.batch, p.k, p.g, p.t
     init = (jnp.zeros((*rows, p.v), acc),), (jnp.full(rows, 0 if p.rows_once else -np.inf, acc), jnp.zeros(rows, acc))
 
-    def run(p, careful):
+    def run(p: Problem, careful: bool) -> Any:
         arrays = p.rows_by_head(operands.query), p.columns_by_head(operands.key), p.columns_by_head(operands.value)
-        return p.over_tiles(lambda *args: tile(*args, careful, *arrays), init)
+        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, *arrays), init)
 
     (sums,), (high, total) = p.mended(run)
 
@@ -78,7 +80,7 @@ def forward(spec: Specification, operands: Operands):
     return p.by_token(out.astype(operands.query.dtype)), p.by_token(row_max), p.by_token(row_sum)
 
 
-def _with_lost_rows(p: Problem, lost, sums, row_max, total):
+def _with_lost_rows(p: Problem, lost: Array, sums: Array, row_max: Array, total: Any) -> tuple[Array, Array, Any]:
     """Output, maximum and sum of rows, some of which may be `lost`: they have met no score above −∞."""
     o, zero = p.operands, p.acc.type(0)
     seen = _seen(p, lost)
@@ -95,12 +97,12 @@ def _with_lost_rows(p: Problem, lost, sums, row_max, total):
     return sums / jnp.where(empty, p.acc.type(1), total)[..., None], row_max, total
 
 
-def _seen(p: Problem, lost):
+def _seen(p: Problem, lost: Array) -> Array:
     """Whether a row sees anything, [B, K, G, T]: right where it is `lost`, of which alone that is asked."""
     if p.spec.every_row_sees(p.operands):
         return jnp.ones(lost.shape, bool)
 
-    def tile(w: Step, i, j, seen):
+    def tile(w: Step, i: Any, j: Any, seen: Any) -> Any:
         visit = lambda seen: w.put_rows(seen, w.rows_of(seen, i) | w.all_visible(i, j).any(-1), i)
         return w.unless_empty(i, j, visit, seen)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jax_mfa.blockwise.tiling import LISTED_TURNS, Tiling, careful_tiling
 from jax_mfa.philox import keep_mask
@@ -19,32 +20,32 @@ from jax_mfa.whole_rows import per_batch_row
 _MOST = 2**31 - 1  # of int32
 
 
-def finite(x):
+def finite(x: Any) -> Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def all_finite(*arrays):
+def all_finite(*arrays: Array) -> Array:
     # the cheapest reduction; of numbers so large that their sum is infinite it may say no
     return functools.reduce(jnp.logical_and, [jnp.isfinite(x.sum()) for x in arrays])
 
 
-def _clip(x, low, high):
+def _clip(x: Any, low: Any, high: Any) -> Any:
     """`x` within low..high, in numpy while all three are known."""
     return (jnp if any(isinstance(v, jax.Array) for v in (x, low, high)) else np).clip(x, low, high)
 
 
-def _before(position, side: int):
+def _before(position: Any, side: int) -> Any:
     """`position − side`, or 0 where that is negative; no sum on the way leaves int32."""
     return _clip(position, side, _MOST) - side
 
 
-def _after(position, side: int, end: int):
+def _after(position: Any, side: int, end: int) -> Any:
     """`position + side + 1`, or `end` where that is more; no sum on the way leaves int32."""
     return _clip(position, -_MOST, end - 1 - side) + side + 1
 
 
 @jax.custom_jvp
-def _barrier(x):
+def _barrier(x: Any) -> Any:
     """`lax.optimization_barrier`, which older JAX cannot differentiate."""
     return lax.optimization_barrier(x)
 
@@ -52,7 +53,7 @@ def _barrier(x):
 _barrier.defjvp(lambda primals, tangents: (_barrier(*primals), *tangents))
 
 
-def _divmod(a, b):
+def _divmod(a: Array, b: Array) -> tuple[Array, Array]:
     """Quotient and remainder of what is not negative."""
     if isinstance(b, (int, np.integer)) and b == 1:
         return a, jnp.zeros_like(a)
@@ -69,36 +70,36 @@ _NONE_NEGATIVE: dict[str, Any] = (
 )
 
 
-def _cut(x, shape: tuple[int, ...], *start):
+def _cut(x: Any, shape: tuple[int, ...], *start: Any) -> Array:
     """The part of `x` of this shape from `start` on."""
     return x if x.shape == shape else lax.dynamic_slice(x, _int32(start), shape, **_NONE_NEGATIVE)
 
 
-def put(x, part, *start):
+def put(x: Any, part: Any, *start: Any) -> Array:
     """`x` with `part` in it, from `start` on."""
     return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, _int32(start), **_NONE_NEGATIVE)
 
 
-def _int32(indices):
+def _int32(indices: Any) -> list[Any]:
     return [np.int32(i) if isinstance(i, (int, np.integer)) else i.astype(jnp.int32) for i in indices]
 
 
-def add(x, part, *start):
+def add(x: Any, part: Any, *start: Any) -> Array:
     """`x` with `part` added to it, from `start` on."""
     return put(x, _cut(x, part.shape, *start) + part, *start)
 
 
-def put_axis(x, part, start, axis: int):
+def put_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
     """`x` with `part` in it, from `start` on along `axis`."""
     return put(x, part, *(start if k == axis else 0 for k in range(x.ndim)))
 
 
-def add_axis(x, part, start, axis: int):
+def add_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
     """`x` with `part` added to it, from `start` on along `axis`."""
     return add(x, part, *(start if k == axis else 0 for k in range(x.ndim)))
 
 
-def slice_axis(x, start, size: int, axis: int):
+def slice_axis(x: Any, start: Any, size: int, axis: int) -> Array:
     """`size` elements along `axis` from `start`; an axis of size 1 broadcasts and is kept."""
     if x.shape[axis] == 1:
         return x
@@ -106,7 +107,7 @@ def slice_axis(x, start, size: int, axis: int):
     return _cut(x, shape, *(start if k == axis else 0 for k in range(x.ndim)))
 
 
-def as_words(x, index):
+def as_words(x: Any, index: Any) -> Array:
     """Numbers of 16 bits as integers, made within the loop of this index: XLA then cuts a part of them before it
     converts that. Numbers it would convert all, and before the loop."""
     if x.dtype.itemsize > 2:
@@ -115,17 +116,17 @@ def as_words(x, index):
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
-def as_numbers(x, dtype):
+def as_numbers(x: Any, dtype: Any) -> Array:
     """What `as_words` took, again."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(lax.optimization_barrier(x), dtype)
 
 
-def _tile_start(i, size: int, length: int):
+def _tile_start(i: Any, size: int, length: int) -> Any:
     """First index of tile `i`: the last tile of a ragged length reaches back over its neighbour."""
     return i * size if length % size == 0 else _clip(i * size, 0, length - size)
 
 
-def _sums_of_others(products, see):
+def _sums_of_others(products: Any, see: Array) -> list[Array]:
     """Σ left · right over what is visible and not finite, term by term.
 
     Args:
@@ -137,7 +138,7 @@ def _sums_of_others(products, see):
     for length in {right.shape[2] for _, right, _ in products}:  # those of one length share a loop, for short programs
         mine = [i for i, (_, right, _) in enumerate(products) if right.shape[2] == length]
 
-        def add_terms(k, sums, mine=mine):
+        def add_terms(k: Array, sums: Array, mine: Any = mine) -> Array:
             for i in mine:
                 left, right, weights = products[i]
                 both = left, right = slice_axis(left, k, 1, 3), slice_axis(right, k, 1, 2)
@@ -157,7 +158,7 @@ class Problem:
     cache but the tiles that are visited.
     """
 
-    def __init__(self, spec: Specification, operands: Operands, tiles: Tiling, few_rows: bool = False):
+    def __init__(self, spec: Specification, operands: Operands, tiles: Tiling, few_rows: bool = False) -> None:
         self.spec, self.operands, self.tiles = spec, operands, tiles
         self.repeats = Operands(*spec.repeats)
         self.batch, self.t, self.n, self.h = operands.query.shape
@@ -180,39 +181,39 @@ class Problem:
 
     # --- layouts
 
-    def rows_by_head(self, x):
+    def rows_by_head(self, x: Any) -> Array:
         """[B, T, N, ...] as [B, K, G, T, ...] in the accumulation dtype."""
         return jnp.moveaxis(x.reshape(*x.shape[:2], self.k, self.g, *x.shape[3:]), 1, 3).astype(self.acc)
 
-    def rows_transposed(self, x):
+    def rows_transposed(self, x: Any) -> Any:
         """[B, T, N, x] as [B, K, x, G, T] in the accumulation dtype."""
         return x.reshape(*x.shape[:2], self.k, self.g, -1).transpose(0, 2, 4, 3, 1).astype(self.acc)
 
-    def by_token(self, x):
+    def by_token(self, x: Any) -> Any:
         """[B, K, G, T, ...] as [B, T, N, ...]."""
         x = jnp.moveaxis(x, 3, 1)
         return x.reshape(*x.shape[:2], self.n, *x.shape[4:])
 
-    def columns_by_head(self, x):
+    def columns_by_head(self, x: Any) -> Array:
         """[rows, S, K, ...] as [rows, K, S, ...] in the accumulation dtype; or as it is where it is `met_once`, or no
         plain array."""
         as_it_is = self.met_once or not isinstance(x, jax.Array)
         return x if as_it_is else jnp.moveaxis(x, 2, 1).astype(self.acc)
 
-    def per_row_and_head(self, name: str):
+    def per_row_and_head(self, name: str) -> Any:
         """The operand `[rows, N]` of this name as `[B|1, K, G, 1]`."""
         x = per_batch_row(self.spec, self.operands, name, self.acc)
         return x.reshape(x.shape[0], self.k, self.g, 1)
 
     # --- loops
 
-    def bounds(self):
+    def bounds(self) -> tuple[Any, Array]:
         """The column tiles in which a row may see something: first, and the one after the last; [batch steps, row
         tiles] each, of numpy where they are known."""
         spec, o, c = self.spec, self.operands, self.tiles
         (left, right), size = spec.band, c.columns
 
-        def per_step(name):  # [1 | batch steps, batch rows of a step]
+        def per_step(name: str) -> Any:  # [1 | batch steps, batch rows of a step]
             x = expand_rows(getattr(o, name), getattr(self.repeats, name), self.batch)
             return x.reshape(-1, 1 if x.shape[0] == 1 else c.batch_rows)
 
@@ -221,7 +222,8 @@ class Problem:
         if o.query_offset is not None:
             offset = per_step("query_offset")
             low_offset, high_offset = offset.min(1, keepdims=True), offset.max(1, keepdims=True)
-        low, high = np.zeros_like(first), np.full_like(first, self.s)
+        low: Any = np.zeros_like(first)
+        high: Any = np.full_like(first, self.s)
         if left is not None:
             low = _clip(_before(first + low_offset, left), 0, self.s)
         if right is not None:
@@ -234,7 +236,7 @@ class Problem:
         low = low // size + 0 * end
         return low, _clip(end, low, self.column_tiles)
 
-    def over_tiles(self, body, carry):
+    def over_tiles(self, body: Callable[..., Any], carry: Any) -> Any:
         """`body(step, i, j, carry)` over all tiles in which a row may see something."""
         if self.whole:
             return body(Step(self, 0, 0), 0, 0, carry)
@@ -249,7 +251,7 @@ class Problem:
         ends, shift = (jnp.asarray(x).astype(jnp.uint32) for x in (ends, low.reshape(-1) - (ends - counts)))
         each = jnp.maximum(ends[-1], 1)  # a divisor
 
-        def place(index):  # in numbers without a sign: quotients of others are long programs
+        def place(index: Any) -> tuple[Array, ...]:  # in numbers without a sign: quotients of others are long programs
             step, rest = _divmod(index, each)
             row = (ends <= rest).sum(dtype=jnp.uint32)
             i, j = _divmod(row, self.row_tiles)[1], rest + slice_axis(shift, row, 1, 0)[0]
@@ -259,7 +261,7 @@ class Problem:
                 batch_step, head_step = _divmod(row, self.row_tiles)[0], step
             return tuple(x.astype(jnp.int32) for x in (batch_step, head_step, i, j))
 
-        def turn(index, state):
+        def turn(index: Any, state: Any) -> tuple[tuple[Array, ...], Any]:
             # the place of the next turn is found in this one: what is carried is not computed anew by all that need it
             (batch_step, head_step, i, j), carry = state
             following = place(jnp.asarray(index, jnp.uint32) + jnp.uint32(1))
@@ -268,13 +270,13 @@ class Problem:
         turns = ends[-1] * jnp.uint32(self.head_steps * (self.batch_steps if lists == 1 else 1))
         return lax.fori_loop(jnp.uint32(0), turns, turn, (place(jnp.uint32(0)), carry))[1]
 
-    def _over_listed_tiles(self, low, end, turns: int, body, carry):
+    def _over_listed_tiles(self, low: Any, end: Any, turns: int, body: Callable[..., Any], carry: Any) -> Any:
         """`over_tiles` of bounds that are known, each turn's place read from lists."""
         i, j = zip(*[(i, j) for i in range(self.row_tiles) for j in range(low[0, i], end[0, i])]) if turns else ((), ())
         steps = np.indices((self.batch_steps, self.head_steps, len(i))).reshape(3, -1)
         lists = [*steps[:2], np.array(i, np.int32)[steps[2]], np.array(j, np.int32)[steps[2]]]
 
-        def turn(index, carry):
+        def turn(index: Any, carry: Any) -> Any:
             # what is the same in every turn is no array
             place = (
                 int(x[0]) if (x == x[0]).all() else slice_axis(jnp.asarray(x, jnp.int32), index, 1, 0)[0] for x in lists
@@ -284,7 +286,7 @@ class Problem:
 
         return lax.fori_loop(jnp.uint32(0), jnp.uint32(turns), turn, carry) if turns else carry
 
-    def mended(self, run):
+    def mended(self, run: Any) -> tuple[Any, Any]:
         """`run(problem, careful=False)`: sums, and what takes no care. The sums of a problem of one tile are those of a
         careful run if they are not finite; other problems take care tile by tile."""
         sums, rest = run(self, False)
@@ -295,7 +297,7 @@ class Problem:
         again = lambda _: (jnp.zeros((), bool), run(one_head, True)[0])
         return lax.while_loop(lambda state: state[0], again, (~all_finite(*sums), sums))[1], rest
 
-    def weights(self, scores, row_max):
+    def weights(self, scores: Array, row_max: Array) -> Array:
         """exp(scores − row_max) of [..., columns] and [...]."""
         x = scores - row_max[..., None]
         if self.operands.bias is not None or self.operands.alibi_slopes is not None:
@@ -309,7 +311,7 @@ class Step:
     """The operands of one step. R batch rows and E key heads of it, M = G · rows: the rows of a group's heads are rows
     of one matrix. Everything else keeps its letter."""
 
-    def __init__(self, problem: Problem, batch_step, head_step):
+    def __init__(self, problem: Problem, batch_step: Any, head_step: Any) -> None:
         self.p, c = problem, problem.tiles
         self.row0, self.head0 = batch_step * c.batch_rows, head_step * c.key_heads
         o, acc = problem.operands, problem.acc
@@ -331,15 +333,15 @@ class Step:
 
     # --- taking a step's share of an operand
 
-    def rows(self, name: str, x):
+    def rows(self, name: str, x: Any) -> Array:
         """The rows that the step's batch rows read of `x`, the operand of this name or an array like it: [R|1, ...]."""
         return self.take_rows(x, getattr(self.p.repeats, name))
 
-    def per_row(self, name: str, x):
+    def per_row(self, name: str, x: Any) -> Array:
         """`[rows]` as `[R|1, 1, 1, 1, 1]`."""
         return self.rows(name, x).reshape(-1, 1, 1, 1, 1)
 
-    def take_rows(self, x, repeat: int = 1):
+    def take_rows(self, x: Any, repeat: int = 1) -> Array:
         rows, size = x.shape[0], self.p.tiles.batch_rows
         if rows == 1 or (rows == size == self.p.batch and repeat == 1):
             return x
@@ -347,13 +349,13 @@ class Step:
             return slice_axis(x, row_index(self.row0, repeat, rows), 1, 0)
         return x[row_index(self.row0 + jnp.arange(size), repeat, rows)]
 
-    def per_head(self, name: str, x):
+    def per_head(self, name: str, x: Any) -> Array:
         """`[rows, N]` as `[R|1, E, G, 1, 1]`."""
         x = self.rows(name, x).astype(self.p.acc)
         x = x.reshape(x.shape[0], self.p.k, self.p.g, 1, 1)
         return slice_axis(x, self.head0, self.p.tiles.key_heads, 1)
 
-    def scores_like(self, name: str, x):
+    def scores_like(self, name: str, x: Any) -> Array | None:
         """`[rows, 1|N, 1|T, 1|S]` as `[R|1, 1|E, 1|G, 1|T, 1|S]`; None as None."""
         if x is None:
             return None
@@ -361,29 +363,29 @@ class Step:
         heads = (1, 1) if x.shape[1] == 1 else (self.p.k, self.p.g)
         return slice_axis(x.reshape(x.shape[0], *heads, *x.shape[2:]), self.head0, self.p.tiles.key_heads, 1)
 
-    def rows_of(self, x, i):
+    def rows_of(self, x: Any, i: Any) -> Any:
         """The rows of tile `i` of `[B, K, G, T, ...]`: `[R, E, M, ...]`."""
         c, tail = self.p.tiles, x.shape[4:]
         shape = (c.batch_rows, c.key_heads, self.p.g, c.rows, *tail)
         x = _cut(x, shape, self.row0, self.head0, 0, self.row_start(i), *(0,) * len(tail))
         return x.reshape(*shape[:2], -1, *tail)
 
-    def transposed_rows_of(self, x, i):
+    def transposed_rows_of(self, x: Any, i: Any) -> Array:
         """The rows of tile `i` of `[B, K, x, G, T]`: `[R, E, x, M]`."""
         c = self.p.tiles
         shape = (c.batch_rows, c.key_heads, x.shape[2], self.p.g, c.rows)
         return _cut(x, shape, self.row0, self.head0, 0, 0, self.row_start(i)).reshape(*shape[:3], -1)
 
-    def put_rows(self, x, part, i):
+    def put_rows(self, x: Any, part: Any, i: Any) -> Array:
         """`x`, [B, K, G, T, ...], with `part`, [R, E, M, ...], as the rows of tile `i`."""
         part = part.reshape(*part.shape[:2], self.p.g, -1, *part.shape[3:])
         return put(x, part, self.row0, self.head0, 0, self.row_start(i), *(0,) * (x.ndim - 4))
 
-    def add_rows(self, x, part, i):
+    def add_rows(self, x: Any, part: Any, i: Any) -> Array:
         """`x`, [B, K, G, T, ...], with `part` added to the rows of tile `i`."""
         return self.put_rows(x, part if self.p.rows_once else self.rows_of(x, i) + part, i)
 
-    def columns_of(self, name: str, x, j):
+    def columns_of(self, name: str, x: Any, j: Any) -> Array:
         """The columns of tile `j` of an operand, or of an array like it: `[R|1, E, columns, ...]`, or `[R|1, columns,
         E, ...]` where `heads_in_one`.
 
@@ -403,46 +405,46 @@ class Step:
         columns = as_numbers(words, x.dtype).astype(self.p.acc)
         return columns if self.p.heads_in_one else jnp.moveaxis(columns, 2, 1)
 
-    def by_head(self, columns):
+    def by_head(self, columns: Any) -> Array:
         """What `columns_of` gave, as `[R|1, E, columns, ...]`."""
         return jnp.moveaxis(columns, 2, 1) if self.p.heads_in_one else columns
 
-    def add_columns(self, x, part, j):
+    def add_columns(self, x: Any, part: Any, j: Any) -> Array:
         """`x`, [B, K, ..., S], with `part`, [R, E, ..., columns], added to the columns of tile `j`."""
         return (put if self.p.columns_once else add)(x, part, self.row0, self.head0, 0, self.column_start(j))
 
-    def add_heads(self, x, part):
+    def add_heads(self, x: Any, part: Any) -> Array:
         """`x`, [B, K, G], with `part`, [R, E, G], added."""
         return add(x, part, self.row0, self.head0, 0)
 
     # --- rows and columns of a tile
 
-    def merged(self, x):
+    def merged(self, x: Any) -> Any:
         """`[R|1, 1|E, 1|G, 1|rows, 1|columns]` as `[R|1, 1|E, 1|M, 1|columns]`."""
         r, e, g, t, s = x.shape
         if g * t > 1 and self.p.g > 1:
             x = jnp.broadcast_to(x, (r, e, self.p.g, self.p.tiles.rows, s))
         return x.reshape(r, e, -1, s)
 
-    def row_start(self, i):
+    def row_start(self, i: Any) -> Array:
         return _tile_start(i, self.p.tiles.rows, self.p.t)
 
-    def column_start(self, j):
+    def column_start(self, j: Any) -> Array:
         return _tile_start(j, self.p.tiles.columns, self.p.s)
 
-    def positions(self, i):
+    def positions(self, i: Any) -> Array:
         """Positions of tile `i`'s rows: [R|1, 1, 1, rows, 1]."""
         t = self.row_start(i) + jnp.arange(self.p.tiles.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
         return t + (self.p.spec.query_offset if self.offset is None else self.offset)
 
-    def columns(self, j):
+    def columns(self, j: Any) -> Array:
         return self.column_start(j) + jnp.arange(self.p.tiles.columns, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
 
-    def distance(self, i, j):
+    def distance(self, i: Any, j: Any) -> Array:
         """How far a column stands after a row: [R|1, 1, 1, rows, columns]."""
         return (self.columns(j) - self.positions(i)).astype(self.p.acc)
 
-    def visible(self, i, j):
+    def visible(self, i: Any, j: Any) -> Any:
         """Which scores of a tile count: bool, broadcastable to [R, E, M, columns]; None where all do.
 
         A bias of −∞ is not asked: `scores` are −∞ there.
@@ -471,7 +473,7 @@ class Step:
             if self.key_ranges is not None:
                 start, end = (x[:, None, None, :, None] for x in self.ranges(i))
                 rules.append((column >= start) & (column < end))
-            if self.blocks is not None:
+            if self.blocks is not None and spec.mask_block is not None:
                 block_rows, block_columns = spec.mask_block
                 blocks = jnp.take(self.blocks, row.reshape(-1) // block_rows, axis=3)
                 rules.append(jnp.take(blocks, column.reshape(-1) // block_columns, axis=4))
@@ -482,30 +484,30 @@ class Step:
                 rules.append(column >= j * c.columns)
         return self.merged(functools.reduce(jnp.logical_and, rules)) if rules else None
 
-    def all_visible(self, i, j):
+    def all_visible(self, i: Any, j: Any) -> Array:
         """The same after the bias: [R, E, M, columns]."""
         c, see = self.p.tiles, self.after_bias(self.visible(i, j), i, j)
         return jnp.broadcast_to(True if see is None else see, (c.batch_rows, c.key_heads, self.p.g * c.rows, c.columns))
 
-    def after_bias(self, see, i, j):
+    def after_bias(self, see: Array | None, i: Any, j: Any) -> Array | None:
         """`see` without the columns that a bias of −∞ hides; None where nothing is hidden."""
         if not self.p.spec.bias_hides(self.p.operands):
             return see
         shown = self.merged(self.tile_of(self.bias, i, j)) != -np.inf
         return shown if see is None else see & shown
 
-    def segments(self, i, j):
+    def segments(self, i: Any, j: Any) -> tuple[Array, Array]:
         return (
             slice_axis(self.query_segments, self.row_start(i), self.p.tiles.rows, 1),
             slice_axis(self.key_segments, self.column_start(j), self.p.tiles.columns, 1),
         )
 
-    def ranges(self, i):
+    def ranges(self, i: Any) -> tuple[Array, Array]:
         """First visible column of tile `i`'s rows and the one after the last: [R|1, rows] each."""
         x = slice_axis(self.key_ranges, self.row_start(i), self.p.tiles.rows, 1)
         return x[..., 0], x[..., 1]
 
-    def unless_empty(self, i, j, body, carry):
+    def unless_empty(self, i: Any, j: Any, body: Callable[..., Any], carry: Any) -> Any:
         """`body(carry)`, or `carry` where segments, ranges or mask blocks show that no score of the tile is visible."""
         some = []
         if self.query_segments is not None:
@@ -514,7 +516,7 @@ class Step:
         if self.key_ranges is not None:
             (start, end), column = self.ranges(i), self.column_start(j)
             some.append(((start < column + self.p.tiles.columns) & (end > column) & (start < end)).any())
-        if self.blocks is not None:
+        if self.blocks is not None and self.p.spec.mask_block is not None:
             rows, columns = self.p.spec.mask_block
             row = self.row_start(i) + jnp.arange(self.p.tiles.rows)
             column = self.column_start(j) + jnp.arange(self.p.tiles.columns)
@@ -526,18 +528,18 @@ class Step:
             return body(carry)
         return lax.cond(functools.reduce(jnp.logical_and, some), body, lambda x: x, carry)
 
-    def tile_of(self, x, i, j):
+    def tile_of(self, x: Any, i: Any, j: Any) -> Array:
         x = slice_axis(x, self.row_start(i), self.p.tiles.rows, 3)
         return slice_axis(x, self.column_start(j), self.p.tiles.columns, 4)
 
     # --- products and scores
 
-    def product(self, a, b, transpose: bool = False):
+    def product(self, a: Array, b: Array, transpose: bool = False) -> Array:
         """`[R, E, M, x] · [R|1, E, x, y]`, or `[R|1, E, y, x]` to transpose: [R, E, M, y]."""
         b = jnp.broadcast_to(b, (a.shape[0], *b.shape[1:]))
         return lax.dot_general(a, b, (((3,), (3 if transpose else 2,)), ((0, 1), (0, 1))))
 
-    def product_in_one(self, a, b, transpose: bool = False):
+    def product_in_one(self, a: Array, b: Array, transpose: bool = False) -> Array:
         """`product` with a `b` of `[R|1, columns, E, y]`, whose products of other heads are made and thrown away."""
         r, e, m, _ = a.shape
         own = jnp.eye(e, dtype=bool)[:, None, :, None]
@@ -549,11 +551,11 @@ class Step:
         x = lax.dot_general(a.reshape(r, e * m, -1), b, (((2,), (1,)), ((0,), (0,))))
         return jnp.where(own, x.reshape(r, e, m, e, -1), 0).sum(3)
 
-    def transposed_product(self, weights, a):
+    def transposed_product(self, weights: Array, a: Array) -> Array:
         """`[R, E, x, M] · [R, E, M, columns]`: [R, E, x, columns]."""
         return lax.dot_general(a, weights, (((3,), (2,)), ((0, 1), (0, 1))))
 
-    def sums(self, products, i, j, careful: bool):
+    def sums(self, products: Any, i: Any, j: Any, careful: bool) -> Any:
         """`product(weights, x)` of each (product, weights, x), of which what is hidden has no part though `x` is not
         finite: 0 · NaN is NaN. What is not finite is then added term by term; it is rare.
 
@@ -564,13 +566,13 @@ class Step:
           careful: that it be added so; otherwise only where a sum is not finite and something may be hidden.
         """
 
-        def multiplied(weights):
+        def multiplied(weights: list[Any]) -> list[Array]:
             return [
                 (self.product_in_one if self.p.heads_in_one else product)(x, y())
                 for (product, _, y), x in zip(products, weights)
             ]
 
-        def with_care(weights):
+        def with_care(weights: list[Any]) -> list[Any]:
             ys = [self.by_head(y()) for *_, y in products]
             straight = [product == self.product for product, *_ in products]
             both = [(x, y, 0) if is_straight else (y, x, 1) for x, y, is_straight in zip(weights, ys, straight)]
@@ -588,11 +590,11 @@ class Step:
         sums = multiplied(kept())
         return lax.cond(all_finite(*sums), lambda: sums, lambda: with_care(kept()))
 
-    def factor(self):
+    def factor(self) -> float:
         """The scale: a number, or [R|1, 1, 1, 1]."""
         return self.p.spec.scale if self.scale is None else self.merged(self.scale)
 
-    def scores(self, q, keys, i, j):
+    def scores(self, q: Array, keys: Callable[[], Array], i: Any, j: Any) -> tuple[Array, Array | None]:
         """Scores of a tile after bias, slopes and soft cap, and the derivative of the cap (None without one).
 
         `keys` gives what `columns_of` does, as in `sums`.
@@ -621,14 +623,16 @@ class Step:
             x = _barrier(x)
         return x, d_cap
 
-    def masked_scores(self, q, keys, i, j):
+    def masked_scores(self, q: Array, keys: Callable[[], Array], i: Any, j: Any) -> tuple[Array, Array | None, Any]:
         """`scores`, −∞ where nothing is visible; the derivative of the cap; and `visible`."""
         x, d_cap = self.scores(q, keys, i, j)
         see = self.visible(i, j)
         # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
         return (x if see is None else jnp.where(see, x, self.p.acc.type(-np.inf))), d_cap, see
 
-    def probability(self, scores, see, row_max, inverse, i, j):
+    def probability(
+        self, scores: Array, see: Array | None, row_max: Array, inverse: Any, i: Any, j: Any
+    ) -> tuple[Array, Array | None]:
         """The probabilities of `masked_scores`, given the rows' maxima and inverse sums; and what is visible after the
         bias, None where all is."""
         probability = self.p.weights(scores, row_max) * inverse[..., None]
@@ -636,7 +640,7 @@ class Step:
         # NaN in a row whose softmax is not defined
         return (probability if see is None else jnp.where(see, probability, self.p.acc.type(0))), see
 
-    def dropped(self, probability, i, j):
+    def dropped(self, probability: Any, i: Any, j: Any) -> Any:
         """The probabilities of a tile after dropout."""
         o, c, p = self.p.operands, self.p.tiles, self.p
         if o.dropout is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
+from jax import Array
 
 from jax_mfa import whole_rows
 from jax_mfa.blockwise.columns import with_columns
@@ -13,7 +15,15 @@ from jax_mfa.blockwise.tiling import forward_tiling
 from jax_mfa.specification import Operands, Specification
 
 
-def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, wanted: tuple[str, ...], tangents):
+def tangent(
+    spec: Specification,
+    operands: Operands,
+    out: Array,
+    row_max: Array,
+    row_sum: Array,
+    wanted: tuple[str, ...],
+    tangents: Any,
+) -> tuple[Array, Array]:
     """What `out` and the log-sum-exp change by, where the operands named in `wanted` change by `tangents`.
 
     With t(score) the change of a score, that of the log-sum-exp is Σ probability · t(score), and that of the output
@@ -32,10 +42,11 @@ def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, want
     empty = row_sum == 0
     inverse = 1 / jnp.where(empty, acc.type(1), row_sum)
 
-    def tile(w: Step, i, j, results, careful, rows, columns):
-        (query_i, t_query_i, row_max_i, inverse_i) = (None if x is None else w.rows_of(x, i) for x in rows)
+    def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, rows: Any, columns: Any) -> Any:
+        of_tile: Any = (None if x is None else w.rows_of(x, i) for x in rows)
+        query_i, t_query_i, row_max_i, inverse_i = of_tile
 
-        def visit(results):
+        def visit(results: Any) -> tuple[tuple[Array], tuple[Array]]:
             (sums,), (lse,) = results
             key_j, t_key_j, value_j, t_value_j = (
                 functools.partial(w.columns_of, name, x, j)
@@ -72,11 +83,11 @@ def tangent(spec: Specification, operands: Operands, out, row_max, row_sum, want
     rows_shape = p.batch, p.k, p.g, p.t
     init = (jnp.zeros((*rows_shape, p.v), acc),), (jnp.zeros(rows_shape, acc),)
 
-    def run(p, careful):
+    def run(p: Problem, careful: bool) -> Any:
         given = lambda layout, x: None if x is None else layout(x)
         rows = [given(p.rows_by_head, x) for x in (operands.query, t.query, row_max, inverse)]
         columns = [given(p.columns_by_head, x) for x in (operands.key, t.key, operands.value, t.value)]
-        return p.over_tiles(lambda *args: tile(*args, careful, rows, columns), init)
+        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, columns), init)
 
     (sums,), (lse,) = p.mended(run)
     sums, lse = p.by_token(sums), p.by_token(lse)

@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -28,7 +29,7 @@ from jax_mfa.context_parallel.costs import Machine, Problem
 from jax_mfa.context_parallel.layout import Layout
 from jax_mfa.context_parallel.order import Order
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import Operands
+from jax_mfa.specification import Operands, Specification
 
 
 def ring_attention(
@@ -188,16 +189,16 @@ class SequenceSharding:
     head_axis: Any = None
 
     @classmethod
-    def of(cls, x) -> SequenceSharding:
+    def of(cls, x: Any) -> SequenceSharding:
         """`x`, or for the name of a mesh axis that."""
         return x if isinstance(x, cls) else cls(x)
 
-    def attend(self, *args, **keywords):
+    def attend(self, *args: Any, **keywords: Any) -> Any:
         """`context_parallel_attention` of these arguments."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return context_parallel_attention(*args, **facts, **keywords)
+        return context_parallel_attention(*args, **{**facts, **keywords})
 
-    def positions(self, length: int):
+    def positions(self, length: int) -> Any:
         """The positions of the tokens that a device holds, int32 `[length]`; with a mesh those of all tokens."""
         pair = isinstance(self.axis_name, (tuple, list))
         ring, heads = self.axis_name if pair else (self.axis_name, None)
@@ -242,14 +243,22 @@ def explain_context_parallel(
     return choose(_problem(spec, o), devices, order, machine or Machine(), heads_devices)
 
 
-def _problem(spec, o: Operands, parts: int = 1) -> Problem:
+def _problem(spec: Specification, o: Operands, parts: int = 1) -> Problem:
     """The sizes of a problem, of whose sequences the operands hold one of so many parts."""
     batch, t, n, h = o.query.shape
     s, k, v = o.value.shape[1:]
     return Problem(batch, parts * t, parts * s, n, k, h, v, o.query.dtype.itemsize, spec)
 
 
-def _chosen(axis, mesh, order: str, machine, head_axis, batch_axis, arguments: dict) -> Choice:
+def _chosen(
+    axis: Any,
+    mesh: Any,
+    order: str,
+    machine: Machine | None,
+    head_axis: Any,
+    batch_axis: Any,
+    arguments: dict[str, Any],
+) -> Choice:
     """The form for what a device holds, or without a mesh for whole arrays."""
     given = {name: x for name, x in arguments.items() if x is not None}
     layouts.refuse_quantised("context_parallel_attention", **arguments)
@@ -270,7 +279,14 @@ def _chosen(axis, mesh, order: str, machine, head_axis, batch_axis, arguments: d
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _call(layout: Layout, arguments: dict, mesh, positions, implementation, return_residual: bool):
+def _call(
+    layout: Layout,
+    arguments: dict[str, Any],
+    mesh: Any,
+    positions: Any,
+    implementation: Implementation | None,
+    return_residual: bool,
+) -> Any:
     api._refuse_unknown(layout.function, {k: x for k, x in arguments.items() if k not in _ARRAYS}, {})
     api.names_of(implementation)  # what is no name is said first
     layouts.refuse_quantised(layout.function, **arguments)
@@ -284,7 +300,9 @@ def _call(layout: Layout, arguments: dict, mesh, positions, implementation, retu
 _ARRAYS = ("query", "key", "value", "bias", "mask")
 
 
-def _of_own_share(layout: Layout, arguments: dict, positions, implementation):
+def _of_own_share(
+    layout: Layout, arguments: dict[str, Any], positions: Any, implementation: Implementation | None
+) -> tuple[Array, Array]:
     """Output and log-sum-exp of what one device holds."""
     sizes = layout.sizes()
     layouts.check_that_keys_are_split(layout, arguments)
@@ -310,7 +328,9 @@ def _of_own_share(layout: Layout, arguments: dict, positions, implementation):
 # Whole arrays
 
 
-def _of_whole_arrays(layout: Layout, mesh, arguments: dict, positions, implementation):
+def _of_whole_arrays(
+    layout: Layout, mesh: Any, arguments: dict[str, Any], positions: Any, implementation: Implementation | None
+) -> Any:
     sizes = layout.sizes(mesh)
     query, key = arguments["query"], arguments["key"]
     spec, _ = specify_abstract(**arguments)  # says what is wrong with them, as long as values are known
@@ -336,10 +356,18 @@ def _of_whole_arrays(layout: Layout, mesh, arguments: dict, positions, implement
 
 
 @functools.lru_cache(maxsize=256)
-def _program(layout: Layout, mesh, static: tuple, tree, specs: tuple, rows: PartitionSpec, implementation):
+def _program(
+    layout: Layout,
+    mesh: Any,
+    static: tuple[Any, ...],
+    tree: Any,
+    specs: tuple[Any, ...],
+    rows: PartitionSpec,
+    implementation: Implementation | None,
+) -> Any:
     """A jitted function of arrays by name, kept so that calls outside of `jit` need not compile each time."""
 
-    def run(placed):
+    def run(placed: Any) -> tuple[Array, Array]:
         arguments = {**dict(static), **placed}
         return _of_own_share(layout, arguments, arguments.pop("positions", None), implementation)
 
@@ -368,7 +396,7 @@ _AXES_OF = {
 }
 
 
-def _split(layout: Layout, name: str, lead: tuple[int, ...], x) -> PartitionSpec:
+def _split(layout: Layout, name: str, lead: tuple[int, ...], x: Any) -> PartitionSpec:
     """How an argument is split over the mesh."""
     shape = np.shape(x)
     if name not in _AXES_OF:

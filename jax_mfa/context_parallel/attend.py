@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -25,7 +26,7 @@ from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.specification import DIFFERENTIABLE, Operands, accumulation_dtype, counted_from
 
 
-def attention(ring: Ring, heads_axis: Any, operands: Operands):
+def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Any, ...]:
     """A device's rows of attention over the whole sequence.
 
     Args:
@@ -45,7 +46,7 @@ def attention(ring: Ring, heads_axis: Any, operands: Operands):
     return exchange.rows(out), exchange.rows(lse)
 
 
-def _whole_or_ring(ring: Ring, o: Operands):
+def _whole_or_ring(ring: Ring, o: Operands) -> tuple[Array, Array]:
     b, t, n, _ = o.query.shape
     if 0 in (b, t, n, o.key.shape[1]):  # nobody looks, or there is nothing to see
         acc = accumulation_dtype(o.query.dtype)
@@ -59,23 +60,23 @@ def _whole_or_ring(ring: Ring, o: Operands):
 # The ring's derivatives
 
 
-def _vary(operands: Operands):
+def _vary(operands: Operands) -> Any:
     return functools.partial(meshes.vary, axes=meshes.varying_of(operands))
 
 
-def _forward(ring: Ring, operands: Operands):
+def _forward(ring: Ring, operands: Operands) -> tuple[Array, Array, Array]:
     attend = lambda spec, operands: primitives.attention(spec, operands, ring.implementation)
     return rings.forward(ring, operands, attend, _vary(operands))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _ring_attention(ring: Ring, operands: Operands):
+def _ring_attention(ring: Ring, operands: Operands) -> tuple[Array, Array, Array]:
     """Output, maximum and sum of each row; these have derivatives as in `primitives`."""
     return _forward(ring, operands)
 
 
 @_ring_attention.defjvp  # without symbolic zeros, which `shard_map` does not know
-def _ring_jvp(ring: Ring, primals, tangents):
+def _ring_jvp(ring: Ring, primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, Any, Array]]:
     (operands,), (moving,) = primals, tangents
     results = _ring_attention(ring, operands)
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, primitives.RESIDUAL_NAMES))
@@ -89,32 +90,34 @@ def _ring_jvp(ring: Ring, primals, tangents):
     return results, (t_out, t_lse, zeros)
 
 
-def _tangent(ring: Ring, names, wanted, *arrays):
+def _tangent(ring: Ring, names: tuple[str, ...], wanted: tuple[str, ...], *arrays: Array) -> tuple[Any, Any]:
     n, known = len(names), len(names) + len(primitives.RESIDUAL_NAMES)
     operands = primitives.unpack(arrays[:n], names)
     differentiate = functools.partial(primitives.attention_tangent, implementation=ring.implementation)
     return rings.tangent(ring, operands, arrays[n:known], wanted, arrays[known:], differentiate, _vary(operands))
 
 
-def _transpose(ring: Ring, names, wanted, *arrays):
+def _transpose(ring: Ring, names: tuple[str, ...], wanted: tuple[str, ...], *arrays: Array) -> tuple[Any, ...]:
     n = len(names)
     operands = primitives.unpack(arrays[:n], names)
     transpose = functools.partial(primitives.attention_transpose, implementation=ring.implementation)
     return rings.backward(ring, operands, arrays[n:], wanted, transpose, _vary(operands))
 
 
-def _of_each(fun, maps, count: int):
+def _of_each(fun: Callable[..., Any], maps: Any, count: int) -> Callable[..., Any]:
     """`fun` under `vmap`s, given for each the mapped axes of its first arrays; those of `count` more are the first."""
     for dims in maps:
         fun = jax.vmap(fun, in_axes=(*dims, *(0,) * count))
     return fun
 
 
-def _ring_tangent(*arrays, ring, names, wanted, maps):
+def _ring_tangent(*arrays: Array, ring: Any, names: tuple[str, ...], wanted: tuple[str, ...], maps: Any) -> Any:
     return _of_each(functools.partial(_tangent, ring, names, wanted), maps, len(wanted))(*arrays)
 
 
-def _ring_tangent_transpose(cotangents, *arrays, ring, names, wanted, maps):
+def _ring_tangent_transpose(
+    cotangents: Any, *arrays: Array, ring: Any, names: tuple[str, ...], wanted: tuple[str, ...], maps: Any
+) -> list[None]:
     n = len(names) + len(primitives.RESIDUAL_NAMES)
     linear = tuple(name for name, x in zip(wanted, arrays[n:]) if ad.is_undefined_primal(x))
     arrays = primitives._vary_alike((*arrays[:n], *(ad.instantiate_zeros(x) for x in cotangents)))
@@ -123,7 +126,9 @@ def _ring_tangent_transpose(cotangents, *arrays, ring, names, wanted, maps):
     return [None] * n + [found.get(name) for name in wanted]
 
 
-def _ring_tangent_batching(arrays, dims, *, ring, names, wanted, maps):
+def _ring_tangent_batching(
+    arrays: Any, dims: Any, *, ring: Any, names: tuple[str, ...], wanted: tuple[str, ...], maps: Any
+) -> tuple[Any, tuple[int, int]]:
     n = len(names) + len(primitives.RESIDUAL_NAMES)
     size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
     changes = [primitives._mapped(x, d, size) for x, d in zip(arrays[n:], dims[n:])]
@@ -131,8 +136,8 @@ def _ring_tangent_batching(arrays, dims, *, ring, names, wanted, maps):
     return ring_tangent_p.bind(*arrays[:n], *changes, ring=ring, names=names, wanted=wanted, maps=maps), (0, 0)
 
 
-def _ring_tangent_shapes(*avals, names, maps, **_):
-    def of_result(i: int):
+def _ring_tangent_shapes(*avals: Any, names: tuple[str, ...], maps: Any, **_: Any) -> tuple[Any, Any]:
+    def of_result(i: int) -> Any:
         shape = list(avals[i].shape)
         for dims in reversed(maps):
             if dims[i] is not None:
@@ -176,31 +181,31 @@ class Exchange:
     heads: int
     key_heads: int
 
-    def rows(self, x):
+    def rows(self, x: Any) -> Any:
         """`[B, all T, own N, ...]` as `[B, own T, all N, ...]`."""
         return lax.all_to_all(x, self.axis, 1, 2, tiled=True)
 
-    def by_head(self, x):
+    def by_head(self, x: Any) -> Any:
         """`[B, own T, all N, ...]` as `[B, all T, own N, ...]`."""
         return lax.all_to_all(x, self.axis, 2, 1, tiled=True)
 
-    def of_keys(self, x):
+    def of_keys(self, x: Any) -> Any:
         if self.key_heads % self.devices:
             x = jnp.repeat(x, self.devices // self.key_heads, axis=2)
         return self.by_head(x)
 
-    def all_rows(self, x, axis: int):
+    def all_rows(self, x: Any, axis: int) -> Any:
         """What has no heads: all parts of it, one after the other."""
         return None if x is None else lax.all_gather(x, self.axis, axis=axis, tiled=True)
 
-    def own_heads(self, x, axis: int = 1):
+    def own_heads(self, x: Any, axis: int = 1) -> Array | None:
         """A device's share of what has heads but no rows."""
         if x is None or x.shape[axis] == 1 < self.heads:
             return x
         size = x.shape[axis] // self.devices
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, axis)
 
-    def scores_like(self, x, own_rows: int):
+    def scores_like(self, x: Any, own_rows: int) -> Array | None:
         """`[rows, 1|N, 1|T, columns]`, where a device has so many rows; one alone may be its own, or that of all."""
         if x is None:
             return None

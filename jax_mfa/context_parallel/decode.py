@@ -4,6 +4,7 @@ are merged by their statistics, in one all-reduce of a few numbers for each row.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
@@ -76,7 +77,7 @@ def sharded_decode_attention(
     arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
 
-    def run(query, key, value, filled, arrays):
+    def run(query: Any, key: Any, value: Any, filled: Array, arrays: Any) -> tuple[Array, Array]:
         return _of_own_columns(query, key, value, filled, axis_name, devices, implementation, {**static, **arrays})
 
     split = _columns_of(key, axis_name)
@@ -93,7 +94,7 @@ _TAKEN = (
 )
 
 
-def _columns_of(x, axis) -> PartitionSpec:
+def _columns_of(x: Any, axis: Any) -> PartitionSpec:
     return PartitionSpec(*(None,) * (np.ndim(x) - 3), axis)
 
 
@@ -102,7 +103,16 @@ def _check_columns(columns: int, devices: int) -> None:
         raise ValueError(f"the columns of a cache must be a multiple of the {devices} devices, got S = {columns}")
 
 
-def _of_own_columns(query, key, value, filled, axis, devices: int, implementation, keywords):
+def _of_own_columns(
+    query: Any,
+    key: Any,
+    value: Any,
+    filled: Array,
+    axis: Any,
+    devices: int,
+    implementation: Implementation | None,
+    keywords: Mapping[str, Any],
+) -> tuple[Array, Array]:
     columns, tokens = np.shape(key)[-3], np.shape(query)[-3]
     first = lax.axis_index(axis) * columns
     filled = jnp.asarray(filled, jnp.int32)
@@ -132,7 +142,7 @@ def _of_own_columns(query, key, value, filled, axis, devices: int, implementatio
     return out[..., : np.shape(value)[-1]].reshape(*shape, -1), (row_max + jnp.log(row_sum)).reshape(shape)
 
 
-def _differentiable(out, row_max, row_sum):
+def _differentiable(out: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array, Array]:
     """The same numbers, of which the sum has the derivative: a row's maximum and sum have none of their own."""
     lse = primitives.log_sum_exp(row_max, row_sum)
     lse = jnp.where(jnp.isfinite(lse), lse, 0)
@@ -171,7 +181,7 @@ def sharded_append(
     grown = lambda x: x if mesh else jax.ShapeDtypeStruct((*x.shape[:-3], devices * columns, *x.shape[-2:]), x.dtype)
     start, count = cache._counts(grown(arrays[0]), grown(arrays[1]), arrays[2], arrays[3], lengths, None, False)
 
-    def run(key_cache, value_cache, key, value, start, count):
+    def run(key_cache: Array, value_cache: Array, key: Any, value: Any, start: Any, count: Any) -> tuple[Any, ...]:
         first = lax.axis_index(axis_name) * key_cache.shape[-3]
         *caches, _ = cache._append(key_cache, value_cache, key, value, start - first, count, False)
         return *caches, start + count

@@ -12,11 +12,12 @@ import numpy as np
 from jax import lax
 
 from jax_mfa import api, meshes
+from jax_mfa.api import Implementation
 from jax_mfa.arguments import concrete, known_integers
 from jax_mfa.blockwise.step import slice_axis
 from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel import order as orders
-from jax_mfa.specification import Operands
+from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import QuantizedArray
 
 
@@ -38,7 +39,7 @@ class Layout:
     batch_axis: Any
     head_axis: Any
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.order not in orders.ORDERS:
             raise ValueError(f"order must be one of {orders.ORDERS}, got {self.order!r}")
         if self.order != "contiguous" and self.ring is None:
@@ -49,12 +50,12 @@ class Layout:
             raise ValueError(f"axis_name, batch_axis and head_axis must be different mesh axes, got {flat}")
 
     @property
-    def sequence(self) -> tuple:
+    def sequence(self) -> tuple[Any, ...]:
         """The mesh axes of the sequence, the outer first."""
         axes = [x for x in (self.ring, self.heads) if x is not None]
         return tuple(name for x in axes for name in (x if isinstance(x, tuple) else (x,)))
 
-    def sizes(self, mesh=None) -> tuple[int, int]:
+    def sizes(self, mesh: Any = None) -> tuple[int, int]:
         """How many devices the ring and the exchange of heads have, of a mesh or of that which this is traced over."""
         size = meshes.axis_size if mesh is None else functools.partial(meshes.mesh_axis_size, mesh)
         for name in ("batch_axis", "head_axis"):
@@ -63,7 +64,7 @@ class Layout:
         ring, heads = (1 if axis is None else size(axis, "axis_name") for axis in (self.ring, self.heads))
         return ring, heads
 
-    def own_positions(self, length: int):
+    def own_positions(self, length: int) -> Any:
         """The positions of the `length` tokens that a device holds, int32; within `shard_map`."""
         ring, heads = self.sizes()
         index = jnp.zeros((), jnp.int32) if self.ring is None else lax.axis_index(self.ring)
@@ -71,7 +72,9 @@ class Layout:
         return own if self.heads is None else slice_axis(own, lax.axis_index(self.heads) * length, length, 0)
 
 
-def decided(function: str, implementation, spec, operands: Operands) -> str | None:
+def decided(
+    function: str, implementation: Implementation | None, spec: Specification, operands: Operands
+) -> str | None:
     """The implementation to take, as `api.decided` says it."""
     chosen = api._decided(implementation, spec, operands)
     if chosen == "reference":
@@ -81,14 +84,14 @@ def decided(function: str, implementation, spec, operands: Operands) -> str | No
     return chosen
 
 
-def refuse_quantised(function: str, **arguments) -> None:
+def refuse_quantised(function: str, **arguments: Any) -> None:
     """Raises `NotImplementedError` for a query, key or value that is a `QuantizedArray`: plain arrays alone travel."""
     for name, x in arguments.items():
         if isinstance(x, QuantizedArray):
             raise NotImplementedError(f"{function} takes no QuantizedArray, got one as {name}: pass an array")
 
 
-def check_that_keys_are_split(layout: Layout, arguments: dict) -> None:
+def check_that_keys_are_split(layout: Layout, arguments: dict[str, Any]) -> None:
     """Refuses arrays that `shard_map` knows to be the same on all devices."""
     account = meshes.varying_along(layout.sequence[0])
     for name in ("query", "key", "value"):
@@ -135,7 +138,7 @@ def check_blocks(layout: Layout, sizes: tuple[int, int], block: tuple[int, int] 
             )
 
 
-def in_order(layout: Layout, positions, length: int, devices: int | None = None):
+def in_order(layout: Layout, positions: Any, length: int, devices: int | None = None) -> Any:
     """Whether positions `[T]` are those of the order: of what a device holds, or of all tokens over so many devices.
 
     Raises:
@@ -147,9 +150,8 @@ def in_order(layout: Layout, positions, length: int, devices: int | None = None)
     if devices is None:
         return (layout.own_positions(length) == positions).all()
     wanted, values = orders.permutation(layout.order, length, devices), concrete(positions)
-    wrong = np.flatnonzero(wanted != (wanted if values is None else values))
-    if wrong.size:
-        place = wrong[0]
+    if values is not None and (wanted != values).any():
+        place = np.flatnonzero(wanted != values)[0]
         raise ValueError(
             f"positions must be those of order={layout.order!r} over {devices} devices: at place {place} token "
             f"{wanted[place]} was expected, got {values[place]} (see jax_mfa.zigzag)"

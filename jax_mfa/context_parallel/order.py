@@ -7,7 +7,7 @@ arXiv:2407.21783, section 3.3.2). Nothing here knows attention.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def chunks_of(order: str) -> int:
     return 2 if order == "zigzag" else 1
 
 
-def chunk_index(order: str, devices: int, device, chunk):
+def chunk_index(order: str, devices: int, device: Any, chunk: Any) -> Any:
     """Which of all `devices · chunks_of(order)` runs is the `chunk`-th of a device; integers, of numpy or JAX too."""
     if order == "contiguous":
         return device
@@ -73,7 +73,7 @@ def unzigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array | np.ndarray:
     return _taken(x, devices, axis, inverse=True)
 
 
-def _taken(x, devices: int, axis: int, inverse: bool):
+def _taken(x: Any, devices: int, axis: int, inverse: bool) -> Any:
     if not isinstance(x, np.ndarray):
         x = jnp.asarray(x)
     if not -x.ndim <= checks.integer("axis", axis) < x.ndim:
@@ -86,7 +86,7 @@ def _taken(x, devices: int, axis: int, inverse: bool):
     return numpy.concatenate([cut(int(run)) for run in runs], axis=axis)  # no gather: whole runs
 
 
-def positions_of(order: str, devices: int, device, length: int):
+def positions_of(order: str, devices: int, device: Any, length: int) -> Any:
     """The positions of the `length` tokens that a device holds, int32, of numpy for a known device."""
     runs = chunks_of(order)
     numpy = jnp if isinstance(device, jax.Array) else np

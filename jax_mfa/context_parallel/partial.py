@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jax_mfa.specification import Operands, Specification
 from jax_mfa.whole_rows import per_batch_row
 
+Partial: TypeAlias = tuple[Any, Any, Any]  # sums [B, T, N, V], and of each row its maximum and sum
 
-def weighed(out, row_max, row_sum, acc):
+
+def weighed(out: Array, row_max: Array, row_sum: Array, acc: Any) -> tuple[Array, Array, Array]:
     """A partial result as sums: of weighted values, the maximum, −∞ where no score is above that, and of weights.
 
     A row that sees scores of −∞ alone has the sum NaN beside a finite maximum; other columns may yet define its
@@ -20,12 +25,12 @@ def weighed(out, row_max, row_sum, acc):
     return sums, jnp.where(lost, acc.type(-np.inf), row_max), row_sum
 
 
-def merged(a, b):
+def merged(a: Partial, b: Partial) -> Partial:
     """Two partial results of disjoint columns as one."""
     high = jnp.maximum(a[1], b[1])  # NaN where either is
     lost = high == -np.inf
 
-    def rescaled(sums, row_max, row_sum):
+    def rescaled(sums: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array]:
         nothing = row_max == -np.inf
         weight = jnp.where(nothing, 0, jnp.exp(jnp.where(nothing, 0, row_max - jnp.where(nothing, 0, high))))
         return jnp.where(nothing[..., None], 0, sums * weight[..., None]), jnp.where(nothing, 0, row_sum * weight)
@@ -34,7 +39,7 @@ def merged(a, b):
     return sums_a + sums_b, high, jnp.where(lost, a[2] + b[2], sum_a + sum_b)
 
 
-def finished(spec: Specification, operands: Operands, whole):
+def finished(spec: Specification, operands: Operands, whole: Partial) -> tuple[Array, Array, Array]:
     """Output, maximum and sum of whole rows, their sinks included, from merged results without them."""
     sums, row_max, row_sum = whole
     acc = sums.dtype.type

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jax_mfa import whole_rows
 from jax_mfa.blockwise.step import add_axis, put_axis, slice_axis
@@ -65,7 +65,7 @@ class Ring:
     def chunks(self) -> int:
         return orders.chunks_of(self.order)
 
-    def start_of(self, device, chunk, size: int):
+    def start_of(self, device: Any, chunk: Any, size: int) -> Array:
         """The position of the first token of a chunk of `size` tokens."""
         return orders.chunk_index(self.order, self.devices, device, chunk) * size
 
@@ -89,7 +89,9 @@ class Ring:
         return min(walks, key=lambda walk: (walk.permutes, walk.start), default=Schedule(0, 0))
 
 
-def _in_band(spec: Specification, row, rows: int, column, columns: int, least_offset, most_offset):
+def _in_band(
+    spec: Specification, row: Any, rows: int, column: Any, columns: int, least_offset: Any, most_offset: Any
+) -> Any:
     """Whether some of the rows may see some of the columns, by causality and window; True where nothing is hidden."""
     left, right = spec.band
     sees: Any = True
@@ -117,11 +119,11 @@ class _Place:
 class _Pairs:
     """One device's rows and the columns that it holds at the moment, chunk by chunk."""
 
-    def __init__(self, ring: Ring, operands: Operands):
+    def __init__(self, ring: Ring, operands: Operands) -> None:
         self.ring, self.operands = ring, operands
         self.rows, self.columns = (x.shape[1] // ring.chunks for x in (operands.query, operands.key))
 
-    def over(self, source, held: dict, visit: Callable, state):
+    def over(self, source: Any, held: dict[str, Any], visit: Callable[..., Any], state: Any) -> Any:
         """`visit(problem, place, state)` for each chunk of rows and of columns that may see each other.
 
         Args:
@@ -130,7 +132,7 @@ class _Pairs:
         """
         ring, chunks = self.ring, self.ring.chunks
 
-        def turn(pair, state):
+        def turn(pair: Any, state: Any) -> Any:
             a, b = pair // chunks, pair % chunks
             place = _Place(
                 row=a * self.rows,
@@ -145,7 +147,7 @@ class _Pairs:
 
         return turn(0, state) if chunks == 1 else lax.fori_loop(0, chunks * chunks, turn, state)
 
-    def may_see(self, place: _Place):
+    def may_see(self, place: _Place) -> Any:
         """Whether the chunks at a place may see each other; True where that is known."""
         o, spec = self.operands, self.ring.spec
         least = most = spec.query_offset
@@ -161,15 +163,16 @@ class _Pairs:
             sees = sees & (place.row_position() < o.query_lengths.max())
         return sees
 
-    def cut(self, o: Operands, held: dict, place: _Place) -> Operands:
+    def cut(self, o: Operands, held: dict[str, Any], place: _Place) -> Operands:
         """What operands, or arrays like them, have at a place; what counts tokens still counts them from the first."""
         rows, columns = self.rows, self.columns
         block_rows, block_columns = self.ring.spec.mask_block or (1, 1)
 
-        def of_rows(x):
+        def of_rows(x: Any) -> Array | None:
             return None if x is None else slice_axis(x, place.row, rows, 1)
 
-        def scores(x, row_block: int = 1, column_block: int = 1):  # of all columns, in the order as stored
+        # of all columns, in the order as stored
+        def scores(x: Any, row_block: int = 1, column_block: int = 1) -> Array | None:
             if x is None:
                 return None
             x = slice_axis(x, place.row // row_block, rows // row_block, 2)
@@ -186,13 +189,13 @@ class _Pairs:
             sinks=None,  # those of whole rows
         )
 
-    def problem(self, held: dict, place: _Place) -> tuple[Specification, Operands]:
+    def problem(self, held: dict[str, Any], place: _Place) -> tuple[Specification, Operands]:
         """The rows of one chunk against the columns of another, as a problem of its own."""
         o, spec, rows, columns = self.operands, self.ring.spec, self.rows, self.columns
 
         row0, column0 = place.row_position, place.column_position
 
-        def length(x, start: Callable, most: int):
+        def length(x: Any, start: Callable[..., Any], most: int) -> Array | None:
             return None if x is None else jnp.clip(x - start(), 0, most)
 
         # where nothing asks for places, a problem without an offset is the simpler one
@@ -211,7 +214,7 @@ class _Pairs:
         return dataclasses.replace(spec, query_offset=0), here
 
 
-def _travelling(operands: Operands) -> dict:
+def _travelling(operands: Operands) -> dict[str, Any]:
     return {name: getattr(operands, name) for name in _TRAVELLING if getattr(operands, name) is not None}
 
 
@@ -219,7 +222,9 @@ def _schedule(ring: Ring, o: Operands) -> Schedule:
     return ring.schedule(o.query.shape[1], o.key.shape[1], offset_is_known=o.query_offset is None)
 
 
-def _walk(ring: Ring, schedule: Schedule, travelling, passengers, compute: Callable, state):
+def _walk(
+    ring: Ring, schedule: Schedule, travelling: Any, passengers: Any, compute: Callable[..., Any], state: Any
+) -> tuple[Any, Any]:
     """Runs `compute(source, travelling, state)` at each stop of the keys' way over the devices.
 
     Args:
@@ -233,15 +238,15 @@ def _walk(ring: Ring, schedule: Schedule, travelling, passengers, compute: Calla
     """
     n, hops = ring.devices, schedule.hops
 
-    def send(tree, by: int):
+    def send(tree: Any, by: int) -> Any:
         return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, [(i, (i + by) % n) for i in range(n)]), tree)
 
-    def stop(step, travelling, passengers, state):
+    def stop(step: Any, travelling: Any, passengers: Any, state: Any) -> tuple[Any, Any]:
         source = lambda: (lax.axis_index(ring.axis) - schedule.start - step) % n
         found, state = compute(source, travelling, state)
         return jax.tree.map(jnp.add, passengers, found), state
 
-    def turn(step, carry):
+    def turn(step: Any, carry: Any) -> tuple[Any, Any, Any]:
         travelling, passengers, state = carry
         following, arriving = send(travelling, 1), send(passengers, 1)  # under way while this device computes
         return following, *stop(step, travelling, arriving, state)
@@ -263,7 +268,9 @@ def _walk(ring: Ring, schedule: Schedule, travelling, passengers, compute: Calla
 # Forward
 
 
-def forward(ring: Ring, operands: Operands, attend: Callable, vary: Callable = lambda x: x):
+def forward(
+    ring: Ring, operands: Operands, attend: Callable[..., Any], vary: Callable[..., Any] = lambda x: x
+) -> tuple[Array, Array, Array]:
     """Attention of a device's rows over the columns of all devices, and maximum and sum of each row.
 
     Args:
@@ -280,12 +287,13 @@ def forward(ring: Ring, operands: Operands, attend: Callable, vary: Callable = l
     b, t, n, _ = o.query.shape
     pairs = _Pairs(ring, o)
 
-    def visit(problem, place, state):
-        own = [slice_axis(x, place.row, pairs.rows, 1) for x in state]
-        merged = partial.merged(own, partial.weighed(*attend(*problem), acc))
+    def visit(problem: Any, place: Any, state: Any) -> tuple[Array, ...]:
+        sums, row_max, row_sum = (slice_axis(x, place.row, pairs.rows, 1) for x in state)
+        out, own_max, own_sum = attend(*problem)
+        merged = partial.merged((sums, row_max, row_sum), partial.weighed(out, own_max, own_sum, acc))
         return tuple(put_axis(x, new, place.row, 1) for x, new in zip(state, merged))
 
-    def compute(source, held, state):
+    def compute(source: Any, held: Any, state: Any) -> tuple[tuple[()], Any]:
         return (), pairs.over(source, held, visit, state)
 
     empty = jnp.zeros((b, t, n, o.value.shape[-1]), acc), jnp.full((b, t, n), -np.inf, acc), jnp.zeros((b, t, n), acc)
@@ -300,11 +308,11 @@ def forward(ring: Ring, operands: Operands, attend: Callable, vary: Callable = l
 def backward(
     ring: Ring,
     operands: Operands,
-    rows: tuple,
+    rows: tuple[Any, ...],
     wanted: tuple[str, ...],
-    transpose: Callable,
-    vary: Callable = lambda x: x,
-):
+    transpose: Callable[..., Any],
+    vary: Callable[..., Any] = lambda x: x,
+) -> tuple[Any, ...]:
     """Cotangents of the operands named in `wanted`: of what a device holds of them, or for arrays that serve all rows
     its own rows' part.
 
@@ -320,12 +328,12 @@ def backward(
     follow = tuple(name for name in parts if name in _TRAVELLING)
     zeros = lambda names: vary({name: jnp.zeros(getattr(o, name).shape, acc) for name in names})
 
-    def visit(problem, place, state):
+    def visit(problem: Any, place: Any, state: Any) -> dict[str, Array]:
         spec, now = problem
         found = transpose(spec, now, [slice_axis(x, place.row, pairs.rows, 1) for x in rows], parts)
         return {name: _gathered(name, state[name], x.astype(acc), place) for name, x in zip(parts, found)}
 
-    def compute(source, held, state):
+    def compute(source: Any, held: Any, state: Any) -> tuple[dict[str, Any], Any]:
         new = pairs.over(source, held, visit, {**state, **zeros(follow)})
         return {name: new.pop(name) for name in follow}, new
 
@@ -339,7 +347,7 @@ def backward(
     return tuple(sums[name].astype(getattr(o, name).dtype) for name in wanted)
 
 
-def _gathered(name: str, x, part, place: _Place):
+def _gathered(name: str, x: Any, part: Any, place: _Place) -> Array:
     """A pair's share of a gradient, added to the whole."""
     if name == "query":
         return add_axis(x, part, place.row, 1)
@@ -358,12 +366,12 @@ def _gathered(name: str, x, part, place: _Place):
 def tangent(
     ring: Ring,
     operands: Operands,
-    results: tuple,
+    results: tuple[Any, ...],
     wanted: tuple[str, ...],
-    tangents: tuple,
-    differentiate: Callable,
-    vary: Callable = lambda x: x,
-):
+    tangents: tuple[Any, ...],
+    differentiate: Callable[..., Any],
+    vary: Callable[..., Any] = lambda x: x,
+) -> tuple[Any, Any]:
     """What output and log-sum-exp change by where the operands named in `wanted` change by `tangents`.
 
     Both are sums over the columns once the statistics of whole rows are known, so each part adds its share.
@@ -379,10 +387,10 @@ def tangent(
     moving = Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
     parts = tuple(name for name in wanted if name != "sinks")
 
-    def compute(source, travelling, state):
+    def compute(source: Any, travelling: Any, state: Any) -> tuple[tuple[()], Any]:
         held, held_tangents = travelling
 
-        def visit(problem, place, state):
+        def visit(problem: Any, place: Any, state: Any) -> tuple[Array, ...]:
             spec, now = problem
             at = pairs.cut(moving, held_tangents, place)
             own = [slice_axis(x, place.row, pairs.rows, 1) for x in results]

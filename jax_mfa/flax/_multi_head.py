@@ -99,7 +99,7 @@ def module_inputs(
 # Rotary embedding
 
 
-def _turned(h: int, base, fraction, prefix: str = "") -> int:
+def _turned(h: int, base: Any, fraction: Any, prefix: str = "") -> int:
     """How many of H features are turned. The arguments are called `prefix` + their names."""
     number, part = checks.number(f"{prefix}base", base), checks.number(f"{prefix}fraction", fraction)
     r = round(part * h) if 0 < part <= 1 else 0
@@ -158,7 +158,7 @@ def rotary_embedding(
     return turned if r == h else jnp.concatenate([turned, x[..., r:]], axis=-1)
 
 
-def _positions(offset, positions):
+def _positions(offset: Any, positions: Any) -> Any:
     """`offset + positions`, `[..., length]`, of an integer, or integers with leading axes."""
     offset = jnp.asarray(offset)
     return offset[..., None] + positions.reshape((1,) * offset.ndim + positions.shape)

@@ -324,7 +324,7 @@ class FlashMultiHeadAttention(nn.Module):
             **common,
         )(out)
 
-    def _cache(self, key: Array) -> tuple[list[nn.Variable], _multi_head.Cache | None]:
+    def _cache(self, key: Array) -> tuple[list[nn.Variable[Any]], _multi_head.Cache | None]:
         """The variables of the cache, and the cache in them; None while `init` makes them."""
         exists = self.has_variable("cache", "cached_key")
         if not exists and not self.is_initializing():

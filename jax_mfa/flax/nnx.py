@@ -147,11 +147,11 @@ def _turned(rope: Callable[..., Array], x: ArrayLike, positions: ArrayLike | Non
     return turn(x, positions)
 
 
-def _get(variable):
+def _get(variable: Any) -> Any:
     return variable.get_value() if hasattr(variable, "get_value") else variable.value
 
 
-def _set(variable, value):
+def _set(variable: Any, value: Any) -> None:
     if hasattr(variable, "set_value"):
         variable.set_value(value)
     else:
@@ -258,7 +258,7 @@ class FlashMultiHeadAttention(nnx.Module):
         sequence_axis: Any = None,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
-    ):
+    ) -> None:
         self.num_heads = num_heads
         self.in_features = in_features
         self.num_key_value_heads, self.head_dim = _multi_head.head_sizes(

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jax_mfa import tuned, whole_rows
 from jax_mfa.metal import crossover, kernels, operands, runtime, tiles
@@ -92,12 +93,12 @@ def variants() -> tuple[str, ...]:
     return (own,) if own not in VARIANTS else (own, *(name for name in NAMES if name != own))
 
 
-def launch_arrays(spec: Specification, o: Operands) -> dict:
+def launch_arrays(spec: Specification, o: Operands) -> dict[str, Any]:
     """What a launch carries of a problem's operands, by name, in the order and layout of `operands.CARRIED`."""
     repeats = Operands(*spec.repeats)
     batch = o.query.shape[0]
 
-    def carried(name):
+    def carried(name: str) -> Array:
         x, known = getattr(o, name), operands.OPERANDS[name]
         if known.shape[0] != "B" or name == "query":
             return x
@@ -161,7 +162,7 @@ def _typed(usual: Any, numbers: tuple[int, ...]) -> Any:
     return type(usual)(*(type(a)(b) for a, b in zip(dataclasses.astuple(usual), numbers)))
 
 
-def _checked(plan):
+def _checked(plan: Any) -> Any:
     widest = max(max(d.threadgroups[1:]) for d in plan.dispatches)  # `vmap` and groups multiply what `lacking` saw
     if widest > MAX_GRID:
         raise Failed(f"a grid axis of {widest} threadgroups; no more than {MAX_GRID} is known to be safe")
@@ -171,14 +172,23 @@ def _checked(plan):
     return plan
 
 
-def forward(spec: Specification, o: Operands):
+def forward(spec: Specification, o: Operands) -> tuple[Any, ...]:
     """Attention, and maximum and sum of each row, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
     arrays = launch_arrays(spec, o)
     plan = _checked(kernels.forward(spec, arrays, variant=tiles_of(spec, o, "forward")))
     return tuple(runtime.call(plan, runtime.TARGETS[0], *arrays.values()).values())
 
 
-def backward(spec: Specification, o: Operands, out, row_max, row_sum, d_out, d_lse, wanted: tuple[str, ...]):
+def backward(
+    spec: Specification,
+    o: Operands,
+    out: Array,
+    row_max: Array,
+    row_sum: Array,
+    d_out: Array,
+    d_lse: Array,
+    wanted: tuple[str, ...],
+) -> tuple[Any, ...]:
     """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
     arrays = launch_arrays(spec, o)
     plan = _checked(kernels.backward(spec, arrays, wanted=wanted, variant=tiles_of(spec, o, "backward")))
@@ -187,7 +197,7 @@ def backward(spec: Specification, o: Operands, out, row_max, row_sum, d_out, d_l
 
     whole = stored(spec, o)
 
-    def cotangent(name):
+    def cotangent(name: str) -> Any:
         operand, repeat = getattr(whole, name), getattr(Operands(*spec.repeats), name)
         if name == "bias":
             return found["d_bias"]

@@ -77,17 +77,17 @@ def plan(arrays: tuple[tuple[str, Shape], ...], storages: tuple[Storage | None, 
     return Plan("append", source.base_hash(), tuple(buffers.values()), tuple(dispatches))
 
 
-def parts_of(pages) -> dict[str, Any]:
+def parts_of(pages: Any) -> dict[str, Any]:
     return pages.parts() if isinstance(pages, QuantizedArray) else {"data": pages}
 
 
-def takes(pages) -> bool:
+def takes(pages: Any) -> bool:
     """Whether Metal writes pages here: not where a GPU is of a virtual machine."""
     found = runtime.get()
     return not found.reason and not found.virtual and all(dtype_of(x).name in SCALARS for x in pages)
 
 
-def write(pages, key, value, where):
+def write(pages: Any, key: Any, value: Any, where: Any) -> tuple[Any, Any] | None:
     """The pages of keys and of values with new tokens in them, in the place of the old ones where XLA need not keep
     those. None, with a warning, where the kernels cannot be had."""
     pools = {f"{name}_{part}": x for name, whole in zip(("key", "value"), pages) for part, x in parts_of(whole).items()}
@@ -100,7 +100,7 @@ def write(pages, key, value, where):
         return None
     found = runtime.call(made, runtime.TARGETS[2], *arrays.values())
 
-    def changed(name, whole):
+    def changed(name: str, whole: Any) -> Any:
         if not isinstance(whole, QuantizedArray):
             return found[f"{name}_data"]
         return dataclasses.replace(whole, **{part: found[f"{name}_{part}"] for part in whole.parts()})

@@ -103,7 +103,7 @@ class Launch:
         return (*made, Dispatch(self.kernel, self.grid, x.bound(name, known), self.work, index))
 
 
-def _tiled(name: str, x: Problem, tile, lists: TileLists | None = None, **more: Any) -> Kernel:
+def _tiled(name: str, x: Problem, tile: Any, lists: TileLists | None = None, **more: Any) -> Kernel:
     item = ITEM_SIZES[x.operand]
     sizes = (tile.threadgroup_memory(x.h, x.v, item), tile.fragment_bytes(x.h, x.v, item))
     constants = {**(lists.constants if lists else {}), **more}
@@ -117,7 +117,7 @@ def _by_rows(name: str, x: Problem) -> Kernel:
 class Matrices:
     """Kernels on simdgroup matrices, with the tiles of a table."""
 
-    def __init__(self, x: Problem, chosen: tiles.Tiles):
+    def __init__(self, x: Problem, chosen: tiles.Tiles) -> None:
         self.x, self.chosen = x, chosen
 
     def _over_rows(self, name: str, tile: tiles.ForwardTiles | tiles.QueryTiles, per_pair: int, **more: Any) -> Launch:
@@ -155,7 +155,7 @@ class Matrices:
 class Portable:
     """The same without simdgroup matrices."""
 
-    def __init__(self, x: Problem, chosen: tiles.Portable):
+    def __init__(self, x: Problem, chosen: tiles.Portable) -> None:
         self.x, self.chosen = x, chosen
 
     def _launch(self, name: str, grid: Grid, work: int) -> Launch:

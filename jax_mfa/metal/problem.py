@@ -31,7 +31,7 @@ class Shape:
     dtype: Any
 
     @classmethod
-    def of(cls, x) -> Shape:
+    def of(cls, x: Any) -> Shape:
         return cls(tuple(x.shape), np.dtype(x.dtype))
 
 

@@ -21,9 +21,11 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax import Array
 
 from jax_mfa import kept, recording, versions
 from jax_mfa.metal import source
@@ -69,7 +71,7 @@ class Runtime:
         return "direct" if "apple9" in families else "staged"
 
 
-def _load(chosen: str):
+def _load(chosen: str) -> Any:
     if not chosen:
         return importlib.import_module("jax_mfa._metal")
     if not _EMULATOR.exists():
@@ -183,7 +185,7 @@ def get() -> Runtime:
 
 
 @contextlib.contextmanager
-def variant(name: str):
+def variant(name: str) -> Iterator[None]:
     """Programs compiled within take the tile table of this name. Compiled programs are forgotten at both ends."""
     _chosen.append(name)
     jax.clear_caches()
@@ -228,7 +230,7 @@ def warn_once(reason: str) -> None:
     warnings.warn(f"jax_mfa: Metal cannot be used, so attention runs as blockwise jnp: {reason}", stacklevel=2)
 
 
-def call(plan: Plan, target: str, *arrays):
+def call(plan: Plan, target: str, *arrays: Array) -> dict[str, Any]:
     """The outputs of a plan by name, as traced values. `arrays` are its inputs in order."""
     shapes = [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in plan.results]
     aliases = {i: plan.results.index(b) for i, b in enumerate(plan.operands) if b.role == "updated"}

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import pathlib
 import re
+from collections.abc import Iterator
 
 from jax_mfa.metal import operands
 
@@ -26,7 +27,7 @@ def folder() -> pathlib.Path:
     raise FileNotFoundError(f"no MSL sources in {package / '_msl'} or {package.parent / 'metal'}")
 
 
-def _lines(name: str, seen: set[str]):
+def _lines(name: str, seen: set[str]) -> Iterator[str]:
     if name in seen:
         return
     seen.add(name)
