@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from jax_mfa.block_mask import BlockMask
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 from jax_mfa.storage import QuantizedArray, stored
 
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Bias, Float, Integer, Key, Lists, Mask
+
 IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
 _OPEN = ("metal", "blockwise")  # what leaves the choice between the two to lowering, which knows platform and sizes
 _ALIASES = {"xla": "blockwise"}  # as `jax.nn` calls what runs everywhere
@@ -27,7 +30,6 @@ Implementation: TypeAlias = _Name | tuple[_Name, ...]
 
 AbstractArray: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
 _Array = TypeVar("_Array", bound=AbstractArray)
-Numbers: TypeAlias = _Array | Sequence["Numbers[_Array]"]
 
 
 # an array, or one that `jax_mfa.quantize` has made of it
@@ -37,26 +39,26 @@ Columns: TypeAlias = ArrayLike | QuantizedArray
 class _Features(TypedDict, Generic[_Array], total=False):
     """Keyword arguments that say nothing of where rows and columns stand; see `dot_product_attention`."""
 
-    scale: _Array | None
-    query_seq_lengths: Numbers[_Array] | None
+    scale: Float[_Array, ""] | int | None
+    query_seq_lengths: Integer[_Array, "*#B"] | Lists[_Array] | None
     local_window_size: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None
-    alibi_slopes: Numbers[_Array] | None
-    sinks: Numbers[_Array] | None
-    query_segment_ids: Numbers[_Array] | None
-    key_value_segment_ids: Numbers[_Array] | None
-    key_value_ranges: Numbers[_Array] | None
+    alibi_slopes: Float[_Array, "*#B N"] | Lists[_Array] | None
+    sinks: Float[_Array, "*#B N"] | Lists[_Array] | None
+    query_segment_ids: Integer[_Array, "*#B T"] | Lists[_Array] | None
+    key_value_segment_ids: Integer[_Array, "*#B S"] | Lists[_Array] | None
+    key_value_ranges: Integer[_Array, "*#B T 2"] | Lists[_Array] | None
     block_mask: BlockMask | None
     dropout_rate: float
-    dropout_seed: Numbers[_Array] | None
+    dropout_seed: Integer[_Array, ""] | Integer[_Array, "2"] | Key[_Array, ""] | Lists[_Array] | None
 
 
 class _Keywords(_Features[_Array], total=False):
     """The keyword arguments of `dot_product_attention` that specify the problem."""
 
     is_causal: bool
-    key_value_seq_lengths: Numbers[_Array] | None
-    query_offset: Numbers[_Array]
+    key_value_seq_lengths: Integer[_Array, "*#B"] | Lists[_Array] | None
+    query_offset: Integer[_Array, "*#B"] | Lists[_Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,65 +190,69 @@ def _refuse_unknown(function: str, keywords: Mapping[str, Any], hints: dict[str,
 
 @overload
 def dot_product_attention(
-    query: Columns,
-    key: Columns,
-    value: Columns,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[Columns, "*B T N H"],
+    key: Float[Columns, "*B S K H"],
+    value: Float[Columns, "*B S K V"],
+    bias: Bias | None = None,
+    mask: Mask | None = None,
     *,
     implementation: Implementation | None = None,
     return_residual: Literal[False] = False,
     **keywords: Unpack[_Keywords[ArrayLike]],
-) -> Array: ...
+) -> Float[Array, "*B T N V"]: ...
 @overload
 def dot_product_attention(
-    query: Columns,
-    key: Columns,
-    value: Columns,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[Columns, "*B T N H"],
+    key: Float[Columns, "*B S K H"],
+    value: Float[Columns, "*B S K V"],
+    bias: Bias | None = None,
+    mask: Mask | None = None,
     *,
     implementation: Implementation | None = None,
     return_residual: Literal[True],
     **keywords: Unpack[_Keywords[ArrayLike]],
-) -> tuple[Array, Array]: ...
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 @overload
 def dot_product_attention(
-    query: Columns,
-    key: Columns,
-    value: Columns,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[Columns, "*B T N H"],
+    key: Float[Columns, "*B S K H"],
+    value: Float[Columns, "*B S K V"],
+    bias: Bias | None = None,
+    mask: Mask | None = None,
     *,
     implementation: Implementation | None = None,
     return_residual: bool,
     **keywords: Unpack[_Keywords[ArrayLike]],
-) -> Array | tuple[Array, Array]: ...
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def dot_product_attention(
-    query: Columns,
-    key: Columns,
-    value: Columns,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[Columns, "*B T N H"],
+    key: Float[Columns, "*B S K H"],
+    value: Float[Columns, "*B S K V"],
+    bias: Bias | None = None,
+    mask: Mask | None = None,
     *,
-    scale: ArrayLike | None = None,
+    scale: Float[ArrayLike, ""] | int | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Numbers[ArrayLike] | None = None,
-    key_value_seq_lengths: Numbers[ArrayLike] | None = None,
+    query_seq_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
+    key_value_seq_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_offset: Numbers[ArrayLike] = 0,
+    query_offset: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] = 0,
     logits_soft_cap: float | None = None,
-    alibi_slopes: Numbers[ArrayLike] | None = None,
-    sinks: Numbers[ArrayLike] | None = None,
-    query_segment_ids: Numbers[ArrayLike] | None = None,
-    key_value_segment_ids: Numbers[ArrayLike] | None = None,
-    key_value_ranges: Numbers[ArrayLike] | None = None,
+    alibi_slopes: Float[ArrayLike, "*#B N"] | Lists[ArrayLike] | None = None,
+    sinks: Float[ArrayLike, "*#B N"] | Lists[ArrayLike] | None = None,
+    query_segment_ids: Integer[ArrayLike, "*#B T"] | Lists[ArrayLike] | None = None,
+    key_value_segment_ids: Integer[ArrayLike, "*#B S"] | Lists[ArrayLike] | None = None,
+    key_value_ranges: Integer[ArrayLike, "*#B T 2"] | Lists[ArrayLike] | None = None,
     block_mask: BlockMask | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: Numbers[ArrayLike] | None = None,
+    dropout_seed: Integer[ArrayLike, ""]
+    | Integer[ArrayLike, "2"]
+    | Key[ArrayLike, ""]
+    | Lists[ArrayLike]
+    | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-) -> Array | tuple[Array, Array]:
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Scaled dot-product attention: the arguments of `jax.nn.dot_product_attention`, and more.
 
     For each head, `softmax(scale · q kᵀ + bias) v` (Vaswani et al., arXiv:1706.03762, equation 1) over the columns
@@ -309,15 +315,15 @@ def dot_product_attention(
 
 
 def flash_attention(
-    query: Columns,
-    key: Columns,
-    value: Columns,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[Columns, "*B T N H"],
+    key: Float[Columns, "*B S K H"],
+    value: Float[Columns, "*B S K V"],
+    bias: Bias | None = None,
+    mask: Mask | None = None,
     *,
     implementation: Implementation | None = None,
     **keywords: Unpack[_Keywords[ArrayLike]],
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention with its log-sum-exp, both differentiable.
 
     Args:
@@ -340,55 +346,55 @@ def flash_attention(
 
 @overload
 def decode_attention(
-    query: Columns,
-    key: Columns,
-    value: Columns,
-    lengths: Numbers[ArrayLike],
+    query: Float[Columns, "*B T N H"],
+    key: Float[Columns, "*B S K H"],
+    value: Float[Columns, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
     *,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    bias: Bias | None = None,
+    mask: Mask | None = None,
     implementation: Implementation | None = None,
     return_residual: Literal[False] = False,
     **keywords: Unpack[_Features[ArrayLike]],
-) -> Array: ...
+) -> Float[Array, "*B T N V"]: ...
 @overload
 def decode_attention(
-    query: Columns,
-    key: Columns,
-    value: Columns,
-    lengths: Numbers[ArrayLike],
+    query: Float[Columns, "*B T N H"],
+    key: Float[Columns, "*B S K H"],
+    value: Float[Columns, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
     *,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    bias: Bias | None = None,
+    mask: Mask | None = None,
     implementation: Implementation | None = None,
     return_residual: Literal[True],
     **keywords: Unpack[_Features[ArrayLike]],
-) -> tuple[Array, Array]: ...
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 @overload
 def decode_attention(
-    query: Columns,
-    key: Columns,
-    value: Columns,
-    lengths: Numbers[ArrayLike],
+    query: Float[Columns, "*B T N H"],
+    key: Float[Columns, "*B S K H"],
+    value: Float[Columns, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
     *,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    bias: Bias | None = None,
+    mask: Mask | None = None,
     implementation: Implementation | None = None,
     return_residual: bool,
     **keywords: Unpack[_Features[ArrayLike]],
-) -> Array | tuple[Array, Array]: ...
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def decode_attention(
-    query: Columns,
-    key: Columns,
-    value: Columns,
-    lengths: Numbers[ArrayLike],
+    query: Float[Columns, "*B T N H"],
+    key: Float[Columns, "*B S K H"],
+    value: Float[Columns, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
     *,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    bias: Bias | None = None,
+    mask: Mask | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     **keywords: Unpack[_Features[ArrayLike]],
-) -> Array | tuple[Array, Array]:
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Causal attention of the newest queries against a padded cache of keys and values.
 
     The T queries stand at the end of what the cache holds: with `lengths` entries filled, row t has position
@@ -435,11 +441,11 @@ def decode_attention(
 
 
 def explain(
-    query: AbstractArray | QuantizedArray,
-    key: AbstractArray | QuantizedArray,
-    value: AbstractArray | QuantizedArray,
-    bias: AbstractArray | None = None,
-    mask: AbstractArray | None = None,
+    query: Float[AbstractArray | QuantizedArray, "*B T N H"],
+    key: Float[AbstractArray | QuantizedArray, "*B S K H"],
+    value: Float[AbstractArray | QuantizedArray, "*B S K V"],
+    bias: Bias | jax.ShapeDtypeStruct | None = None,
+    mask: Mask | jax.ShapeDtypeStruct | None = None,
     *,
     implementation: Implementation | None = None,
     return_residual: bool = False,

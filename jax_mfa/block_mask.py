@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
+
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Bool
 
 
 def _pair(size: Any) -> tuple[int, int]:
@@ -36,7 +39,7 @@ class BlockMask:
       ValueError: for a block size that is not a pair of positive integers.
     """
 
-    blocks: jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    blocks: Bool[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*BN T_blocks S_blocks"]
     block_size: tuple[int, int]
 
     def __post_init__(self) -> None:
@@ -68,7 +71,7 @@ class BlockMask:
     # through blocks, give the exact rule (is_causal, local_window_size, mask, segment ids) beside the block mask.
 
     @classmethod
-    def from_mask(cls, mask: ArrayLike | Sequence[Any], block_size: tuple[int, int]) -> BlockMask:
+    def from_mask(cls, mask: Bool[ArrayLike, "*BN T S"] | Sequence[Any], block_size: tuple[int, int]) -> BlockMask:
         """From a bool mask `[..., T, S]`: blocks in which something is visible.
 
         Raises:

@@ -13,7 +13,7 @@ it for ever. Keys are turned by a rotary embedding before they are cached: their
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +22,27 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.api import Implementation, Numbers, dot_product_attention
+from jax_mfa.api import Implementation, dot_product_attention
 from jax_mfa.arguments import clipped, concrete, known_lengths
 from jax_mfa.specification import MAX_POSITION
 from jax_mfa.storage import as_bits, from_bits
+
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Bias, Float, Int32, Integer, Key, Lists, Mask
 
 __all__ = ["append", "attend"]
 
 
 def append(
-    key_cache: ArrayLike,
-    value_cache: ArrayLike,
-    lengths: Numbers[ArrayLike],
-    key: ArrayLike,
-    value: ArrayLike,
-    new_lengths: Numbers[ArrayLike] | None = None,
+    key_cache: Float[ArrayLike, "*B S K H"],
+    value_cache: Float[ArrayLike, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
+    key: Float[ArrayLike, "*B T K H"],
+    value: Float[ArrayLike, "*B T K V"],
+    new_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
     *,
     ring: bool = False,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K V"], Int32[Array, "*B"]]:
     """Writes each batch row's new tokens behind those that its cache holds, for `jax_mfa.decode_attention`.
 
     Costs O(T), whatever S, where the caches are donated to `jit`; but XLA's CPU backend copies caches of bfloat16,
@@ -90,29 +93,33 @@ def _append(
 
 
 def attend(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    key_cache: ArrayLike,
-    value_cache: ArrayLike,
-    lengths: Numbers[ArrayLike],
-    new_lengths: Numbers[ArrayLike] | None = None,
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B T K H"],
+    value: Float[ArrayLike, "*B T K V"],
+    key_cache: Float[ArrayLike, "*B S K H"],
+    value_cache: Float[ArrayLike, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
+    new_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
     *,
     ring: bool = False,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    scale: ArrayLike | None = None,
-    query_seq_lengths: Numbers[ArrayLike] | None = None,
+    bias: Bias | None = None,
+    mask: Mask | None = None,
+    scale: Float[ArrayLike, ""] | int | None = None,
+    query_seq_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
-    alibi_slopes: Numbers[ArrayLike] | None = None,
-    sinks: Numbers[ArrayLike] | None = None,
-    query_segment_ids: Numbers[ArrayLike] | None = None,
-    key_value_segment_ids: Numbers[ArrayLike] | None = None,
+    alibi_slopes: Float[ArrayLike, "*#B N"] | Lists[ArrayLike] | None = None,
+    sinks: Float[ArrayLike, "*#B N"] | Lists[ArrayLike] | None = None,
+    query_segment_ids: Integer[ArrayLike, "*#B T"] | Lists[ArrayLike] | None = None,
+    key_value_segment_ids: Integer[ArrayLike, "*#B S"] | Lists[ArrayLike] | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: Numbers[ArrayLike] | None = None,
+    dropout_seed: Integer[ArrayLike, ""]
+    | Integer[ArrayLike, "2"]
+    | Key[ArrayLike, ""]
+    | Lists[ArrayLike]
+    | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B S K H"], Float[Array, "*B S K V"], Int32[Array, "*B"]]:
     """`append`, and causal attention of the new tokens over all that they may see: a prompt, or the next tokens.
 
     A batch row's tokens stand at positions `lengths`, `lengths + 1`, …, and see those of its cache and of their own up

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
@@ -9,8 +11,16 @@ from jax.typing import ArrayLike
 from jax_mfa.arguments import as_array
 from jax_mfa.specification import accumulation_dtype
 
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Float
 
-def merge(out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike) -> tuple[Array, Array]:
+
+def merge(
+    out_a: Float[ArrayLike, "*B T N V"],
+    lse_a: Float[ArrayLike, "*B T N"],
+    out_b: Float[ArrayLike, "*B T N V"],
+    lse_b: Float[ArrayLike, "*B T N"],
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention over two disjoint sets of columns, from the attention over each.
 
     `lse = log(exp(lse_a) + exp(lse_b))` and `out = exp(lse_a − lse) out_a + exp(lse_b − lse) out_b`

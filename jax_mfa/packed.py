@@ -5,36 +5,43 @@ Each row's columns are one range, so this knows positions and ranges only; `key_
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.api import Implementation, Numbers, flash_attention
+from jax_mfa.api import Implementation, flash_attention
 from jax_mfa.arguments import as_array, as_window, clipped, concrete, known_integers
 from jax_mfa.specification import MAX_POSITION, Specification
 
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Float, Integer, Key, Lists
+
 
 def flash_attention_varlen(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    cu_seqlens_q: Numbers[ArrayLike],
-    cu_seqlens_k: Numbers[ArrayLike] | None = None,
+    query: Float[ArrayLike, "T N H"],
+    key: Float[ArrayLike, "S K H"],
+    value: Float[ArrayLike, "S K V"],
+    cu_seqlens_q: Integer[ArrayLike, "bounds"] | Lists[ArrayLike],
+    cu_seqlens_k: Integer[ArrayLike, "bounds"] | Lists[ArrayLike] | None = None,
     *,
     is_causal: bool = False,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_offset: Numbers[ArrayLike] = 0,
-    scale: ArrayLike | None = None,
+    query_offset: Integer[ArrayLike, ""] | Integer[ArrayLike, "bounds-1"] | Lists[ArrayLike] = 0,
+    scale: Float[ArrayLike, ""] | int | None = None,
     logits_soft_cap: float | None = None,
-    alibi_slopes: Numbers[ArrayLike] | None = None,
-    sinks: Numbers[ArrayLike] | None = None,
+    alibi_slopes: Float[ArrayLike, "N"] | Lists[ArrayLike] | None = None,
+    sinks: Float[ArrayLike, "N"] | Lists[ArrayLike] | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: Numbers[ArrayLike] | None = None,
+    dropout_seed: Integer[ArrayLike, ""]
+    | Integer[ArrayLike, "2"]
+    | Key[ArrayLike, ""]
+    | Lists[ArrayLike]
+    | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
     """Attention of R sequences of unequal lengths, packed one after another, each of which sees its own keys alone.
 
     Sequence r has the rows `cu_seqlens_q[r]` … `cu_seqlens_q[r + 1] − 1` of the query, and the columns

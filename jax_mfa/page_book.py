@@ -12,11 +12,14 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jax_mfa import checks
+
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Int32
 
 
 class OutOfPages(RuntimeError):
@@ -31,9 +34,9 @@ class Write(NamedTuple):
       sources, targets: int32 `[C]`: pages to be copied before that, from and to. Both may be empty.
     """
 
-    slots: np.ndarray
-    sources: np.ndarray
-    targets: np.ndarray
+    slots: Int32[np.ndarray, "T"]
+    sources: Int32[np.ndarray, "C"]
+    targets: Int32[np.ndarray, "C"]
 
 
 @dataclasses.dataclass
@@ -186,7 +189,9 @@ class PageBook:
         moved = np.array(copies, np.int32).reshape(-1, 2)
         return Write(np.concatenate([np.zeros(0), *slots]).astype(np.int32), moved[:, 0], moved[:, 1])
 
-    def tables(self, sequences: Sequence[int], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def tables(
+        self, sequences: Sequence[int], width: int | None = None
+    ) -> tuple[Int32[np.ndarray, "B pages"], Int32[np.ndarray, "B"]]:
         """What `jax_mfa.paged_attention` reads.
 
         Args:

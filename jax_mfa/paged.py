@@ -10,7 +10,7 @@ heads, H head size of queries and keys, V of values.
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.api import Columns, Implementation, Numbers, attend_by_name
+from jax_mfa.api import Columns, Implementation, attend_by_name
 from jax_mfa.arguments import as_array, clipped, concrete, known_integers, known_lengths
 from jax_mfa.storage import PagedArray, QuantizedArray, dtype_of
+
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Float, Integer, Lists, UInt16
 
 PAGE_SIZES = tuple(2**i for i in range(3, 9))
 # rows of the query that are taken together are of one sequence, and no more than this
@@ -31,68 +34,68 @@ MOST_ROWS = 512
 class _Keywords(TypedDict, total=False):
     """The keyword arguments of `paged_attention` that its result's type does not depend on."""
 
-    query_start_locs: Numbers[ArrayLike] | None
+    query_start_locs: Integer[ArrayLike, "B+1"] | Lists[ArrayLike] | None
     is_causal: bool
-    scale: ArrayLike | None
+    scale: Float[ArrayLike, ""] | int | None
     local_window_size: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None
-    alibi_slopes: Numbers[ArrayLike] | None
-    sinks: Numbers[ArrayLike] | None
+    alibi_slopes: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists[ArrayLike] | None
+    sinks: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists[ArrayLike] | None
     implementation: Implementation | None
     check_tables: bool
 
 
 @overload
 def paged_attention(
-    query: Columns,
-    key_pages: Columns,
-    value_pages: Columns,
-    block_tables: Numbers[ArrayLike],
-    context_lens: Numbers[ArrayLike],
+    query: Float[Columns, "*B T N H"],
+    key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
+    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
+    block_tables: Integer[ArrayLike, "B pages"] | Lists[ArrayLike],
+    context_lens: Integer[ArrayLike, "B"] | Lists[ArrayLike],
     *,
     return_residual: Literal[False] = False,
     **keywords: Unpack[_Keywords],
-) -> Array: ...
+) -> Float[Array, "*B T N V"]: ...
 @overload
 def paged_attention(
-    query: Columns,
-    key_pages: Columns,
-    value_pages: Columns,
-    block_tables: Numbers[ArrayLike],
-    context_lens: Numbers[ArrayLike],
+    query: Float[Columns, "*B T N H"],
+    key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
+    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
+    block_tables: Integer[ArrayLike, "B pages"] | Lists[ArrayLike],
+    context_lens: Integer[ArrayLike, "B"] | Lists[ArrayLike],
     *,
     return_residual: Literal[True],
     **keywords: Unpack[_Keywords],
-) -> tuple[Array, Array]: ...
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 @overload
 def paged_attention(
-    query: Columns,
-    key_pages: Columns,
-    value_pages: Columns,
-    block_tables: Numbers[ArrayLike],
-    context_lens: Numbers[ArrayLike],
+    query: Float[Columns, "*B T N H"],
+    key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
+    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
+    block_tables: Integer[ArrayLike, "B pages"] | Lists[ArrayLike],
+    context_lens: Integer[ArrayLike, "B"] | Lists[ArrayLike],
     *,
     return_residual: bool,
     **keywords: Unpack[_Keywords],
-) -> Array | tuple[Array, Array]: ...
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def paged_attention(
-    query: Columns,
-    key_pages: Columns,
-    value_pages: Columns,
-    block_tables: Numbers[ArrayLike],
-    context_lens: Numbers[ArrayLike],
+    query: Float[Columns, "*B T N H"],
+    key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
+    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
+    block_tables: Integer[ArrayLike, "B pages"] | Lists[ArrayLike],
+    context_lens: Integer[ArrayLike, "B"] | Lists[ArrayLike],
     *,
-    query_start_locs: Numbers[ArrayLike] | None = None,
+    query_start_locs: Integer[ArrayLike, "B+1"] | Lists[ArrayLike] | None = None,
     is_causal: bool = True,
-    scale: ArrayLike | None = None,
+    scale: Float[ArrayLike, ""] | int | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
-    alibi_slopes: Numbers[ArrayLike] | None = None,
-    sinks: Numbers[ArrayLike] | None = None,
+    alibi_slopes: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists[ArrayLike] | None = None,
+    sinks: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists[ArrayLike] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     check_tables: bool = False,
-) -> Array | tuple[Array, Array]:
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention of the newest tokens of sequences over all of their tokens, which lie in pages (Kwon et al.,
     arXiv:2309.06180).
 

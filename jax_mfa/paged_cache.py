@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from jax_mfa.paged import PAGE_SIZES
 from jax_mfa.quantization import quantize
 from jax_mfa.specification import DTYPES
 from jax_mfa.storage import QuantizedArray, Scheme, as_bits, as_scheme, dtype_of
+
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Float
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key_pages", "value_pages"], meta_fields=["book"])
@@ -106,8 +109,8 @@ class PagedKVCache:
     def append(
         self,
         sequences: Sequence[int],
-        key: ArrayLike,
-        value: ArrayLike,
+        key: Float[ArrayLike, "T K H"],
+        value: Float[ArrayLike, "T K V"],
         counts: Sequence[int],
         tokens: Sequence[Sequence[int] | np.ndarray] | None = None,
     ) -> PagedKVCache:
@@ -127,7 +130,7 @@ class PagedKVCache:
         pages = _write_in_place((self.key_pages, self.value_pages), key, value, _padded(where, len(sequences)))
         return dataclasses.replace(self, key_pages=pages[0], value_pages=pages[1])
 
-    def write(self, where: Write, key: ArrayLike, value: ArrayLike) -> PagedKVCache:
+    def write(self, where: Write, key: Float[ArrayLike, "T K H"], value: Float[ArrayLike, "T K V"]) -> PagedKVCache:
         """What `append` does once it is known where tokens go; may be traced, and is in place where the cache is
         donated to `jit`.
 

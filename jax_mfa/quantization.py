@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,15 @@ from jax_mfa.arguments import as_array
 from jax_mfa.specification import DTYPES
 from jax_mfa.storage import LEVELS, PARTS, SYMMETRIC_LEVELS, QuantizedArray, Scheme, as_scheme, spread
 
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Float
+
 CHECKPOINT_NAME = "jax_mfa_quantized"  # of everything that is stored, for policies of `jax.checkpoint`
 
 
-def quantize(x: ArrayLike, scheme: Scheme | str = "int8", *, straight_through: bool = False) -> QuantizedArray:
+def quantize(
+    x: Float[ArrayLike, "*B S K H"], scheme: Scheme | str = "int8", *, straight_through: bool = False
+) -> Float[QuantizedArray, "*B S K H"]:
     """Stores an array by a scheme; `jax_mfa.dot_product_attention` takes the result as query, key or value.
 
     Each batch row is quantised for itself. The scale of a block is the least one of its dtype that reaches all of its

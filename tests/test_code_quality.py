@@ -34,8 +34,9 @@ def test_the_native_code_has_one_look():
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_the_package_starts_no_backend():
+def test_importing_the_package_starts_no_backend_and_no_checker_of_shapes():
     # a backend that starts at import could no longer be configured by the program
     code = "import jax_mfa; from jax._src import xla_bridge; assert not xla_bridge._backends, xla_bridge._backends"
+    code += "; import sys; assert 'jaxtyping' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

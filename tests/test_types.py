@@ -103,6 +103,7 @@ jax_mfa.override_jax_nn("cudnn")
 jax_mfa.BlockMask.causal(3, 3, 2)
 jax_mfa.merge(q, k, v)
 jax_mfa.attention(q, k, v)
+jax_mfa.cache.append(q, k, 0, q, k).shape
 """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +31,23 @@ from jax_mfa.context_parallel.order import Order
 from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.specification import Operands, Specification
 
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Bias, Bool, Float, Integer, Mask
+
 
 def ring_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
     *,
     axis_name: Any,
     order: Order = "contiguous",
     mesh: Any = None,
     batch_axis: Any = None,
     head_axis: Any = None,
-    positions: ArrayLike | None = None,
+    positions: Integer[ArrayLike, "T"] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     **keywords: Unpack[api._Keywords[ArrayLike]],
@@ -94,17 +97,17 @@ def ring_attention(
 
 
 def ulysses_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
     *,
     axis_name: Any,
     mesh: Any = None,
     batch_axis: Any = None,
     head_axis: Any = None,
-    positions: ArrayLike | None = None,
+    positions: Integer[ArrayLike, "T"] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     **keywords: Unpack[api._Keywords[ArrayLike]],
@@ -127,11 +130,11 @@ def ulysses_attention(
 
 
 def context_parallel_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
     *,
     axis_name: Any,
     form: Form | None = None,
@@ -139,7 +142,7 @@ def context_parallel_attention(
     mesh: Any = None,
     batch_axis: Any = None,
     head_axis: Any = None,
-    positions: ArrayLike | None = None,
+    positions: Integer[ArrayLike, "T"] | None = None,
     machine: Machine | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
@@ -209,11 +212,11 @@ class SequenceSharding:
 
 
 def explain_context_parallel(
-    query: api.AbstractArray,
-    key: api.AbstractArray,
-    value: api.AbstractArray,
-    bias: api.AbstractArray | None = None,
-    mask: api.AbstractArray | None = None,
+    query: Float[api.AbstractArray, "*B T N H"],
+    key: Float[api.AbstractArray, "*B S K H"],
+    value: Float[api.AbstractArray, "*B S K V"],
+    bias: Bias | jax.ShapeDtypeStruct | None = None,
+    mask: Mask | jax.ShapeDtypeStruct | None = None,
     *,
     devices: int,
     heads_devices: int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,21 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import api, cache, meshes, primitives, versions
-from jax_mfa.api import Implementation, Numbers
+from jax_mfa.api import Implementation
 from jax_mfa.arguments import known_lengths, specify
 from jax_mfa.context_parallel import partial
 from jax_mfa.context_parallel.layout import decided, refuse_quantised
 from jax_mfa.specification import accumulation_dtype, counted_from
 
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Float, Int32, Integer, Lists
+
 
 def sharded_decode_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    lengths: Numbers[ArrayLike],
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
     *,
     axis_name: Any,
     mesh: Any = None,
@@ -150,15 +153,15 @@ def _differentiable(out: Array, row_max: Array, row_sum: Array) -> tuple[Array, 
 
 
 def sharded_append(
-    key_cache: ArrayLike,
-    value_cache: ArrayLike,
-    lengths: Numbers[ArrayLike],
-    key: ArrayLike,
-    value: ArrayLike,
+    key_cache: Float[ArrayLike, "*B S K H"],
+    value_cache: Float[ArrayLike, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
+    key: Float[ArrayLike, "*B T K H"],
+    value: Float[ArrayLike, "*B T K V"],
     *,
     axis_name: Any,
     mesh: Any = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K V"], Int32[Array, "*B"]]:
     """`cache.append` to a cache whose columns are split over the devices of a mesh axis: each writes what falls to it.
 
     Args:

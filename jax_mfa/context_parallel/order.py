@@ -7,7 +7,7 @@ arXiv:2407.21783, section 3.3.2). Nothing here knows attention.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
+
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Shaped
 
 Order: TypeAlias = Literal["contiguous", "zigzag"]
 ORDERS: tuple[str, ...] = ("contiguous", "zigzag")
@@ -50,7 +53,7 @@ def permutation(order: str, length: int, devices: int) -> np.ndarray:
     return np.arange(length) if order == "contiguous" else zigzag_permutation(length, devices)
 
 
-def zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array | np.ndarray:
+def zigzag(x: Shaped[ArrayLike, "*shape"], devices: int, axis: int = 1) -> Shaped[Array | np.ndarray, "*shape"]:
     """An array in the order of tokens as one in zigzag order, for `order="zigzag"`.
 
     Args:
@@ -68,7 +71,7 @@ def zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array | np.ndarray:
     return _taken(x, devices, axis, inverse=False)
 
 
-def unzigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array | np.ndarray:
+def unzigzag(x: Shaped[ArrayLike, "*shape"], devices: int, axis: int = 1) -> Shaped[Array | np.ndarray, "*shape"]:
     """The inverse of `zigzag`."""
     return _taken(x, devices, axis, inverse=True)
 

@@ -8,7 +8,7 @@ heads, K key/value heads, H head size; M the length of a cache.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +17,14 @@ from jax.typing import ArrayLike
 
 from jax_mfa import cache as decode_cache
 from jax_mfa import checks
-from jax_mfa.api import Numbers, dot_product_attention
+from jax_mfa.api import dot_product_attention
 from jax_mfa.arguments import known_lengths
 from jax_mfa.context_parallel.api import SequenceSharding
 from jax_mfa.flax._drop_in import as_bool
 from jax_mfa.specification import accumulation_dtype
+
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Float, Integer
 
 
 def first_given(name: str, *values: Any) -> Any:
@@ -113,8 +116,12 @@ def _turned(h: int, base: Any, fraction: Any, prefix: str = "") -> int:
 
 
 def rotary_embedding(
-    x: Array | np.ndarray, positions: ArrayLike, *, base: float = 10000.0, fraction: float = 1.0
-) -> Array:
+    x: Float[Array | np.ndarray, "*B T N H"],
+    positions: Integer[ArrayLike, "*#B T"],
+    *,
+    base: float = 10000.0,
+    fraction: float = 1.0,
+) -> Float[Array, "*B T N H"]:
     """Turns pairs of features by angles that grow with the position (RoFormer, arXiv:2104.09864, equation 34).
 
     The first R = fraction · H features are turned, the others left alone. Feature i < R/2 is paired with feature
@@ -201,8 +208,8 @@ def attend(
     cache: Cache | None,
     ring_cache: bool,
     mask: ArrayLike | None,
-    query_offset: Numbers[ArrayLike],
-    key_value_seq_lengths: Numbers[ArrayLike] | None,
+    query_offset: Any,
+    key_value_seq_lengths: Any,
     is_causal: bool,
     rotary_base: float | None,
     rotary_fraction: float,
@@ -230,7 +237,7 @@ def attend(
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     mask = None if mask is None else as_bool(mask)
     tokens = query.shape[-3]
-    key_offset: Numbers[ArrayLike] = 0
+    key_offset: Any = 0
     attention: Any = dot_product_attention
     positions: Any = lambda length: jnp.arange(length, dtype=jnp.int32)
     if sequence_axis is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,11 @@ from flax.typing import Initializer, PrecisionLike
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_mfa.api import Implementation, Numbers
+from jax_mfa.api import Implementation
 from jax_mfa.flax import _drop_in, _multi_head
+
+if TYPE_CHECKING:
+    from jax_mfa.annotations import Integer, Lists, Scores, Shaped
 
 __all__ = ["FlashMultiHeadAttention", "attention_fn"]
 
@@ -28,11 +31,11 @@ _stock_attention: Callable[..., Array] = _flax_attention.dot_product_attention
 
 
 def attention_fn(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    query: Shaped[ArrayLike, "*B T N H"],
+    key: Shaped[ArrayLike, "*B S K H"],
+    value: Shaped[ArrayLike, "*B S K V"],
+    bias: Scores | None = None,
+    mask: Scores | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
@@ -44,10 +47,10 @@ def attention_fn(
     is_causal: bool = False,
     *,
     rope: Callable[..., Array] | None = None,
-    input_positions: ArrayLike | None = None,
+    input_positions: Integer[ArrayLike, "*#B T"] | None = None,
     implementation: Implementation | None = None,
     sequence_axis: Any = None,
-) -> Array:
+) -> Shaped[Array, "*B T N V"]:
     """`flax.nnx.dot_product_attention` through jax_mfa: the `attention_fn` of `nnx.MultiHeadAttention`.
 
     `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`; `functools.partial` sets rope and implementation. Results
@@ -316,21 +319,21 @@ class FlashMultiHeadAttention(nnx.Module):
 
     def __call__(
         self,
-        inputs_q: ArrayLike,
-        inputs_k: ArrayLike | None = None,
-        inputs_v: ArrayLike | None = None,
+        inputs_q: Shaped[ArrayLike, "*B T features"],
+        inputs_k: Shaped[ArrayLike, "*B S key_features"] | None = None,
+        inputs_v: Shaped[ArrayLike, "*B S value_features"] | None = None,
         *,
-        bias: ArrayLike | None = None,
-        mask: ArrayLike | None = None,
-        query_seq_lengths: Numbers[ArrayLike] | None = None,
-        key_value_seq_lengths: Numbers[ArrayLike] | None = None,
-        query_segment_ids: Numbers[ArrayLike] | None = None,
-        key_value_segment_ids: Numbers[ArrayLike] | None = None,
-        query_offset: Numbers[ArrayLike] = 0,
+        bias: Scores | None = None,
+        mask: Scores | None = None,
+        query_seq_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
+        key_value_seq_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
+        query_segment_ids: Integer[ArrayLike, "*#B T"] | Lists[ArrayLike] | None = None,
+        key_value_segment_ids: Integer[ArrayLike, "*#B S"] | Lists[ArrayLike] | None = None,
+        query_offset: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] = 0,
         deterministic: bool | None = None,
         decode: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
-    ) -> Array:
+    ) -> Shaped[Array, "*B T out_features"]:
         """Projects, attends, projects.
 
         Args:
