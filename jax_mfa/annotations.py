@@ -9,15 +9,14 @@ For type checkers alone: nothing imports this when a program runs, so that `impo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypeVar, Union
+from typing import TypeAlias, Union
 
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int32, Integer, Key, Shaped, UInt16
 
 __all__ = ["Bias", "Bool", "Float", "Int32", "Integer", "Key", "Lists", "Mask", "Scores", "Shaped", "UInt16"]
 
-_Array = TypeVar("_Array")
-Lists: TypeAlias = Sequence[Union[_Array, "Lists[_Array]"]]  # numbers in lists, and lists of them
+Lists: TypeAlias = Sequence[Union[ArrayLike, "Lists"]]  # numbers, and lists of them
 
 # what broadcasts to [*B, N, T, S]
 Bias: TypeAlias = (

@@ -40,25 +40,25 @@ class _Features(TypedDict, Generic[_Array], total=False):
     """Keyword arguments that say nothing of where rows and columns stand; see `dot_product_attention`."""
 
     scale: Float[_Array, ""] | int | None
-    query_seq_lengths: Integer[_Array, "*#B"] | Lists[_Array] | None
+    query_seq_lengths: Integer[_Array, "*#B"] | Lists | None
     local_window_size: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None
-    alibi_slopes: Float[_Array, "*#B N"] | Lists[_Array] | None
-    sinks: Float[_Array, "*#B N"] | Lists[_Array] | None
-    query_segment_ids: Integer[_Array, "*#B T"] | Lists[_Array] | None
-    key_value_segment_ids: Integer[_Array, "*#B S"] | Lists[_Array] | None
-    key_value_ranges: Integer[_Array, "*#B T 2"] | Lists[_Array] | None
+    alibi_slopes: Float[_Array, "*#B N"] | Lists | None
+    sinks: Float[_Array, "*#B N"] | Lists | None
+    query_segment_ids: Integer[_Array, "*#B T"] | Lists | None
+    key_value_segment_ids: Integer[_Array, "*#B S"] | Lists | None
+    key_value_ranges: Integer[_Array, "*#B T 2"] | Lists | None
     block_mask: BlockMask | None
     dropout_rate: float
-    dropout_seed: Integer[_Array, ""] | Integer[_Array, "2"] | Key[_Array, ""] | Lists[_Array] | None
+    dropout_seed: Integer[_Array, ""] | Integer[_Array, "2"] | Key[_Array, ""] | Lists | None
 
 
 class _Keywords(_Features[_Array], total=False):
     """The keyword arguments of `dot_product_attention` that specify the problem."""
 
     is_causal: bool
-    key_value_seq_lengths: Integer[_Array, "*#B"] | Lists[_Array] | None
-    query_offset: Integer[_Array, "*#B"] | Lists[_Array]
+    key_value_seq_lengths: Integer[_Array, "*#B"] | Lists | None
+    query_offset: Integer[_Array, "*#B"] | Lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,23 +233,19 @@ def dot_product_attention(
     *,
     scale: Float[ArrayLike, ""] | int | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
-    key_value_seq_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
+    query_seq_lengths: Integer[ArrayLike, "*#B"] | Lists | None = None,
+    key_value_seq_lengths: Integer[ArrayLike, "*#B"] | Lists | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_offset: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] = 0,
+    query_offset: Integer[ArrayLike, "*#B"] | Lists = 0,
     logits_soft_cap: float | None = None,
-    alibi_slopes: Float[ArrayLike, "*#B N"] | Lists[ArrayLike] | None = None,
-    sinks: Float[ArrayLike, "*#B N"] | Lists[ArrayLike] | None = None,
-    query_segment_ids: Integer[ArrayLike, "*#B T"] | Lists[ArrayLike] | None = None,
-    key_value_segment_ids: Integer[ArrayLike, "*#B S"] | Lists[ArrayLike] | None = None,
-    key_value_ranges: Integer[ArrayLike, "*#B T 2"] | Lists[ArrayLike] | None = None,
+    alibi_slopes: Float[ArrayLike, "*#B N"] | Lists | None = None,
+    sinks: Float[ArrayLike, "*#B N"] | Lists | None = None,
+    query_segment_ids: Integer[ArrayLike, "*#B T"] | Lists | None = None,
+    key_value_segment_ids: Integer[ArrayLike, "*#B S"] | Lists | None = None,
+    key_value_ranges: Integer[ArrayLike, "*#B T 2"] | Lists | None = None,
     block_mask: BlockMask | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: Integer[ArrayLike, ""]
-    | Integer[ArrayLike, "2"]
-    | Key[ArrayLike, ""]
-    | Lists[ArrayLike]
-    | None = None,
+    dropout_seed: Integer[ArrayLike, ""] | Integer[ArrayLike, "2"] | Key[ArrayLike, ""] | Lists | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
@@ -349,7 +345,7 @@ def decode_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
     value: Float[Columns, "*B S K V"],
-    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
+    lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     bias: Bias | None = None,
     mask: Mask | None = None,
@@ -362,7 +358,7 @@ def decode_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
     value: Float[Columns, "*B S K V"],
-    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
+    lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     bias: Bias | None = None,
     mask: Mask | None = None,
@@ -375,7 +371,7 @@ def decode_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
     value: Float[Columns, "*B S K V"],
-    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
+    lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     bias: Bias | None = None,
     mask: Mask | None = None,
@@ -387,7 +383,7 @@ def decode_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
     value: Float[Columns, "*B S K V"],
-    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
+    lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     bias: Bias | None = None,
     mask: Mask | None = None,

@@ -36,10 +36,10 @@ __all__ = ["append", "attend"]
 def append(
     key_cache: Float[ArrayLike, "*B S K H"],
     value_cache: Float[ArrayLike, "*B S K V"],
-    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
+    lengths: Integer[ArrayLike, "*#B"] | Lists,
     key: Float[ArrayLike, "*B T K H"],
     value: Float[ArrayLike, "*B T K V"],
-    new_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
+    new_lengths: Integer[ArrayLike, "*#B"] | Lists | None = None,
     *,
     ring: bool = False,
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K V"], Int32[Array, "*B"]]:
@@ -98,26 +98,22 @@ def attend(
     value: Float[ArrayLike, "*B T K V"],
     key_cache: Float[ArrayLike, "*B S K H"],
     value_cache: Float[ArrayLike, "*B S K V"],
-    lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike],
-    new_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
+    lengths: Integer[ArrayLike, "*#B"] | Lists,
+    new_lengths: Integer[ArrayLike, "*#B"] | Lists | None = None,
     *,
     ring: bool = False,
     bias: Bias | None = None,
     mask: Mask | None = None,
     scale: Float[ArrayLike, ""] | int | None = None,
-    query_seq_lengths: Integer[ArrayLike, "*#B"] | Lists[ArrayLike] | None = None,
+    query_seq_lengths: Integer[ArrayLike, "*#B"] | Lists | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
-    alibi_slopes: Float[ArrayLike, "*#B N"] | Lists[ArrayLike] | None = None,
-    sinks: Float[ArrayLike, "*#B N"] | Lists[ArrayLike] | None = None,
-    query_segment_ids: Integer[ArrayLike, "*#B T"] | Lists[ArrayLike] | None = None,
-    key_value_segment_ids: Integer[ArrayLike, "*#B S"] | Lists[ArrayLike] | None = None,
+    alibi_slopes: Float[ArrayLike, "*#B N"] | Lists | None = None,
+    sinks: Float[ArrayLike, "*#B N"] | Lists | None = None,
+    query_segment_ids: Integer[ArrayLike, "*#B T"] | Lists | None = None,
+    key_value_segment_ids: Integer[ArrayLike, "*#B S"] | Lists | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: Integer[ArrayLike, ""]
-    | Integer[ArrayLike, "2"]
-    | Key[ArrayLike, ""]
-    | Lists[ArrayLike]
-    | None = None,
+    dropout_seed: Integer[ArrayLike, ""] | Integer[ArrayLike, "2"] | Key[ArrayLike, ""] | Lists | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B S K H"], Float[Array, "*B S K V"], Int32[Array, "*B"]]:
     """`append`, and causal attention of the new tokens over all that they may see: a prompt, or the next tokens.

@@ -24,22 +24,18 @@ def flash_attention_varlen(
     query: Float[ArrayLike, "T N H"],
     key: Float[ArrayLike, "S K H"],
     value: Float[ArrayLike, "S K V"],
-    cu_seqlens_q: Integer[ArrayLike, "bounds"] | Lists[ArrayLike],
-    cu_seqlens_k: Integer[ArrayLike, "bounds"] | Lists[ArrayLike] | None = None,
+    cu_seqlens_q: Integer[ArrayLike, "bounds"] | Lists,
+    cu_seqlens_k: Integer[ArrayLike, "bounds"] | Lists | None = None,
     *,
     is_causal: bool = False,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_offset: Integer[ArrayLike, ""] | Integer[ArrayLike, "bounds-1"] | Lists[ArrayLike] = 0,
+    query_offset: Integer[ArrayLike, ""] | Integer[ArrayLike, "bounds-1"] | Lists = 0,
     scale: Float[ArrayLike, ""] | int | None = None,
     logits_soft_cap: float | None = None,
-    alibi_slopes: Float[ArrayLike, "N"] | Lists[ArrayLike] | None = None,
-    sinks: Float[ArrayLike, "N"] | Lists[ArrayLike] | None = None,
+    alibi_slopes: Float[ArrayLike, "N"] | Lists | None = None,
+    sinks: Float[ArrayLike, "N"] | Lists | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: Integer[ArrayLike, ""]
-    | Integer[ArrayLike, "2"]
-    | Key[ArrayLike, ""]
-    | Lists[ArrayLike]
-    | None = None,
+    dropout_seed: Integer[ArrayLike, ""] | Integer[ArrayLike, "2"] | Key[ArrayLike, ""] | Lists | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
     """Attention of R sequences of unequal lengths, packed one after another, each of which sees its own keys alone.

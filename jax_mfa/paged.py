@@ -34,13 +34,13 @@ MOST_ROWS = 512
 class _Keywords(TypedDict, total=False):
     """The keyword arguments of `paged_attention` that its result's type does not depend on."""
 
-    query_start_locs: Integer[ArrayLike, "B+1"] | Lists[ArrayLike] | None
+    query_start_locs: Integer[ArrayLike, "B+1"] | Lists | None
     is_causal: bool
     scale: Float[ArrayLike, ""] | int | None
     local_window_size: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None
-    alibi_slopes: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists[ArrayLike] | None
-    sinks: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists[ArrayLike] | None
+    alibi_slopes: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists | None
+    sinks: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists | None
     implementation: Implementation | None
     check_tables: bool
 
@@ -50,8 +50,8 @@ def paged_attention(
     query: Float[Columns, "*B T N H"],
     key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
     value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
-    block_tables: Integer[ArrayLike, "B pages"] | Lists[ArrayLike],
-    context_lens: Integer[ArrayLike, "B"] | Lists[ArrayLike],
+    block_tables: Integer[ArrayLike, "B pages"] | Lists,
+    context_lens: Integer[ArrayLike, "B"] | Lists,
     *,
     return_residual: Literal[False] = False,
     **keywords: Unpack[_Keywords],
@@ -61,8 +61,8 @@ def paged_attention(
     query: Float[Columns, "*B T N H"],
     key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
     value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
-    block_tables: Integer[ArrayLike, "B pages"] | Lists[ArrayLike],
-    context_lens: Integer[ArrayLike, "B"] | Lists[ArrayLike],
+    block_tables: Integer[ArrayLike, "B pages"] | Lists,
+    context_lens: Integer[ArrayLike, "B"] | Lists,
     *,
     return_residual: Literal[True],
     **keywords: Unpack[_Keywords],
@@ -72,8 +72,8 @@ def paged_attention(
     query: Float[Columns, "*B T N H"],
     key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
     value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
-    block_tables: Integer[ArrayLike, "B pages"] | Lists[ArrayLike],
-    context_lens: Integer[ArrayLike, "B"] | Lists[ArrayLike],
+    block_tables: Integer[ArrayLike, "B pages"] | Lists,
+    context_lens: Integer[ArrayLike, "B"] | Lists,
     *,
     return_residual: bool,
     **keywords: Unpack[_Keywords],
@@ -82,16 +82,16 @@ def paged_attention(
     query: Float[Columns, "*B T N H"],
     key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
     value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
-    block_tables: Integer[ArrayLike, "B pages"] | Lists[ArrayLike],
-    context_lens: Integer[ArrayLike, "B"] | Lists[ArrayLike],
+    block_tables: Integer[ArrayLike, "B pages"] | Lists,
+    context_lens: Integer[ArrayLike, "B"] | Lists,
     *,
-    query_start_locs: Integer[ArrayLike, "B+1"] | Lists[ArrayLike] | None = None,
+    query_start_locs: Integer[ArrayLike, "B+1"] | Lists | None = None,
     is_causal: bool = True,
     scale: Float[ArrayLike, ""] | int | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
-    alibi_slopes: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists[ArrayLike] | None = None,
-    sinks: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists[ArrayLike] | None = None,
+    alibi_slopes: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists | None = None,
+    sinks: Float[ArrayLike, "#B N"] | Float[ArrayLike, "N"] | Lists | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     check_tables: bool = False,

@@ -22,15 +22,8 @@ from jax_mfa.flax import linen as mfa_linen
 from jax_mfa.flax import nnx as mfa_nnx
 from jax_mfa.flax import rotary_embedding
 
-
-class _Lists:
-    """In place of `annotations.Lists`, which refers to itself: lists have no shape to check."""
-
-    def __class_getitem__(cls, _):
-        return list
-
-
-NAMES = {**{name: getattr(annotations, name) for name in annotations.__all__}, "Lists": _Lists}
+# lists have no shape to check, and `Lists` refers to itself
+NAMES = {**{name: getattr(annotations, name) for name in annotations.__all__}, "Lists": list}
 
 
 def hints_of(function) -> dict:
