@@ -48,7 +48,7 @@ std::string find(const std::string& folder, const std::string& name) {
   std::string found;
   DIR* entries = opendir(folder.c_str());
   if (!entries) return found;
-  while (const dirent* entry = found.empty() ? readdir(entries) : nullptr) {
+  while (const dirent* entry = found.empty() ? readdir(entries) : nullptr) {  // NOLINT(concurrency-mt-unsafe): nobody else has it
     const std::string file = entry->d_name, path = folder + "/" + file;
     if (file.rfind(name + "-", 0) != 0) continue;
     if (file == name + "-" + digest_of_file(path) + kSuffix) found = path;
@@ -77,7 +77,7 @@ void store(const MTL::BinaryArchive* archive, const std::string& folder, const s
 }  // namespace
 
 void keep_pipelines(std::string folder, std::string version) {
-  std::lock_guard<std::mutex> guard(mutex());
+  std::scoped_lock guard(mutex());
   kept() = {std::move(folder), std::move(version)};
 }
 
@@ -96,7 +96,7 @@ MTL::ComputePipelineState* make_pipeline(MTL::Device* device, const MTL::Functio
                                          NS::Error** error) {
   Kept now;
   {
-    std::lock_guard<std::mutex> guard(mutex());
+    std::scoped_lock guard(mutex());
     now = kept();
   }
   // an archive takes specialised functions from macOS 15 on ("Creating binary archives from device-built pipeline state

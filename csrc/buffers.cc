@@ -47,7 +47,7 @@ void StagingPool::drop(std::vector<MTL::Buffer*>& buffers) {
 
 MTL::Buffer* StagingPool::take(MTL::Device* device, uint64_t bytes, bool marked, const NS::String* marker) {
   {
-    std::lock_guard<std::mutex> guard(mutex_);
+    std::scoped_lock guard(mutex_);
     auto found = idle_.find(key_of(bytes, marked));
     if (found != idle_.end() && !found->second.empty()) {
       MTL::Buffer* buffer = found->second.back();
@@ -65,7 +65,7 @@ MTL::Buffer* StagingPool::take(MTL::Device* device, uint64_t bytes, bool marked,
 
 void StagingPool::give(MTL::Buffer* buffer, bool marked) {
   const uint64_t bytes = buffer->length();
-  std::lock_guard<std::mutex> guard(mutex_);
+  std::scoped_lock guard(mutex_);
   if (idle_bytes_ + cost_of(bytes) > kMostIdleBytes) {
     for (auto& entry : idle_) drop(entry.second);
     idle_.clear();
@@ -80,14 +80,13 @@ void StagingPool::give(MTL::Buffer* buffer, bool marked) {
 Binding bind(MTL::Device* device, StagingPool& pool, void* data, uint64_t bytes, Use use, const NS::String* marker, bool whole) {
   Binding out;
   out.bytes = bytes;
-  const uintptr_t start = reinterpret_cast<uintptr_t>(data);
+  const auto start = reinterpret_cast<uintptr_t>(data);
   const bool lines_shared = use != Use::kRead && (start % kLineBytes || (start + bytes) % kLineBytes);
   const uint64_t most_staged = lines_shared ? std::max(kStagedBytes + 1, g_stage_shared_lines.load()) - 1 : kStagedBytes;
   if (bytes > most_staged && start % kAlignment == 0) {
-    const uintptr_t page = start / page_size() * page_size();
-    out.offset = start - page;
+    out.offset = start % page_size();
     const uint64_t length = (out.offset + bytes + page_size() - 1) / page_size() * page_size();
-    out.buffer = device->newBuffer(reinterpret_cast<void*>(page), length, MTL::ResourceStorageModeShared, nullptr);
+    out.buffer = device->newBuffer(static_cast<char*>(data) - out.offset, length, MTL::ResourceStorageModeShared, nullptr);
     if (out.buffer) {
       out.buffer->addDebugMarker(marker, NS::Range(out.offset, bytes));
       count(statistics().buffers_no_copy);

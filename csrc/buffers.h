@@ -16,10 +16,10 @@
 namespace launcher {
 
 // At most this many bytes are staged: copying them costs less than mapping pages into the GPU's address space.
-constexpr uint64_t kStagedBytes = 32 * 1024;
+constexpr uint64_t kStagedBytes = uint64_t{32} * 1024;
 
 // Unused staging buffers are let go when they hold more than this.
-constexpr uint64_t kMostIdleBytes = 64 * 1024 * 1024;
+constexpr uint64_t kMostIdleBytes = uint64_t{64} * 1024 * 1024;
 
 // Lines of this size are the largest that a CPU or GPU of Apple's caches. XLA aligns to less, so a line may hold the end of what
 // kernels write and the start of what the CPU does.
@@ -40,7 +40,7 @@ class StagingPool {
   void give(MTL::Buffer* buffer, bool marked);
 
  private:
-  void drop(std::vector<MTL::Buffer*>& buffers);
+  static void drop(std::vector<MTL::Buffer*>& buffers);
   std::mutex mutex_;
   std::unordered_map<uint64_t, std::vector<MTL::Buffer*>> idle_;  // by 2 bytes + marked
   uint64_t idle_bytes_ = 0;

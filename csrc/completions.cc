@@ -12,7 +12,7 @@ namespace {
 
 // macOS gives threads 512 KiB unless told. XLA gives its own 8 MiB, which LAPACK needs (jax issue 20428), Python its own 16 MiB,
 // and both kinds of code run here. Pages that nobody touches cost nothing.
-constexpr size_t kStackBytes = 16 * 1024 * 1024;
+constexpr size_t kStackBytes = size_t{16} * 1024 * 1024;
 
 struct State {
   std::mutex mutex;
@@ -60,7 +60,7 @@ void run_elsewhere(std::function<void()> work) {
   State& all = state();
   bool attended = false;
   {
-    std::lock_guard<std::mutex> guard(all.mutex);
+    std::scoped_lock guard(all.mutex);
     all.queue.push_back(std::move(work));
     attended = all.queue.size() <= all.idle;
     if (!attended) ++all.threads;

@@ -106,7 +106,7 @@ double rate_of(MTL::Device* device) {
 }
 
 double wanted_command_buffer_ms() {
-  const char* given = std::getenv(kCommandBufferVariable);
+  const char* given = std::getenv(kCommandBufferVariable);  // NOLINT(concurrency-mt-unsafe): nothing here sets one
   if (!given || !*given) return kCommandBufferMs;
   char* end = nullptr;
   const double value = std::strtod(given, &end);
@@ -140,7 +140,7 @@ Device::Device() : device_(find_device()) {
 std::shared_ptr<Device> Device::get() {
   refuse_forked();
   Globals& all = globals();
-  std::lock_guard<std::mutex> guard(all.mutex);
+  std::scoped_lock guard(all.mutex);
   if (!all.device) {
     all.used = true;
     all.device = std::make_shared<Device>();
@@ -151,14 +151,14 @@ std::shared_ptr<Device> Device::get() {
 void Device::reset() {
   refuse_forked();
   std::shared_ptr<Device> last;
-  std::lock_guard<std::mutex> guard(globals().mutex);
+  std::scoped_lock guard(globals().mutex);
   last.swap(globals().device);
 }
 
 void Device::add_source(const std::string& hash, std::string text) {
   Globals& all = globals();
   if (all.forked) return;  // nothing can run here, and the mutex may never open again
-  std::lock_guard<std::mutex> guard(all.mutex);
+  std::scoped_lock guard(all.mutex);
   all.sources.insert_or_assign(hash, std::move(text));
 }
 
@@ -169,8 +169,8 @@ Facts Device::facts() const {
   for (int generation = 1; generation <= 10; ++generation)
     if (device_->supportsFamily(static_cast<MTL::GPUFamily>(MTL::GPUFamilyApple1 + generation - 1)))
       out.families.push_back("apple" + std::to_string(generation));
-  if (device_->supportsFamily(MTL::GPUFamilyMetal3)) out.families.push_back("metal3");
-  if (device_->supportsFamily(MTL::GPUFamilyMetal4)) out.families.push_back("metal4");
+  if (device_->supportsFamily(MTL::GPUFamilyMetal3)) out.families.emplace_back("metal3");
+  if (device_->supportsFamily(MTL::GPUFamilyMetal4)) out.families.emplace_back("metal4");
   out.max_threadgroup_memory = device_->maxThreadgroupMemoryLength();
   out.unified_memory = device_->hasUnifiedMemory();
   return out;
@@ -179,7 +179,7 @@ Facts Device::facts() const {
 Library Device::make_library(const Plan& plan, const DispatchPlan& dispatch) {
   std::string text;
   {
-    std::lock_guard<std::mutex> guard(globals().mutex);
+    std::scoped_lock guard(globals().mutex);
     auto found = globals().sources.find(plan.source);
     if (found == globals().sources.end())
       throw Error(Cause::kInvalidPlan, "plan " + plan.name + ": no source is registered under " + plan.source +
@@ -248,6 +248,7 @@ std::vector<std::shared_ptr<const Pipeline>> Device::compile(const Plan& plan) {
   }
   for (const std::future<Made>& each : coming) each.wait();  // they look at the plan, whatever fails
   std::vector<Made> out;
+  out.reserve(coming.size());
   for (std::future<Made>& each : coming) out.push_back(each.get());
   return out;
 }

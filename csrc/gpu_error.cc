@@ -36,8 +36,9 @@ constexpr Known kKnown[] = {
 // The code of the driver's error; 0 where there is none.
 long driver_code(const NS::Error* error, const std::string& text) {
   if (const NS::Dictionary* info = error->userInfo())
-    if (const auto* beneath = static_cast<const NS::Error*>(info->object(NS::UnderlyingErrorKey)))
-      if (beneath->domain() && std::string(beneath->domain()->utf8String()) == kDriverDomain) return beneath->code();
+    if (const auto* beneath = static_cast<const NS::Error*>(info->object(NS::UnderlyingErrorKey));
+        beneath && beneath->domain() && std::string(beneath->domain()->utf8String()) == kDriverDomain)
+      return beneath->code();
   // "(0000000e:"
   for (size_t open = text.find('('); open != std::string::npos; open = text.find('(', open + 1)) {
     char* end = nullptr;

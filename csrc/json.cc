@@ -132,7 +132,7 @@ class Reader {
     return code;
   }
 
-  void append_utf8(std::string& out, uint32_t code) {
+  static void append_utf8(std::string& out, uint32_t code) {
     auto byte = [&](uint32_t value) { out += static_cast<char>(value); };
     if (code < 0x80) return byte(code);
     if (code < 0x800) return byte(0xC0 | code >> 6), byte(0x80 | (code & 0x3F));

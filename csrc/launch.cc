@@ -32,7 +32,7 @@ struct Flight {
   int retries = 0;
 
   void fail(size_t at, Error&& reason) {
-    std::lock_guard<std::mutex> guard(mutex);
+    std::scoped_lock guard(mutex);
     if (at >= failed_at) return;
     failed_at = at;
     error = std::make_unique<Error>(std::move(reason));

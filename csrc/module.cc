@@ -67,8 +67,8 @@ nb::list split(const std::string& text) {
     nb::list inner;
     for (const launcher::Piece& piece : pieces) {
       const launcher::DispatchPlan& dispatch = plan.dispatches[piece.dispatch];
-      const double whole = static_cast<double>(dispatch.threadgroups[0] * dispatch.threadgroups[1] * dispatch.threadgroups[2]);
-      const double part = static_cast<double>(piece.groups[0] * piece.groups[1] * piece.groups[2]);
+      const auto whole = static_cast<double>(dispatch.threadgroups[0] * dispatch.threadgroups[1] * dispatch.threadgroups[2]);
+      const auto part = static_cast<double>(piece.groups[0] * piece.groups[1] * piece.groups[2]);
       nb::dict entry;
       entry["kernel"] = dispatch.kernel;
       entry["origin"] = nb::make_tuple(piece.origin[0], piece.origin[1], piece.origin[2]);

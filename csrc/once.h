@@ -21,7 +21,7 @@ class OnceCache {
   Shared get(std::string_view key, Make&& make) {
     std::shared_ptr<Entry> entry;
     {
-      std::lock_guard<std::mutex> guard(mutex_);
+      std::scoped_lock guard(mutex_);
       auto found = entries_.find(key);
       if (found != entries_.end()) {
         if (found->second->ready) return found->second->ready;
@@ -31,7 +31,7 @@ class OnceCache {
     if (entry) return entry->future.get();
     bool mine = false;
     {
-      std::lock_guard<std::mutex> guard(mutex_);
+      std::scoped_lock guard(mutex_);
       auto fresh = std::make_shared<Entry>(key);
       auto [at, inserted] = entries_.emplace(std::string_view(fresh->key), fresh);
       entry = at->second;
@@ -41,14 +41,14 @@ class OnceCache {
     try {
       Shared made = make();
       {
-        std::lock_guard<std::mutex> guard(mutex_);
+        std::scoped_lock guard(mutex_);
         entry->ready = made;
       }
       entry->promise.set_value(made);
       return made;
     } catch (...) {
       {
-        std::lock_guard<std::mutex> guard(mutex_);
+        std::scoped_lock guard(mutex_);
         entries_.erase(entry->key);
       }
       entry->promise.set_exception(std::current_exception());

@@ -52,6 +52,7 @@ class Node {
   std::vector<Node> items() const {
     if (json_.kind != Json::kList) fail("must be a list");
     std::vector<Node> out;
+    out.reserve(json_.items.size());
     for (size_t i = 0; i < json_.items.size(); ++i) out.emplace_back(json_.items[i], where_ + "[" + std::to_string(i) + "]");
     return out;
   }
@@ -170,8 +171,8 @@ DispatchPlan read_dispatch(const Node& node, const std::vector<BufferPlan>& buff
       if (other.index == argument.index) item.fail("repeats an index");
     if (item.optional("buffer")) {
       const std::string& name = item.at("buffer").string();
-      while (++argument.buffer < buffers.size() && buffers[argument.buffer].name != name) {
-      }
+      argument.buffer = 0;
+      while (argument.buffer < buffers.size() && buffers[argument.buffer].name != name) ++argument.buffer;
       if (argument.buffer == buffers.size()) item.at("buffer").fail("names no buffer of the plan: \"" + name + "\"");
       argument.written = buffers[argument.buffer].role != Role::kInput;
       if (item.optional("written")) argument.written = item.at("written").boolean();

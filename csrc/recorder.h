@@ -41,7 +41,7 @@ class Recorder {
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
     size_t bucket = 0;
     while (bucket < kBounds.size() && seconds > kBounds[bucket]) ++bucket;
-    std::lock_guard<std::mutex> guard(mutex_);
+    std::scoped_lock guard(mutex_);
     Series& series = plans_[plan.name];
     ++series.calls;
     series.seconds += seconds;
@@ -51,7 +51,7 @@ class Recorder {
 
   // Copies of both, by name.
   std::pair<std::map<std::string, Series>, std::map<std::string, int64_t>> read() {
-    std::lock_guard<std::mutex> guard(mutex_);
+    std::scoped_lock guard(mutex_);
     return {plans_, kernels_};
   }
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -122,12 +124,32 @@ DEFINES = ["NDEBUG", "NB_COMPACT_ASSERTIONS", "METALCPP_SYMBOL_VISIBILITY_HIDDEN
 STANDARD = "c++17"
 
 
-def build() -> pathlib.Path:
-    """Path of the extension for this Python over the emulated device; built where the cache has none."""
+def _metal_cpp() -> None:
+    """Asks for metal-cpp's headers, which are fetched where they are not there."""
     try:
         device.build.metal_cpp.include_dir()
     except device.build.metal_cpp.NoHeaders as reason:
         raise Unavailable(str(reason)) from None
+
+
+def clang_flags() -> list[str]:
+    """How another clang than zig's reads the sources: with the headers and the macros that zig gives its own."""
+    _metal_cpp()
+    command = [core.zig(), "c++", *device.build.host_flags(), "-###", "-c", "-x", "c++", os.devnull, "-o", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    words = shlex.split(next(line for line in said.splitlines() if '"-cc1"' in line))
+    told = [x for pair in itertools.pairwise(words) if pair[0] in ("-D", "-I", "-isystem") for x in pair]
+    own, *others = include_dirs()
+    return [
+        *("-nostdinc", "-nostdinc++", "-fPIC", "-fblocks", f"-std={STANDARD}", *FLAGS, *told, f"-I{own}"),
+        *(x for folder in others for x in ("-isystem", str(folder))),
+        *(f"-D{define}" for define in DEFINES),
+    ]
+
+
+def build() -> pathlib.Path:
+    """Path of the extension for this Python over the emulated device; built where the cache has none."""
+    _metal_cpp()
     made = device.host(
         sources(),
         include_dirs=include_dirs(),
