@@ -164,18 +164,36 @@ def tolerance(expected, dtype, *, terms: int, largest_score: float = 0.0, gradie
     return allowed + (2 * ulp(dtype) * largest if gradient else 0)
 
 
-def assert_close(got, expected, dtype, *, terms, what="", **keywords):
-    got, expected = np.asarray(got).astype(np.float64), np.asarray(expected, np.float64)
+def assert_within(got, expected, allowed, what=""):
+    """Numbers no farther from those expected than is allowed, of any shape that broadcasts; NaN and infinities equal.
+
+    Raises `AssertionError` naming the worst: where it stands, what it is, what was expected and what was allowed.
+    """
+    got, expected = (np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in (got, expected))
     assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
-    both = np.isfinite(expected)
-    np.testing.assert_array_equal(got[~both], expected[~both], err_msg=what)
-    error = np.abs(np.where(both, got, 0) - np.where(both, expected, 0))
-    allowed = tolerance(expected, dtype, terms=terms, **keywords)
-    beyond = np.where(np.isnan(error), np.inf, error / np.maximum(allowed, 1e-300))
+    same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0, np.abs(got - expected))
+    allowed = np.broadcast_to(allowed, error.shape)
+    beyond = np.where(np.isfinite(error), error / np.maximum(allowed, 1e-300), np.inf)
     if beyond.size and not beyond.max() <= 1:
         at = tuple(int(i) for i in np.unravel_index(beyond.argmax(), beyond.shape))
-        text = f"{what}: worst at {list(at)}: {got[at]}, expected {expected[at]}, {beyond[at]:.3g} times what is"
-        raise AssertionError(f"{text} allowed; {(beyond > 1).sum()} of {beyond.size} are beyond it")
+        raise AssertionError(
+            f"{what}: worst at {list(at)}: {got[at]}, expected {expected[at]}, allowed {allowed[at]:.3g}, "
+            f"{beyond[at]:.3g} times that; {(beyond > 1).sum()} of {beyond.size} are beyond it"
+        )
+
+
+def assert_close(got, expected, dtype, *, terms, what="", **keywords):
+    """Within `tolerance`."""
+    assert_within(got, expected, tolerance(expected, dtype, terms=terms, **keywords), what)
+
+
+def assert_allclose(got, expected, rtol=1e-7, atol=0.0, err_msg=""):
+    """numpy's, of arrays that broadcast, naming the worst as `assert_within` does."""
+    got, expected = np.broadcast_arrays(got, expected)
+    size = np.abs(expected if np.iscomplexobj(expected) else expected.astype(np.float64))
+    assert_within(got, expected, atol + rtol * np.where(np.isfinite(size), size, 0), err_msg)
 
 
 def terms_of(arguments: dict) -> int:

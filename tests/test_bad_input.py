@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import AVAILABLE, qkv, types_of, x64
+from harness import AVAILABLE, assert_allclose, qkv, types_of, x64
 
 import jax_mfa
 from jax_mfa import BlockMask
@@ -218,7 +218,7 @@ def test_an_offset_out_of_range_that_is_traced_is_as_far_as_one_may_be(dtype):
             run = jax.jit(lambda x, f=implementation: f.attend(Q, K, V, is_causal=True, query_offset=x))
             got = run(np.array([limits.max, limits.min], dtype))
         wanted = implementation.attend(Q, K, V, key_value_seq_lengths=i32(9, 0))
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+        assert_allclose(got, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("cap", [2e-38, 1e30])
@@ -227,14 +227,14 @@ def test_a_soft_cap_at_its_limits_is_a_soft_cap(cap):
         got = implementation.attend(Q, K, V, logits_soft_cap=cap)
         # caps all scores to nothing, or none
         keywords = {"scale": 0.0} if cap < 1 else {}
-        np.testing.assert_allclose(got, implementation.attend(Q, K, V, **keywords), rtol=0, atol=1e-5)
+        assert_allclose(got, implementation.attend(Q, K, V, **keywords), rtol=0, atol=1e-5)
 
 
 def test_what_float32_cannot_hold_float64_can():
     with x64():
         wide = [np.asarray(x, np.float64) for x in (Q, K, V)]
         got = jax_mfa.dot_product_attention(*wide, logits_soft_cap=1e39)
-        np.testing.assert_allclose(got, jax_mfa.dot_product_attention(*wide), rtol=0, atol=1e-12)
+        assert_allclose(got, jax_mfa.dot_product_attention(*wide), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "mask", "sinks", "key_value_seq_lengths", "block_mask"])

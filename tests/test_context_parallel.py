@@ -12,6 +12,7 @@ from attention_cases import Case
 from harness import (
     AVAILABLE,
     arrays,
+    assert_allclose,
     assert_matches_oracle,
     mesh_of,
     needs_eight_devices,
@@ -89,45 +90,71 @@ EVERYTHING = {
     "mask": "BTS",
     "traced_scale": True,
     "is_causal": True,
-    "offset": (2, -1),
-    "cap": 3.0,
-    "alibi": True,
+    "query_offset": (2, -1),
+    "logits_soft_cap": 3.0,
+    "alibi_slopes": True,
     "sinks": True,
     "documents": 2,
-    "ranges": True,
-    "dropout": 0.2,
+    "key_value_ranges": True,
+    "dropout_rate": 0.2,
 }
 RUNS = {
     # odd lengths, T ≠ S, groups
     "dense": (problem("cp dense", (3, 5), 4, V=5), OverDevices((4,))),
     "causal": (problem("cp causal", 5, 8, is_causal=True, K=1), OverDevices((8,))),
     "causal zigzag": (problem("cp causal", 6, 8, is_causal=True), OverDevices((8,), order="zigzag")),
-    "offset": (problem("cp offset", (3, 9), 4, is_causal=True, offset=24), OverDevices((4,))),
-    "window": (problem("cp window", 5, 8, is_causal=True, window=(7, 0), sinks=True), OverDevices((8,))),
-    "both sides": (problem("cp both sides", 3, 8, window=(2, 4), offset=-2), OverDevices((8,))),
-    "window zigzag": (problem("cp window", 6, 4, window=(3, 1)), OverDevices((4,), order="zigzag")),
+    "offset": (problem("cp offset", (3, 9), 4, is_causal=True, query_offset=24), OverDevices((4,))),
+    "window": (problem("cp window", 5, 8, is_causal=True, local_window_size=(7, 0), sinks=True), OverDevices((8,))),
+    "both sides": (problem("cp both sides", 3, 8, local_window_size=(2, 4), query_offset=-2), OverDevices((8,))),
+    "window zigzag": (problem("cp window", 6, 4, local_window_size=(3, 1)), OverDevices((4,), order="zigzag")),
     "everything": (
-        problem("cp everything", 7, 2, query_lengths=(13, 9), key_lengths=(14, 4), **EVERYTHING),
+        problem("cp everything", 7, 2, query_seq_lengths=(13, 9), key_value_seq_lengths=(14, 4), **EVERYTHING),
         OverDevices((2,)),
     ),
     "everything zigzag": (
-        problem("cp everything", 6, 4, query_lengths=(23, 9), key_lengths=(24, 7), block=(3, 3), **EVERYTHING),
+        problem(
+            "cp everything",
+            6,
+            4,
+            query_seq_lengths=(23, 9),
+            key_value_seq_lengths=(24, 7),
+            block_mask=(3, 3),
+            **EVERYTHING,
+        ),
         OverDevices((4,), order="zigzag"),
     ),
     "shared bias": (
-        problem("cp shared", 4, 2, bias="S", mask="T", alibi=True, block=(4, 2), sinks=True),
+        problem("cp shared", 4, 2, bias="S", mask="T", alibi_slopes=True, block_mask=(4, 2), sinks=True),
         OverDevices((2,), order="contiguous"),
     ),
     "heads": (
-        problem("cp heads", 5, 4, N=8, K=2, query_lengths=(19, 9), key_lengths=(20, 7), block=(5, 4), **EVERYTHING),
+        problem(
+            "cp heads",
+            5,
+            4,
+            N=8,
+            K=2,
+            query_seq_lengths=(19, 9),
+            key_value_seq_lengths=(20, 7),
+            block_mask=(5, 4),
+            **EVERYTHING,
+        ),
         OverDevices((4,), form="ulysses"),
     ),
     "heads shared bias": (
-        problem("cp heads shared", 5, 2, N=4, K=4, bias="N", mask="TS", window=3),
+        problem("cp heads shared", 5, 2, N=4, K=4, bias="N", mask="TS", local_window_size=3),
         OverDevices((2,), form="ulysses"),
     ),
     "hybrid": (
-        problem("cp hybrid", 6, 8, query_lengths=(47, 9), key_lengths=(48, 30), block=(3, 3), **EVERYTHING),
+        problem(
+            "cp hybrid",
+            6,
+            8,
+            query_seq_lengths=(47, 9),
+            key_value_seq_lengths=(48, 30),
+            block_mask=(3, 3),
+            **EVERYTHING,
+        ),
         OverDevices((4, 2), form="hybrid", order="zigzag"),
     ),
 }
@@ -145,19 +172,19 @@ def test_equals_one_device_with_gradients(name):
 FEATURES = {
     "none": {},
     "causal": {"is_causal": True},
-    "window": {"window": (5, 2), "offset": 3},
+    "window": {"local_window_size": (5, 2), "query_offset": 3},
     "groups": {"N": 8, "K": 2, "V": 5},
     "bias": {"bias": "BNTS"},
     "mask": {"mask": "BTS"},
     "scale": {"traced_scale": True},
-    "offsets": {"is_causal": True, "offset": (2, -3)},
-    "cap": {"cap": 2.0},
-    "alibi": {"alibi": True},
+    "offsets": {"is_causal": True, "query_offset": (2, -3)},
+    "cap": {"logits_soft_cap": 2.0},
+    "alibi": {"alibi_slopes": True},
     "sinks": {"sinks": True, "is_causal": True},
     "documents": {"documents": 3},
-    "ranges": {"ranges": True},
-    "dropout": {"dropout": 0.3},
-    "block mask": {"block": (3, 3)},
+    "ranges": {"key_value_ranges": True},
+    "dropout": {"dropout_rate": 0.3},
+    "block mask": {"block_mask": (3, 3)},
 }
 
 
@@ -183,15 +210,17 @@ def test_other_dtypes(dtype):
         # partial outputs are rounded, each to half a unit in the last place of the largest value
         unit = float(jnp.finfo(dtype).eps)
         size = np.abs(np.asarray(x["value"], np.float64)).max()
-        np.testing.assert_allclose(np.float64(out), np.float64(wanted), rtol=0, atol=2 * unit * size)
-        np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=1e-12 if dtype == "float64" else 1e-5)
+        assert_allclose(np.float64(out), np.float64(wanted), rtol=0, atol=2 * unit * size)
+        assert_allclose(lse, wanted_lse, rtol=0, atol=1e-12 if dtype == "float64" else 1e-5)
 
 
 @pytest.mark.skipif(not any(x.name == "metal" for x in AVAILABLE), reason="needs Metal or the emulated device")
 @pytest.mark.parametrize("ring", [OverDevices((2,), order="zigzag", implementation="metal")], ids=["zigzag"])
 def test_on_metal_dropout_has_the_bits_of_one_device_wherever_a_part_begins(ring):
     # parts of three tokens: columns begin in the middle of a group of random words, and between a lane's two columns
-    case = problem("cp metal", 6, 2, is_causal=True, dropout=0.3, alibi=True, sinks=True, key_lengths=(12, 7))
+    case = problem(
+        "cp metal", 6, 2, is_causal=True, dropout_rate=0.3, alibi_slopes=True, sinks=True, key_value_seq_lengths=(12, 7)
+    )
     assert_matches_oracle(ring, case.arguments(), jit=quick_jit)
 
 
@@ -221,13 +250,25 @@ def test_within_shard_map_with_its_checks(form):
         for f in (over, one)
     )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
-        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6 * np.abs(b).max())
+        assert_allclose(a, b, rtol=2e-6, atol=2e-6 * np.abs(b).max())
 
 
 def test_with_batch_rows_and_heads_on_other_axes():
     """The bits of dropout are those of one device, whatever else is split."""
     mesh = mesh_of(2, 2, 2, names=("data", "sequence", "model"))
-    x = Case("cp mesh", B=4, T=8, S=12, N=4, K=2, H=8, bias="BNTS", dropout=0.4, alibi=True, key_lengths=(12, 3, 7, 9))
+    x = Case(
+        "cp mesh",
+        B=4,
+        T=8,
+        S=12,
+        N=4,
+        K=2,
+        H=8,
+        bias="BNTS",
+        dropout_rate=0.4,
+        alibi_slopes=True,
+        key_value_seq_lengths=(12, 3, 7, 9),
+    )
     x = x.arguments()
     run = lambda: jax_mfa.ring_attention(
         **x, mesh=mesh, axis_name="sequence", batch_axis="data", head_axis="model", order="zigzag"
@@ -239,7 +280,7 @@ def test_with_batch_rows_and_heads_on_other_axes():
     for name, axes in TOKENS.items():
         for axis in axes if name in x else ():
             x[name] = jax_mfa.unzigzag(x[name], 2, axis)
-    np.testing.assert_allclose(got, quick_jit(lambda: jax_mfa.dot_product_attention(**x))(), rtol=0, atol=1e-5)
+    assert_allclose(got, quick_jit(lambda: jax_mfa.dot_product_attention(**x))(), rtol=0, atol=1e-5)
 
 
 def test_what_nobody_sees_never_reaches_a_result_and_huge_scores_keep_their_digits():
@@ -260,7 +301,7 @@ def test_what_nobody_sees_never_reaches_a_result_and_huge_scores_keep_their_digi
 
     for a, b in zip(both(run, query, key, value), both(one, query, key, value)):
         assert np.isfinite(b).all()
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+        assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
     key[:, 1] = np.nan  # and what is seen does
     out, lse = both(run, query, key, value)[:2]
     wanted, wanted_lse = both(one, query, key, value)[:2]
@@ -276,7 +317,7 @@ def test_vmap():
     one = lambda q, k: jax_mfa.dot_product_attention(q, k, value)
     many = np.stack([query, -query, 2 * query])
     got, wanted = (quick_jit(jax.vmap(f, in_axes=(0, None)))(many, key) for f in (over, one))
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6)
+    assert_allclose(got, wanted, rtol=0, atol=2e-6)
 
 
 def loss_of(f):
@@ -308,7 +349,7 @@ def test_every_mode_of_derivatives_is_that_of_one_device(mode):
     one = lambda x: jax_mfa.flash_attention(**x, **facts)
     got, wanted = (quick_jit(functools.partial(MODES[mode], f))(x, t) for f in (over, one))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+        assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
 def test_forward_mode_keeps_a_share_of_the_memory():
@@ -373,4 +414,4 @@ def test_each_device_holds_what_the_published_ring_gives_it(ordered):
     found = both(*(a[places.reshape(1, -1)] for a in (d_out, *x)))
     for got, wanted in zip(found, simulated(*x, d_out, places), strict=True):
         got = np.asarray(got).reshape(wanted.shape)
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+        assert_allclose(got, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())

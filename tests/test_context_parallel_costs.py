@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import mesh_of, needs_eight_devices, qkv, quick_jit
+from harness import assert_allclose, mesh_of, needs_eight_devices, qkv, quick_jit
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -183,7 +183,7 @@ def test_the_choice_runs():
     for axis, mesh in (("ring", mesh_of(2)), (("ring", "heads"), mesh_of(2, 2))):
         run = functools.partial(jax_mfa.context_parallel_attention, mesh=mesh, axis_name=axis, is_causal=True)
         out = quick_jit(run)(query, key, value)
-        np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6)
+        assert_allclose(out, wanted, rtol=0, atol=2e-6)
 
 
 def test_the_figures_on_paper_are_those_of_the_formulas():

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from harness import arrays, mesh_of, needs_eight_devices, qkv, quick_jit, shard_map
+from harness import arrays, assert_allclose, mesh_of, needs_eight_devices, qkv, quick_jit, shard_map
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -60,10 +60,10 @@ def test_decoding_with_a_cache_that_is_split():
     got, wanted = program(*placed), quick_jit(one)(query, key, value, lengths)
     assert got[0].sharding.is_equivalent_to(split, 4)
     for a, b in zip(got, wanted):
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)
+        assert_allclose(a, b, rtol=0, atol=2e-6)
     loss = lambda f: lambda query, key: (f(query, key, value, lengths)[3] ** 2).sum()
     for a, b in zip(*(quick_jit(jax.grad(loss(f), argnums=(0, 1)))(query, key) for f in (step, one))):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+        assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
 def test_errors_of_decoding():

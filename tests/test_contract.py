@@ -13,6 +13,7 @@ from attention_cases import BY_NAME, CASES, Case
 from harness import (
     IMPLEMENTATIONS,
     arrays,
+    assert_allclose,
     assert_close,
     assert_matches_oracle,
     check_case,
@@ -57,17 +58,17 @@ FEATURES = {
     "mask": {"mask": "BNTS"},
     "scale": {"traced_scale": True},
     "causal": {"is_causal": True},
-    "window": {"window": (5, 4)},
-    "offset": {"offset": (3, -2)},
-    "query_lengths": {"query_lengths": (11, 7)},
-    "key_lengths": {"key_lengths": (6, 13)},
-    "cap": {"cap": 2.0},
-    "alibi": {"alibi": True},
+    "window": {"local_window_size": (5, 4)},
+    "offset": {"query_offset": (3, -2)},
+    "query_lengths": {"query_seq_lengths": (11, 7)},
+    "key_lengths": {"key_value_seq_lengths": (6, 13)},
+    "cap": {"logits_soft_cap": 2.0},
+    "alibi": {"alibi_slopes": True},
     "sinks": {"sinks": True},
     "documents": {"documents": 2},
-    "ranges": {"ranges": True},
-    "block": {"block": (4, 3)},
-    "dropout": {"dropout": 0.3},
+    "ranges": {"key_value_ranges": True},
+    "block": {"block_mask": (4, 3)},
+    "dropout": {"dropout_rate": 0.3},
     "group": {"K": 1},
     "wide_values": {"V": 11},
 }
@@ -356,7 +357,7 @@ def test_a_sink_may_be_any_number(implementation, sink):
     out, lse, gradients = evaluate(implementation, arguments, *cotangents(arguments))
     answer = oracle.attention(**arguments)
     assert_close(out, answer.out, "float32", terms=17)
-    np.testing.assert_allclose(lse, answer.lse, rtol=1e-6)
+    assert_allclose(lse, answer.lse, rtol=1e-6)
     assert all(np.isfinite(x).all() for x in gradients.values())
 
 
@@ -369,7 +370,7 @@ def test_a_bias_may_be_any_number(implementation, bias):
     arguments = {"query": q, "key": k, "value": v, "bias": rows}
     out, lse, gradients = evaluate(implementation, arguments, *cotangents(arguments))
     np.testing.assert_array_equal(lse[:, 2], np.float32(bias))
-    np.testing.assert_allclose(out[:, 2], np.repeat(v.mean(1), 2, 1), atol=1e-6)
+    assert_allclose(out[:, 2], np.repeat(v.mean(1), 2, 1), atol=1e-6)
     assert all(np.isfinite(x).all() for x in gradients.values())
 
 
@@ -499,20 +500,20 @@ def test_any_lengths(implementation, t, s):
 
 @own
 def test_long_rows_keep_their_precision(implementation):
-    check_case(implementation, Case("long_row", B=1, T=3, S=5003, N=2, K=1, H=8, key_lengths=(4999,)))
+    check_case(implementation, Case("long_row", B=1, T=3, S=5003, N=2, K=1, H=8, key_value_seq_lengths=(4999,)))
 
 
 LONG = Case("long", B=1, T=700, S=1100, N=1, K=1, H=8)
 LONG_FEATURES = {
     "dense": {},
-    "query_lengths": {"query_lengths": (400,)},
-    "key_lengths": {"key_lengths": (513,)},
-    "causal": {"is_causal": True, "offset": 400},
-    "window": {"window": (150, 20), "offset": (300,)},
+    "query_lengths": {"query_seq_lengths": (400,)},
+    "key_lengths": {"key_value_seq_lengths": (513,)},
+    "causal": {"is_causal": True, "query_offset": 400},
+    "window": {"local_window_size": (150, 20), "query_offset": (300,)},
     "documents": {"documents": 5},
-    "blocks": {"block": (128, 256), "N": 2, "K": 1},
+    "blocks": {"block_mask": (128, 256), "N": 2, "K": 1},
     "bias": {"bias": "TS", "mask": "S"},
-    "dropout": {"dropout": 0.1},
+    "dropout": {"dropout_rate": 0.1},
 }
 
 
@@ -525,7 +526,7 @@ def test_lengths_of_more_than_one_tile(implementation, name):
 @own
 @pytest.mark.parametrize("g", [1, 3, 8])
 def test_query_head_n_uses_key_head_n_over_group(implementation, g):
-    check_case(implementation, Case(f"group_{g}", B=3, T=9, S=7, N=2 * g, K=2, H=8, key_lengths=(7, 2, 5)))
+    check_case(implementation, Case(f"group_{g}", B=3, T=9, S=7, N=2 * g, K=2, H=8, key_value_seq_lengths=(7, 2, 5)))
 
 
 def test_strided_and_transposed_inputs(implementation):
@@ -758,10 +759,8 @@ def test_rows_before_the_end_of_a_causal_range_are_normalised(implementation):
     q, k, _ = qkv(T=4, S=40)
     ones = np.ones((*k.shape[:3], 8), np.float32)
     causal = quick_jit(lambda *x: implementation.attend(*x, is_causal=True))
-    np.testing.assert_allclose(causal(q, k, ones), 1, rtol=2**-20)
-    np.testing.assert_allclose(
-        implementation.attend(q, k, ones, key_value_seq_lengths=np.array([1, 40])), 1, rtol=2**-20
-    )
+    assert_allclose(causal(q, k, ones), 1, rtol=2**-20)
+    assert_allclose(implementation.attend(q, k, ones, key_value_seq_lengths=np.array([1, 40])), 1, rtol=2**-20)
 
 
 # --- numbers at the ends of their ranges

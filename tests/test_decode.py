@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import arrays, assert_close, qkv
+from harness import arrays, assert_allclose, assert_close, qkv
 from oracle import attention
 
 import jax_mfa
@@ -51,7 +51,7 @@ def test_one_length_serves_all_and_leading_axes_may_be_missing(implementation):
     all_alike, _ = decode(implementation, query, key, value, 600)
     for row in range(3):
         one, _ = decode(implementation, query[row], key[row], value[row], np.int32(600))
-        np.testing.assert_allclose(all_alike[row], one, atol=1e-6)
+        assert_allclose(all_alike[row], one, atol=1e-6)
 
 
 def test_bad_lengths_are_named():
@@ -113,4 +113,4 @@ def test_lengths_may_be_a_list_of_what_is_traced():
     query, key, value = problem()
     wanted = jax_mfa.decode_attention(query, key, value, LENGTHS)
     out = jax.jit(lambda a, b: jax_mfa.decode_attention(query, key, value, [a, 3, b]))(*LENGTHS[::2])
-    np.testing.assert_allclose(out, wanted, atol=1e-6)
+    assert_allclose(out, wanted, atol=1e-6)

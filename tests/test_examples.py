@@ -19,6 +19,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
+from harness import assert_allclose
 
 import jax_mfa
 
@@ -148,7 +149,7 @@ def test_embeddings_equal_an_independent_float64_implementation(encoder, embeddi
     cosines = (got * expected).sum(1) / np.linalg.norm(got, axis=1)
     assert cosines.min() >= 0.99999
     # float32 rounds every component of the unit vector; a hundred roundings in a row are more than six layers make
-    np.testing.assert_allclose(got, expected, rtol=0, atol=100 * np.finfo(np.float32).eps * np.abs(expected).max())
+    assert_allclose(got, expected, rtol=0, atol=100 * np.finfo(np.float32).eps * np.abs(expected).max())
 
 
 @needs_model
@@ -156,26 +157,26 @@ def test_similarities_equal_those_of_sentence_transformers(encoder):
     # cosines of neighbours among the default sentences, from sentence-transformers 6.2 over PyTorch 2.15
     expected = (0.543405, 0.007075, 0.471185, 0.018187, 0.609191, -0.102995, -0.010199)
     vectors = encoder.encode(sentence_embeddings.SENTENCES)
-    np.testing.assert_allclose((vectors[1:] * vectors[:-1]).sum(1), expected, rtol=0, atol=2e-6)
+    assert_allclose((vectors[1:] * vectors[:-1]).sum(1), expected, rtol=0, atol=2e-6)
 
 
 @needs_model
 def test_padding_and_company_do_not_change_an_embedding(encoder, embeddings):
     for position in (0, 2, 4):
         alone = encoder.encode([SENTENCES[position]])[0]
-        np.testing.assert_allclose(alone, embeddings[position], rtol=0, atol=1e-6)
+        assert_allclose(alone, embeddings[position], rtol=0, atol=1e-6)
     # behind the padding anything may stand
     ((_, tokens, lengths),) = encoder.batches(encoder.tokenize(SENTENCES[:1]), 1)
     rubbish = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 2003)
     vector = np.asarray(encoder.embed(encoder.parameters, rubbish, lengths))[0]
-    np.testing.assert_allclose(vector, embeddings[0], rtol=0, atol=1e-6)
+    assert_allclose(vector, embeddings[0], rtol=0, atol=1e-6)
 
 
 @needs_model
 @pytest.mark.parametrize("attention, implementation", [("stock", None), ("jax_mfa", "reference")])
 def test_another_attention_gives_the_same_embeddings(encoder, attention, implementation):
     other = sentence_embeddings.Encoder(sentence_embeddings.attention_function(attention, implementation))
-    np.testing.assert_allclose(other.encode(SENTENCES[:5]), encoder.encode(SENTENCES[:5]), rtol=0, atol=1e-6)
+    assert_allclose(other.encode(SENTENCES[:5]), encoder.encode(SENTENCES[:5]), rtol=0, atol=1e-6)
 
 
 @needs_model
@@ -434,7 +435,7 @@ def test_stock_attention_trains_alike(unbroken, book, tmp_path):
     train_char_lm.main(
         [*SMALL, "--text", str(book), "--out", str(tmp_path), "--attention", "stock", "--stop-after", "5"]
     )
-    np.testing.assert_allclose(arrays(tmp_path)["losses"], arrays(unbroken[0])["losses"][:5], rtol=1e-5)
+    assert_allclose(arrays(tmp_path)["losses"], arrays(unbroken[0])["losses"][:5], rtol=1e-5)
 
 
 def test_the_model_sees_no_character_before_its_time():

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from harness import AVAILABLE, qkv
+from harness import AVAILABLE, assert_allclose, qkv
 from jax import export
 
 import jax_mfa
@@ -56,4 +56,4 @@ def test_one_program_serves_a_batch_of_any_size(implementation):
     for size in (1, 3):
         rows = {name: x[:size] for name, x in arguments.items()}
         for got, wanted in zip(jax.tree.leaves(program.call(rows)), jax.tree.leaves(jax.jit(run)(rows))):
-            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+            assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)

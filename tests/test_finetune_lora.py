@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
+from harness import assert_allclose, quick_jit
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
@@ -102,7 +102,7 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(folder, monkeypatc
     assert parts.step() == pytest.approx(large.step(), rel=1e-5)
     for x, y in zip(flat(parts.learnt), flat(large.learnt), strict=True):
         # adam divides a gradient by its own size: what is rounding of a gradient near 0 may be a part of a step
-        np.testing.assert_allclose(x, y, rtol=0, atol=0.02 * SETTINGS.learning_rate)
+        assert_allclose(x, y, rtol=0, atol=0.02 * SETTINGS.learning_rate)
 
 
 def test_what_is_exported_is_a_folder_with_the_model_that_was_trained(folder, trained, tmp_path):
@@ -110,7 +110,7 @@ def test_what_is_exported_is_a_folder_with_the_model_that_was_trained(folder, tr
     tokens = jnp.arange(9)
     expected = logits(nnx.merge(trained.graph, trained.learnt, trained.frozen), tokens)
     got = logits(weights.load(tmp_path / "merged"), tokens)
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     assert np.abs(got - logits(weights.load(folder), tokens)).max() > 1e-3
     assert tokenizers.Text(tmp_path / "merged").encode("the fox") == tokenizers.Text(folder).encode("the fox")
 

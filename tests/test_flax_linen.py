@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from harness import assert_allclose
 from test_flax_shared import OF_THE_WRONG_KIND, RAGGED, SETTINGS, causal, normal, numpy_module, perturbed, tolerance
 
 import jax_mfa
@@ -80,7 +81,7 @@ def test_module_equals_stock(mask, cross, no_stock):
     stock = nn.MultiHeadDotProductAttention(num_heads=N)
     params = perturbed(stock.init(KEY, x, *others))
     apply = lambda module: jax.jit(lambda p: module.apply(p, x, *others, mask=mask))(params)
-    np.testing.assert_allclose(apply(stock.clone(attention_fn=mfa.attention_fn)), apply(stock), **tolerance())
+    assert_allclose(apply(stock.clone(attention_fn=mfa.attention_fn)), apply(stock), **tolerance())
 
 
 @pytest.mark.parametrize("module", [nn.MultiHeadAttention, nn.SelfAttention])
@@ -89,7 +90,7 @@ def test_other_modules_equal_stock(module, no_stock):
     stock = module(num_heads=N, qkv_features=36, out_features=5, normalize_qk=True, force_fp32_for_softmax=True)
     params = perturbed(stock.init(KEY, x))
     out = stock.clone(attention_fn=mfa.attention_fn).apply(params, x, mask=mask)
-    np.testing.assert_allclose(out, stock.apply(params, x, mask=mask), **tolerance())
+    assert_allclose(out, stock.apply(params, x, mask=mask), **tolerance())
 
 
 @pytest.mark.parametrize("bias", [(B, N, T, S), (1, N, T, S), (T, S), (N, 1, S)])
@@ -98,16 +99,12 @@ def test_function_equals_stock_with_bias(bias, mask, no_stock):
     bias = normal(5, bias)
     mask = None if mask is None else MASKS[mask](S)
     # as positional arguments, in flax's order
-    np.testing.assert_allclose(
-        mfa.attention_fn(*qkv(), bias, mask), nn.dot_product_attention(*qkv(), bias, mask), **tolerance()
-    )
+    assert_allclose(mfa.attention_fn(*qkv(), bias, mask), nn.dot_product_attention(*qkv(), bias, mask), **tolerance())
 
 
 def test_integer_bias_equals_stock(no_stock):
     bias = np.random.default_rng(0).integers(-3, 3, (N, T, S))
-    np.testing.assert_allclose(
-        mfa.attention_fn(*qkv(), bias), nn.dot_product_attention(*qkv(), jnp.asarray(bias)), **tolerance()
-    )
+    assert_allclose(mfa.attention_fn(*qkv(), bias), nn.dot_product_attention(*qkv(), jnp.asarray(bias)), **tolerance())
 
 
 def test_causal_keyword_through_partial(no_stock):
@@ -117,7 +114,7 @@ def test_causal_keyword_through_partial(no_stock):
     )
     params = perturbed(module.init(KEY, x))
     want = nn.MultiHeadDotProductAttention(num_heads=N).apply(params, x, mask=nn.make_causal_mask(x[..., 0]))
-    np.testing.assert_allclose(module.apply(params, x), want, **tolerance())
+    assert_allclose(module.apply(params, x), want, **tolerance())
 
 
 def test_gradients_equal_stock(no_stock):
@@ -129,7 +126,7 @@ def test_gradients_equal_stock(no_stock):
 
     for ours, stock in zip(gradients(mfa.attention_fn), gradients(nn.dot_product_attention)):
         assert np.abs(stock).max() > 0.1
-        np.testing.assert_allclose(ours, stock, **tolerance())
+        assert_allclose(ours, stock, **tolerance())
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -140,7 +137,7 @@ def test_half_dtypes(dtype, no_stock):
     out = module.apply(params, x, mask=nn.make_causal_mask(x[..., 0]))
     assert out.dtype == dtype
     want = numpy_module(params["params"], x, see=causal(T))
-    np.testing.assert_allclose(np.asarray(out, np.float64), want, **tolerance(dtype))
+    assert_allclose(np.asarray(out, np.float64), want, **tolerance(dtype))
 
 
 def test_dtypes_are_promoted_as_in_flax(no_stock):
@@ -150,7 +147,7 @@ def test_dtypes_are_promoted_as_in_flax(no_stock):
         out = mfa.attention_fn(q, k, v, dtype=dtype)
         stock = nn.dot_product_attention(q, k, v, dtype=dtype)
         assert out.dtype == stock.dtype
-        np.testing.assert_allclose(np.asarray(out, np.float32), stock, **tolerance(out.dtype))
+        assert_allclose(np.asarray(out, np.float32), stock, **tolerance(out.dtype))
 
 
 @pytest.mark.parametrize("precision", [None, "highest", jax.lax.Precision.HIGH])
@@ -158,7 +155,7 @@ def test_precision_needs_no_stock_on_cpu(precision, no_stock):
     if jax.default_backend() != "cpu":
         pytest.skip("elsewhere precision is more than a wish")
     out = mfa.attention_fn(*qkv(), precision=precision)
-    np.testing.assert_allclose(out, nn.dot_product_attention(*qkv(), precision=precision), **tolerance())
+    assert_allclose(out, nn.dot_product_attention(*qkv(), precision=precision), **tolerance())
 
 
 def test_decode_mode_of_flax(no_stock):
@@ -171,7 +168,7 @@ def test_decode_mode_of_flax(no_stock):
     for t in range(T):
         out, updated = decoder.apply({"params": params, "cache": cache}, x[:, t : t + 1], mutable=["cache"])
         cache = updated["cache"]
-        np.testing.assert_allclose(out, want[:, t : t + 1], **tolerance())
+        assert_allclose(out, want[:, t : t + 1], **tolerance())
 
 
 def test_row_that_sees_nothing_is_zero_on_either_route():
@@ -180,12 +177,12 @@ def test_row_that_sees_nothing_is_zero_on_either_route():
     ours = mfa.attention_fn(*qkv(), mask=mask)
     stock = mfa.attention_fn(*qkv(), mask=mask, einsum_dot_general=jax.lax.dot_general)
     assert not ours[:, 2].any() and np.abs(ours[:, 3]).min() > 0
-    np.testing.assert_allclose(ours, stock, **tolerance())
+    assert_allclose(ours, stock, **tolerance())
 
 
 def test_deterministic_turns_dropout_off(no_stock):
     out = mfa.attention_fn(*qkv(), dropout_rate=0.5, deterministic=True)
-    np.testing.assert_allclose(out, nn.dot_product_attention(*qkv()), **tolerance())
+    assert_allclose(out, nn.dot_product_attention(*qkv()), **tolerance())
 
 
 def test_dropout_drops_and_rescales(no_stock):
@@ -197,7 +194,7 @@ def test_dropout_drops_and_rescales(no_stock):
     )
     weights, dropped = mfa.attention_fn(q, k, v), drop()
     kept = np.asarray(dropped != 0)
-    np.testing.assert_allclose(np.asarray(dropped)[kept], np.asarray(weights / (1 - rate))[kept], **tolerance())
+    assert_allclose(np.asarray(dropped)[kept], np.asarray(weights / (1 - rate))[kept], **tolerance())
     # five standard deviations of the mean of as many coins
     assert abs(kept.mean() - (1 - rate)) < 5 * np.sqrt(rate * (1 - rate) / kept.size)
     assert (kept[0] != kept[1]).any() and (kept[:, :, 0] != kept[:, :, 1]).any()
@@ -255,7 +252,7 @@ def test_causal_reaches_stock(stock_calls):
     out = mfa.attention_fn(*qkv(), mask=mask, is_causal=True, einsum_dot_general=jax.lax.dot_general)
     want = nn.dot_product_attention(*qkv(), mask=mask & causal(T, S))
     assert len(stock_calls) == 1
-    np.testing.assert_allclose(out, want, **tolerance())
+    assert_allclose(out, want, **tolerance())
 
 
 @pytest.mark.parametrize("argument", STOCK_ONLY)
@@ -339,7 +336,7 @@ def test_flash_module_equals_numpy(name):
     module = flash(**settings)
     params = perturbed(module.init(KEY, x))
     out = jax.jit(module.apply)(params, x)
-    np.testing.assert_allclose(out, numpy_module(params["params"], x, **arguments(T)), **tolerance())
+    assert_allclose(out, numpy_module(params["params"], x, **arguments(T)), **tolerance())
 
 
 def test_flash_module_takes_the_parameters_of_flax():
@@ -349,7 +346,7 @@ def test_flash_module_takes_the_parameters_of_flax():
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, flash(normalize_qk=True).init(KEY, x, y))
     mask = MASKS["float per head"](S)
     out = flash(normalize_qk=True).apply(params, x, y, mask=mask)
-    np.testing.assert_allclose(out, stock.apply(params, x, y, mask=mask), **tolerance())
+    assert_allclose(out, stock.apply(params, x, y, mask=mask), **tolerance())
 
 
 def test_flash_masks_lengths_segments_and_bias():
@@ -373,7 +370,7 @@ def test_flash_masks_lengths_segments_and_bias():
     )
     see = mask & (np.arange(T) < rows[:, None])[:, None, :, None] & (np.arange(S) < columns[:, None])[:, None, None]
     see = see & (query_segments[:, None, :, None] == key_segments[:, None, None, :])
-    np.testing.assert_allclose(out, numpy_module(params["params"], x, y, see=see, bias=bias), **tolerance())
+    assert_allclose(out, numpy_module(params["params"], x, y, see=see, bias=bias), **tolerance())
 
 
 def test_flash_query_offset_places_the_queries():
@@ -381,10 +378,10 @@ def test_flash_query_offset_places_the_queries():
     module = flash(rotary_base=100.0, is_causal=True, local_window_size=(4, None))
     params = perturbed(module.init(KEY, x))
     whole = module.apply(params, x)
-    np.testing.assert_allclose(module.apply(params, x[:, 5:7], x, query_offset=5), whole[:, 5:7], **tolerance())
+    assert_allclose(module.apply(params, x[:, 5:7], x, query_offset=5), whole[:, 5:7], **tolerance())
     rows = np.stack([x[0, 5:7], x[1, 2:4]])
     out = module.apply(params, rows, x, query_offset=np.array([5, 2]))
-    np.testing.assert_allclose(out, np.stack([whole[0, 5:7], whole[1, 2:4]]), **tolerance())
+    assert_allclose(out, np.stack([whole[0, 5:7], whole[1, 2:4]]), **tolerance())
 
 
 def test_flash_gradients_equal_those_of_the_reference():
@@ -396,7 +393,7 @@ def test_flash_gradients_equal_those_of_the_reference():
     gradients = lambda m: jax.grad(lambda p, x: (weights * m.apply(p, x)).sum(), (0, 1))(params, x)
     ours, reference = gradients(module), gradients(module.clone(implementation="reference"))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(reference)):
-        np.testing.assert_allclose(a, b, **tolerance(terms=1024))
+        assert_allclose(a, b, **tolerance(terms=1024))
     assert np.abs(ours[0]["params"]["sinks"]).max() > 1e-3
 
 
@@ -408,7 +405,7 @@ def test_flash_bfloat16():
     out = module.apply(params, x)
     assert out.dtype == jnp.bfloat16
     want = numpy_module(params["params"], x, see=causal(T), base=1e4)
-    np.testing.assert_allclose(np.asarray(out, np.float64), want, **tolerance(jnp.bfloat16))
+    assert_allclose(np.asarray(out, np.float64), want, **tolerance(jnp.bfloat16))
 
 
 def test_flash_dropout():
@@ -421,7 +418,7 @@ def test_flash_dropout():
     one, other = apply(jax.random.key(0)), apply(jax.random.key(1))
     assert np.abs(one - other).max() > 0.01
     np.testing.assert_array_equal(one, apply(jax.random.key(0)))
-    np.testing.assert_allclose(
+    assert_allclose(
         module.apply(params, x, deterministic=False, dropout_rng=KEY),
         module.clone(implementation="reference").apply(params, x, deterministic=False, dropout_rng=KEY),
         atol=1e-5,
@@ -465,7 +462,7 @@ def test_prefill_and_steps_equal_the_causal_run(name):
     want = module.clone(decode=False, is_causal=True).apply(params, x)
     for lengths in ((5, 1, 1, 1, 1), (S,)):
         out, after = decode(module, params, cache, x, lengths)
-        np.testing.assert_allclose(out, want, **tolerance())
+        assert_allclose(out, want, **tolerance())
         np.testing.assert_array_equal(after["cache_index"], [S] * B)
     assert cache["cached_key"].shape == (B, S, DECODERS[name].get("num_key_value_heads", N), H)
 
@@ -479,11 +476,11 @@ def test_prompts_of_different_lengths_go_on_where_each_ended(name):
     padded = np.where(np.arange(5)[:, None] < prompts[:, None, None], x[:, :5], np.nan)
     out, updated = step(cache, padded, key_value_seq_lengths=prompts)
     for row, length in enumerate(prompts):
-        np.testing.assert_allclose(out[row, :length], want[row, :length], **tolerance())
+        assert_allclose(out[row, :length], want[row, :length], **tolerance())
     for i in range(4):
         at = np.arange(B), prompts + i
         out, updated = step(updated["cache"], x[at][:, None])
-        np.testing.assert_allclose(out[:, 0], want[at], **tolerance())
+        assert_allclose(out[:, 0], want[at], **tolerance())
     np.testing.assert_array_equal(updated["cache"]["cache_index"], prompts + 4)
     assert cache["cached_key"].shape == (B, 3 if module.ring_cache else S, 2, H)
 
@@ -493,7 +490,7 @@ def test_a_ring_cache_takes_any_number_of_tokens():
     module, params, cache = decoder(x[:, :1], rotary_base=100.0, local_window_size=(2, 0), ring_cache=True)
     out, after = decode(module, params, cache, x, (2, 7, 7, 1, 1, 1, 1))
     want = module.clone(decode=False, is_causal=True).apply(params, x)
-    np.testing.assert_allclose(out, want, **tolerance())
+    assert_allclose(out, want, **tolerance())
     with pytest.raises(ValueError, match=r"^mask must not be given with a ring cache"):
         decode(module, params, after, x[:, :1], (1,), mask=np.ones((1, 1), bool))
     with pytest.raises(ValueError, match=r"^a ring cache needs a local_window_size with .*, got None"):
@@ -534,7 +531,7 @@ def test_decoding_inside_scan():
 
     _, outs = jax.lax.scan(step, cache, jnp.asarray(x).swapaxes(0, 1))
     want = module.clone(decode=False, is_causal=True).apply(params, x)
-    np.testing.assert_allclose(outs.swapaxes(0, 1), want, **tolerance())
+    assert_allclose(outs.swapaxes(0, 1), want, **tolerance())
 
 
 def test_decoding_left_padded_prompts():
@@ -543,7 +540,7 @@ def test_decoding_left_padded_prompts():
     start = np.array([0, 3])
     out, _ = decode(module, params, cache, x, (6, 1, 1, 1), mask=(np.arange(S) >= start[:, None])[:, None, None])
     alone = module.clone(decode=False, is_causal=True).apply(params, x[1:, 3:])
-    np.testing.assert_allclose(out[1:, 3:], alone, **tolerance())
+    assert_allclose(out[1:, 3:], alone, **tolerance())
 
 
 def test_cache_of_the_computation_dtype():
@@ -553,7 +550,7 @@ def test_cache_of_the_computation_dtype():
     out, after = decode(module, params, cache, x, (4, 1, 4))
     assert out.dtype == after["cached_key"].dtype == jnp.bfloat16
     want = module.clone(decode=False, is_causal=True).apply(params, x)
-    np.testing.assert_allclose(out.astype(np.float32), np.asarray(want, np.float32), **tolerance(jnp.bfloat16))
+    assert_allclose(out.astype(np.float32), np.asarray(want, np.float32), **tolerance(jnp.bfloat16))
 
 
 def test_more_tokens_than_the_cache_holds():
@@ -635,7 +632,7 @@ def test_flash_is_jax_mfa_under_strict_rank_promotion():
     with jax.numpy_rank_promotion("raise"):
         out, _ = decode(module, params, cache, x, (4, 3))
     want = module.clone(decode=False, is_causal=True).apply(params, x)
-    np.testing.assert_allclose(out, want, **tolerance())
+    assert_allclose(out, want, **tolerance())
 
 
 def test_drop_in_seed_is_that_of_the_key():
@@ -643,4 +640,4 @@ def test_drop_in_seed_is_that_of_the_key():
     out = mfa.attention_fn(q, k, v, dropout_rate=0.5, broadcast_dropout=False, dropout_rng=KEY)
     seed = jax.random.bits(KEY, (2,), jnp.uint32)
     want = jax_mfa.dot_product_attention(q, k, v, dropout_rate=0.5, dropout_seed=seed, implementation="reference")
-    np.testing.assert_allclose(out, want, **tolerance())
+    assert_allclose(out, want, **tolerance())

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from harness import assert_allclose
 from test_flax_shared import OF_THE_WRONG_KIND, RAGGED, SETTINGS, causal, normal, numpy_module, perturbed, tolerance
 
 import jax_mfa
@@ -113,7 +114,7 @@ def test_module_equals_stock(mask, cross, no_stock):
     x = normal(0, (B, T, FEATURES))
     others = (normal(1, (B, S, FEATURES)),) if cross else ()
     module, reference = stock(normalize_qk=cross)
-    np.testing.assert_allclose(module(x, *others, mask=mask), reference(x, *others, mask=mask), **tolerance())
+    assert_allclose(module(x, *others, mask=mask), reference(x, *others, mask=mask), **tolerance())
 
 
 @pytest.mark.parametrize("mask", [None, "float per head"])
@@ -121,21 +122,21 @@ def test_is_causal(mask, no_stock):
     see = causal(T, S)
     mask = None if mask is None else MASKS[mask](S)
     want = nnx.dot_product_attention(*qkv(), mask=jnp.asarray(see if mask is None else (mask * see)))
-    np.testing.assert_allclose(mfa.attention_fn(*qkv(), mask=mask, is_causal=True), want, **tolerance())
+    assert_allclose(mfa.attention_fn(*qkv(), mask=mask, is_causal=True), want, **tolerance())
 
 
 @pytest.mark.skipif("is_causal" not in STOCK_KNOWS, reason="this flax has no is_causal")
 def test_module_passes_is_causal(no_stock):
     x = normal(0, (B, T, FEATURES))
     module, reference = stock()
-    np.testing.assert_allclose(module(x, is_causal=True), reference(x, is_causal=True), **tolerance())
+    assert_allclose(module(x, is_causal=True), reference(x, is_causal=True), **tolerance())
 
 
 @pytest.mark.skipif("is_causal" not in STOCK_KNOWS, reason="this flax has no num_kv_heads")
 def test_grouped_heads_of_flax(no_stock):
     x = normal(0, (B, T, FEATURES))
     module, reference = stock(num_kv_heads=2)
-    np.testing.assert_allclose(module(x), reference(x), **tolerance())
+    assert_allclose(module(x), reference(x), **tolerance())
 
 
 @pytest.mark.skipif(not hasattr(nnx, "RoPE"), reason="this flax has no nnx.RoPE")
@@ -155,7 +156,7 @@ def test_rotary_embedding_of_flax(positions, no_stock):
         for project in (own.query, own.key)
     )
     want = own.out(jax_mfa.dot_product_attention(q, k, own.value(x), is_causal=True))
-    np.testing.assert_allclose(out, want, **tolerance(terms=1024))
+    assert_allclose(out, want, **tolerance(terms=1024))
 
 
 def test_positions_without_a_rotary_embedding_are_an_error():
@@ -167,9 +168,7 @@ def test_positions_without_a_rotary_embedding_are_an_error():
 def test_function_equals_stock_with_bias(bias, no_stock):
     bias, mask = jnp.asarray(normal(5, bias)), jnp.asarray(MASKS["float per head"](S))
     # as positional arguments, in flax's order
-    np.testing.assert_allclose(
-        mfa.attention_fn(*qkv(), bias, mask), nnx.dot_product_attention(*qkv(), bias, mask), **tolerance()
-    )
+    assert_allclose(mfa.attention_fn(*qkv(), bias, mask), nnx.dot_product_attention(*qkv(), bias, mask), **tolerance())
 
 
 def test_gradients_equal_stock(no_stock):
@@ -177,7 +176,7 @@ def test_gradients_equal_stock(no_stock):
     weights = normal(6, (B, T, FEATURES))
     gradients = [nnx.grad(lambda m: (weights * m(x, mask=mask)).sum())(module) for module in stock()]
     for ours, reference in zip(*map(jax.tree.leaves, gradients)):
-        np.testing.assert_allclose(ours, reference, **tolerance(terms=1024))
+        assert_allclose(ours, reference, **tolerance(terms=1024))
     assert max(np.abs(g).max() for g in jax.tree.leaves(gradients[0])) > 0.1
 
 
@@ -189,7 +188,7 @@ def test_bfloat16(no_stock):
     out = module(x, mask=nnx.make_causal_mask(x[..., 0]))
     assert out.dtype == jnp.bfloat16
     want = numpy_module(params_of(module), x, see=causal(T))
-    np.testing.assert_allclose(np.asarray(out, np.float64), want, **tolerance(jnp.bfloat16))
+    assert_allclose(np.asarray(out, np.float64), want, **tolerance(jnp.bfloat16))
 
 
 def test_promote_dtype_is_the_callers(no_stock):
@@ -209,7 +208,7 @@ def test_decode_mode_of_flax(no_stock):
     want = reference(x, mask=nnx.make_causal_mask(x[..., 0]))
     module.init_cache(x.shape)
     for t in range(T):
-        np.testing.assert_allclose(module(x[:, t : t + 1], decode=True), want[:, t : t + 1], **tolerance())
+        assert_allclose(module(x[:, t : t + 1], decode=True), want[:, t : t + 1], **tolerance())
 
 
 def test_row_that_sees_nothing_is_zero_on_either_route():
@@ -218,7 +217,7 @@ def test_row_that_sees_nothing_is_zero_on_either_route():
     ours = mfa.attention_fn(*qkv(), mask=mask)
     dropped = mfa.attention_fn(*qkv(), mask=jnp.asarray(mask), dropout_rate=1e-6, dropout_rng=KEY)
     assert not ours[:, 2].any() and np.abs(ours[:, 3]).min() > 0
-    np.testing.assert_allclose(ours, dropped, **tolerance())
+    assert_allclose(ours, dropped, **tolerance())
 
 
 def test_broadcast_dropout_is_that_of_flax(stock_calls):
@@ -235,7 +234,7 @@ def test_dropout_without_broadcast(no_stock):
     module, reference = stock(dropout_rate=0.5, broadcast_dropout=False)
     one, other = module(x, deterministic=False), module(x, deterministic=False)
     assert np.abs(one - other).max() > 0.01
-    np.testing.assert_allclose(module(x, deterministic=True), reference(x, deterministic=True), **tolerance())
+    assert_allclose(module(x, deterministic=True), reference(x, deterministic=True), **tolerance())
     for broadcast in (False, True):
         with pytest.raises(ValueError, match=r"^dropout_rng is required .*, got None"):
             mfa.attention_fn(*qkv(), dropout_rate=0.5, broadcast_dropout=broadcast)
@@ -246,7 +245,7 @@ def test_sown_weights_are_those_of_flax(stock_calls):
     module, reference = stock()
     sown = []
     for m in (module, reference):
-        np.testing.assert_allclose(m(x, mask=mask, sow_weights=True), module(x, mask=mask), **tolerance())
+        assert_allclose(m(x, mask=mask, sow_weights=True), module(x, mask=mask), **tolerance())
         sown.append(jax.tree.leaves(nnx.pop(m, nnx.Intermediate)))
     assert len(stock_calls) == 1
     assert sown[0][0].shape == (B, N, T, T)
@@ -274,7 +273,7 @@ def test_named_implementation_through_partial(no_stock):
             rngs=nnx.Rngs(0),
         )
     )
-    np.testing.assert_allclose(module(x), reference(x), **tolerance())
+    assert_allclose(module(x), reference(x), **tolerance())
     with pytest.raises(NotImplementedError, match=r"reference.*module"):
         module(x, sow_weights=True)
 
@@ -295,11 +294,11 @@ def test_flash_module_equals_numpy_and_linen(name):
     module = flash(**settings)
     params = params_of(module)
     out = nnx.jit(lambda m, x: m(x))(module, x)
-    np.testing.assert_allclose(out, numpy_module(params, x, **arguments(T)), **tolerance())
+    assert_allclose(out, numpy_module(params, x, **arguments(T)), **tolerance())
     linen = mfa_linen.FlashMultiHeadAttention(num_heads=N, **settings)
     shapes = jax.eval_shape(linen.init, KEY, x)["params"]
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, dict(shapes))
-    np.testing.assert_allclose(out, linen.apply({"params": params}, x), **tolerance())
+    assert_allclose(out, linen.apply({"params": params}, x), **tolerance())
 
 
 def test_flash_module_takes_the_parameters_of_flax():
@@ -308,7 +307,7 @@ def test_flash_module_takes_the_parameters_of_flax():
     module = flash()
     nnx.update(module, nnx.state(reference, nnx.Param))
     mask = jnp.asarray(MASKS["float per head"](T))
-    np.testing.assert_allclose(module(x, mask=mask), reference(x, mask=mask), **tolerance())
+    assert_allclose(module(x, mask=mask), reference(x, mask=mask), **tolerance())
 
 
 def test_flash_cross_attention_with_masks_lengths_segments_and_bias():
@@ -332,7 +331,7 @@ def test_flash_cross_attention_with_masks_lengths_segments_and_bias():
     see = mask & (np.arange(T) < rows[:, None])[:, None, :, None] & (np.arange(S) < columns[:, None])[:, None, None]
     see = see & (query_segments[:, None, :, None] == key_segments[:, None, None, :])
     want = numpy_module(params_of(module), x, y, see=see, bias=bias, base=100.0, offset=3)
-    np.testing.assert_allclose(out, want, **tolerance())
+    assert_allclose(out, want, **tolerance())
 
 
 def test_flash_gradients_equal_those_of_the_reference():
@@ -345,7 +344,7 @@ def test_flash_gradients_equal_those_of_the_reference():
     ours, reference = map(jax.tree.leaves, gradients)
     assert len(ours) == 9
     for a, b in zip(ours, reference):
-        np.testing.assert_allclose(a, b, **tolerance(terms=1024))
+        assert_allclose(a, b, **tolerance(terms=1024))
         assert np.abs(a).max() > 1e-4
 
 
@@ -357,7 +356,7 @@ def test_flash_bfloat16():
     out = module(x)
     assert out.dtype == jnp.bfloat16 and get(module.query.kernel).dtype == np.float32
     want = numpy_module(params_of(module), x, see=causal(T), base=1e4)
-    np.testing.assert_allclose(np.asarray(out, np.float64), want, **tolerance(jnp.bfloat16))
+    assert_allclose(np.asarray(out, np.float64), want, **tolerance(jnp.bfloat16))
 
 
 def test_flash_dropout():
@@ -370,7 +369,7 @@ def test_flash_dropout():
     assert np.abs(run(module, x) - run(module, x)).max() > 0.01
     given = [module(x, deterministic=False, rngs=nnx.Rngs(dropout=3)) for _ in range(2)]
     np.testing.assert_array_equal(*given)
-    np.testing.assert_allclose(module(x, deterministic=True), flash()(x), **tolerance())
+    assert_allclose(module(x, deterministic=True), flash()(x), **tolerance())
     keyless = flash(dropout_rate=0.5, keep_rngs=False, deterministic=False)
     with pytest.raises(ValueError, match="rngs must be given"):
         keyless(x)
@@ -384,7 +383,7 @@ def test_flash_view():
     module.init_cache(x.shape)
     view = nnx.view(module, deterministic=True, decode=True)
     want = flash(is_causal=True)(x)
-    np.testing.assert_allclose(view(x), want, **tolerance())
+    assert_allclose(view(x), want, **tolerance())
     assert not module.decode and not module.deterministic
 
 
@@ -416,7 +415,7 @@ def test_prefill_and_steps_equal_the_causal_run(name):
     for lengths in ((5, 1, 1, 1, 1), (S,)):
         module.init_cache(x.shape)
         assert get(module.cached_key).shape == (B, S, DECODERS[name].get("num_key_value_heads", N), H)
-        np.testing.assert_allclose(decode(module, x, lengths), want, **tolerance())
+        assert_allclose(decode(module, x, lengths), want, **tolerance())
         np.testing.assert_array_equal(get(module.cache_index), [S] * B)
     assert isinstance(module.cached_value, nnx.Cache)
 
@@ -431,10 +430,10 @@ def test_prompts_of_different_lengths_go_on_where_each_ended(name):
     padded = np.where(np.arange(5)[:, None] < prompts[:, None, None], x[:, :5], np.nan)
     out = step(module, padded, key_value_seq_lengths=prompts)
     for row, length in enumerate(prompts):
-        np.testing.assert_allclose(out[row, :length], want[row, :length], **tolerance())
+        assert_allclose(out[row, :length], want[row, :length], **tolerance())
     for i in range(4):
         at = np.arange(B), prompts + i
-        np.testing.assert_allclose(step(module, x[at][:, None])[:, 0], want[at], **tolerance())
+        assert_allclose(step(module, x[at][:, None])[:, 0], want[at], **tolerance())
     np.testing.assert_array_equal(get(module.cache_index), prompts + 4)
     assert get(module.cached_key).shape == (B, 3 if module.ring_cache else S, 2, H)
 
@@ -459,7 +458,7 @@ def test_cache_dtype_is_the_callers():
     out = decode(module, x, (4, 1, 4))
     assert out.dtype == np.float32 and get(module.cached_key).dtype == jnp.bfloat16
     want = flash(is_causal=True)(x)
-    np.testing.assert_allclose(out, want, **tolerance(jnp.bfloat16))
+    assert_allclose(out, want, **tolerance(jnp.bfloat16))
     assert np.abs(out - want).max() > 1e-4
     bfloat16 = flash(dtype=jnp.bfloat16)
     bfloat16.init_cache(x.shape)
@@ -473,7 +472,7 @@ def test_decoding_left_padded_prompts():
     start = np.array([0, 3])
     out = decode(module, x, (6, 1, 1, 1), mask=(np.arange(S) >= start[:, None])[:, None, None])
     alone = flash(rotary_base=100.0, is_causal=True)(x[1:, 3:])
-    np.testing.assert_allclose(out[1:, 3:], alone, **tolerance())
+    assert_allclose(out[1:, 3:], alone, **tolerance())
 
 
 def test_more_tokens_than_the_cache_holds():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import assert_allclose
 
 from jax_mfa.flax import rotary_embedding
 
@@ -120,7 +121,7 @@ def test_rotary_is_the_formula(fraction, lead):
     out = rotary_embedding(jnp.asarray(x), positions, base=321.0, fraction=fraction)
     want = numpy_rotary(x.astype(np.float64), np.broadcast_to(positions, (*lead, 9)), 321.0, fraction)
     # an angle up to 500 is off by half an ulp of 512
-    np.testing.assert_allclose(out, want, rtol=0, atol=2 * 512 * np.finfo(np.float32).eps)
+    assert_allclose(out, want, rtol=0, atol=2 * 512 * np.finfo(np.float32).eps)
     assert np.abs(out - x)[..., -1, :, 0].max() > 0.01
     unturned = round(16 * (1 - fraction))
     np.testing.assert_array_equal(out[..., 16 - unturned :], x[..., 16 - unturned :])
@@ -133,7 +134,7 @@ def test_rotary_scores_depend_on_distances_only():
         turn = lambda x: rotary_embedding(jnp.asarray(x), jnp.arange(x.shape[0]) + shift, base=50.0)[:, 0]
         return turn(q) @ turn(k).T
 
-    np.testing.assert_allclose(scores(0), scores(40), **tolerance())
+    assert_allclose(scores(0), scores(40), **tolerance())
     moved = rotary_embedding(jnp.asarray(q), jnp.arange(5) + 1, base=50.0)[:, 0]
     still = rotary_embedding(jnp.asarray(k), jnp.arange(7), base=50.0)[:, 0]
     assert np.abs(moved @ still.T - scores(0)).max() > 0.1

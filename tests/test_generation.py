@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from harness import quick_jit
+from harness import assert_allclose, quick_jit
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
@@ -126,7 +126,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     positions = jnp.broadcast_to(jnp.arange(23), tokens.shape)
     got = quick_jit(lambda tokens: ours.logits(ours(tokens, positions, model.whole())))(tokens)
     assert np.abs(wanted).max() > 0.5
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+    assert_allclose(got, wanted, rtol=0, atol=1e-4)
 
 
 def test_a_folder_is_read_as_it_was_written(tmp_path):
@@ -188,7 +188,7 @@ def test_top_k_and_top_p_draw_from_the_tokens_they_leave_and_in_proportion():
     wanted = np.zeros(12)
     wanted[keep] = likely[keep] / likely[keep].sum()
     assert set(np.flatnonzero(drawn)) == set(keep) and 1 < len(keep) < 12
-    np.testing.assert_allclose(drawn, wanted, atol=5 * np.sqrt(0.25 / count))  # five standard deviations
+    assert_allclose(drawn, wanted, atol=5 * np.sqrt(0.25 / count))  # five standard deviations
 
 
 def test_company_changes_no_draw():

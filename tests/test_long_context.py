@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import assert_allclose
 
 import jax_mfa
 
@@ -128,7 +129,7 @@ def test_a_killed_coordinator_is_an_error_in_the_others_and_a_restart_goes_on(tm
     found = losses(tmp_path)
     assert len(found) == saved + 3
     count = min(len(found), 12)  # rounding grows from step to step
-    np.testing.assert_allclose(found[:count], losses_of_one_device(count), rtol=1e-5)
+    assert_allclose(found[:count], losses_of_one_device(count), rtol=1e-5)
 
 
 @pytest.mark.sweep

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import arrays, assert_close, cotangents, qkv, quick_jit, types_of, x64
+from harness import arrays, assert_allclose, assert_close, cotangents, qkv, quick_jit, types_of, x64
 from jax.test_util import check_grads
 
 import jax_mfa
@@ -73,7 +73,7 @@ def test_what_saw_nothing_neither_counts_nor_gets_a_gradient(unseen):
     else:
         left = (out_b, lse_b) if unseen == "a" else (out_a, lse_a)
         np.testing.assert_array_equal(out[row], left[0][row])
-        np.testing.assert_allclose(lse[row], left[1][row], rtol=1e-6)
+        assert_allclose(lse[row], left[1][row], rtol=1e-6)
     for poison in (1.0, np.nan):
         gradients = pullback(tuple(jnp.ones_like(x).at[row].set(poison) for x in (out, lse)))
         for letter, gradient in zip("aabb", gradients):
@@ -110,8 +110,8 @@ def test_parts_merge_in_any_order(order):
     out, lse = jax_mfa.merge(*jax_mfa.merge(*first, *second), *third)
     outs, lses = (np.stack(x).astype(np.float64) for x in zip(*results))
     total = np.log(np.exp(lses).sum(0))
-    np.testing.assert_allclose(lse, total, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(out, (np.exp(lses - total)[..., None] * outs).sum(0), rtol=1e-5, atol=1e-6)
+    assert_allclose(lse, total, rtol=1e-5, atol=1e-6)
+    assert_allclose(out, (np.exp(lses - total)[..., None] * outs).sum(0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

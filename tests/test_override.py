@@ -5,7 +5,7 @@ import inspect
 import jax
 import numpy as np
 import pytest
-from harness import qkv
+from harness import assert_allclose, qkv
 
 import jax_mfa
 from jax_mfa import overriding
@@ -80,7 +80,7 @@ def test_no_gradient_passes_the_residual_as_in_jax_nn():
     gradient = jax.grad(lambda q: sum(x.sum() for x in call(q, K, V, return_residual=True)))
     wanted = gradient(Q)
     with jax_mfa.override_jax_nn():
-        np.testing.assert_allclose(gradient(Q), wanted, atol=1e-5)
+        assert_allclose(gradient(Q), wanted, atol=1e-5)
     both = jax.grad(lambda q: sum(x.sum() for x in jax_mfa.flash_attention(q, K, V)))
     assert abs(both(Q) - wanted).max() > 0.01
 
@@ -130,4 +130,4 @@ def test_flax_models_gain_without_an_edit():
     assert taken(lambda x: model(x), x) == ["stock"]
     with jax_mfa.override_jax_nn():
         assert taken(lambda x: model(x), x) == [None]
-        np.testing.assert_allclose(model(x), wanted, atol=1e-5)
+        assert_allclose(model(x), wanted, atol=1e-5)

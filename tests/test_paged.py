@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from harness import arrays, assert_close, own, quick_jit, types_of
+from harness import arrays, assert_allclose, assert_close, own, quick_jit, types_of
 from test_quantization import stored_numbers
 
 from jax_mfa import Scheme, paged, paged_attention, quantize
@@ -167,12 +167,12 @@ def test_under_vmap_pools_and_tables_may_be_mapped_or_not(implementation):
     alone = [run(q, p.key, p.value, p.tables, p.lengths) for q, p in zip(queries, (a, b))]
     arguments = [both(lambda p, name=name: getattr(p, name)) for name in ("key", "value", "tables", "lengths")]
     mapped = jax.vmap(run)(queries, *arguments)
-    np.testing.assert_allclose(mapped, alone, atol=1e-6)
+    assert_allclose(mapped, alone, atol=1e-6)
     shared = jax.vmap(run, in_axes=(0, None, None, None, None))(queries, a.key, a.value, a.tables, a.lengths)
-    np.testing.assert_allclose(shared[0], alone[0], atol=1e-6)
+    assert_allclose(shared[0], alone[0], atol=1e-6)
     one_pool = jax.vmap(run, in_axes=(0, None, 0, None, None))
     mixed = one_pool(queries, a.key, arguments[1], a.tables, a.lengths)
-    np.testing.assert_allclose(mixed[0], alone[0], atol=1e-6)
+    assert_allclose(mixed[0], alone[0], atol=1e-6)
 
 
 # --- the mistakes of others

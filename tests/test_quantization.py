@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantization_error as simulation
-from harness import arrays, quick_jit
+from harness import arrays, assert_allclose, quick_jit
 
 import jax_mfa
 from jax_mfa import QuantizedArray, Scheme, quantization, quantize
@@ -61,13 +61,13 @@ def errors(scheme: simulation.Simulated):
 @pytest.mark.parametrize("scheme", simulation.SCHEMES, ids=lambda x: x.label)
 def test_the_error_is_that_of_a_plain_simulation(scheme):
     for distribution, found in zip(simulation.DISTRIBUTIONS, errors(scheme)):
-        np.testing.assert_allclose(found, simulation.errors(scheme, distribution), rtol=0.02, err_msg=distribution)
+        assert_allclose(found, simulation.errors(scheme, distribution), rtol=0.02, err_msg=distribution)
 
 
 def test_the_error_of_groups_of_32_is_what_theory_says():
     # √12 levels of the range of 32 normal numbers, whose ends are exact
     for kind, round_trip in (("int8", 0.0046), ("int4", 0.078)):
-        np.testing.assert_allclose(errors(simulation.Simulated(kind))[0][0], round_trip, rtol=0.02)
+        assert_allclose(errors(simulation.Simulated(kind))[0][0], round_trip, rtol=0.02)
 
 
 def test_the_error_of_the_output_is_that_of_the_numbers_and_of_nothing_else():
@@ -80,7 +80,7 @@ def test_the_error_of_the_output_is_that_of_the_numbers_and_of_nothing_else():
         return jax_mfa.dot_product_attention(q, keys, values, implementation="blockwise")
 
     found = simulation.error(np.asarray(run(q, k, v))[0, :, 0], simulation.attention(*numbers))
-    np.testing.assert_allclose(found, errors(scheme)[0][1], rtol=1e-3)
+    assert_allclose(found, errors(scheme)[0][1], rtol=1e-3)
 
 
 def test_centring_and_finer_groups_help_where_they_do():
@@ -163,7 +163,7 @@ def test_what_is_stored_is_what_it_is_said_to_be(scheme):
     assert got.nbytes == sum(
         np.asarray(a).nbytes for a in (got.data, got.scales, got.zeros, got.means) if a is not None
     )
-    np.testing.assert_allclose(got.dequantize(), stored_numbers(got), rtol=1e-6, atol=1e-6)
+    assert_allclose(got.dequantize(), stored_numbers(got), rtol=1e-6, atol=1e-6)
     assert np.abs(stored_numbers(got) - x).max() < {"int8": 0.02, "int4": 0.3, "fp8": 0.15}[scheme.kind]
 
 
@@ -223,7 +223,7 @@ def test_a_quantised_array_goes_through_jit_vmap_and_trees():
     x = arrays((3, 5, 2, 6))[0]
     whole = quantize(x, "int4")
     mapped = jax.jit(jax.vmap(lambda x: quantize(x, "int4")))(x)
-    np.testing.assert_allclose(mapped.dequantize(), whole.dequantize(), rtol=1e-5)
+    assert_allclose(mapped.dequantize(), whole.dequantize(), rtol=1e-5)
     assert jax.tree.structure(mapped) == jax.tree.structure(whole)
     assert quantize(x[:, :0]).dequantize().shape == (3, 0, 2, 6)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from harness import arrays, assert_close, own, quick_jit, terms_of, types_of
+from harness import arrays, assert_allclose, assert_close, own, quick_jit, terms_of, types_of
 from test_quantization import stored_numbers
 
 import jax_mfa
@@ -148,12 +148,12 @@ def test_forward_mode_and_second_derivatives(implementation):
     fun = lambda q, k, v: jnp.sin(implementation.attend(q, store(k), store(v))).sum()
     moved = quick_jit(lambda *x: jax.jvp(fun, x, t)[1])(q, k, v)
     gradients = quick_jit(jax.grad(fun, (0, 1, 2)))(q, k, v)
-    np.testing.assert_allclose(moved, sum((a * b).sum() for a, b in zip(gradients, t)), rtol=1e-4, atol=1e-4)
+    assert_allclose(moved, sum((a * b).sum() for a, b in zip(gradients, t)), rtol=1e-4, atol=1e-4)
     # stored numbers are constants of a second derivative
     plain = lambda q: jnp.sin(implementation.attend(q, store(k).dequantize(), store(v).dequantize())).sum()
     functions = plain, lambda q: fun(q, k, v)
     products = [quick_jit(lambda q, f=f: jax.jvp(jax.grad(f), (q,), t[:1])[1])(q) for f in functions]
-    np.testing.assert_allclose(*products, rtol=1e-4, atol=1e-4)
+    assert_allclose(*products, rtol=1e-4, atol=1e-4)
 
 
 # --- centring
@@ -167,9 +167,9 @@ def test_the_softmax_does_not_see_a_mean_of_all_tokens_but_cap_sink_and_log_sum_
     without = dataclasses.replace(keys, means=0 * keys.means)
     attend = lambda keys, **features: [np.asarray(x) for x in implementation.flash(q, keys, v, **masks, **features)]
     (out, lse), (moved, moved_lse) = attend(keys), attend(without)
-    np.testing.assert_allclose(moved, out, atol=2e-6)
+    assert_allclose(moved, out, atol=2e-6)
     mean = np.repeat(np.asarray(keys.means)[:, 0], 2, axis=1)
-    np.testing.assert_allclose(lse - moved_lse, np.einsum("btnh,bnh->btn", q, mean) / 11**0.5, atol=2e-5)
+    assert_allclose(lse - moved_lse, np.einsum("btnh,bnh->btn", q, mean) / 11**0.5, atol=2e-5)
     for feature in ({"sinks": features["sinks"]}, {"logits_soft_cap": 1.0}):
         assert np.abs(attend(keys, **feature)[0] - attend(without, **feature)[0]).max() > 0.01
     several = quantize(k + np.arange(37, dtype=np.float32)[:, None, None], Scheme("int8", center=5))
@@ -237,4 +237,4 @@ def test_sharded_quantised_keys_are_not_gathered():
     run = jax.jit(functools.partial(jax_mfa.dot_product_attention, implementation="blockwise"))
     arguments = jax.tree.map(place, (q, keys, values))
     assert "all-gather" not in run.lower(*arguments).compile().as_text()
-    np.testing.assert_allclose(run(*arguments), run(q, keys, values), atol=1e-6)
+    assert_allclose(run(*arguments), run(q, keys, values), atol=1e-6)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case
-from harness import DIFFERENTIABLE, assert_matches_oracle, cotangents, is_static, own, quick_jit
+from harness import DIFFERENTIABLE, assert_allclose, assert_matches_oracle, cotangents, is_static, own, quick_jit
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,8 +24,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 MESHES = {"batch": (4, 1), "heads": (1, 4), "both": (2, 2)}
 # arrays that have batch rows and heads of their own, and arrays that serve them all
 CASES = {
-    "plain": Case("plain", B=4, T=9, S=13, N=4, K=4, H=8, is_causal=True, offset=2),
-    "groups": Case("groups", B=4, T=9, S=13, N=16, K=4, H=8, V=5, window=(4, 2)),
+    "plain": Case("plain", B=4, T=9, S=13, N=4, K=4, H=8, is_causal=True, query_offset=2),
+    "groups": Case("groups", B=4, T=9, S=13, N=16, K=4, H=8, V=5, local_window_size=(4, 2)),
     "one key head": Case("one key head", B=4, T=9, S=13, N=4, K=1, H=8, bias="NTS"),
     "everything by row and head": Case(
         "everything by row and head",
@@ -37,18 +37,29 @@ CASES = {
         H=8,
         bias="BNTS",
         mask="BNTS",
-        offset=(1, 4, 0, 7),
+        query_offset=(1, 4, 0, 7),
         is_causal=True,
-        query_lengths=(9, 4, 9, 7),
-        key_lengths=(13, 13, 0, 5),
-        cap=3.0,
+        query_seq_lengths=(9, 4, 9, 7),
+        key_value_seq_lengths=(13, 13, 0, 5),
+        logits_soft_cap=3.0,
         documents=2,
-        ranges=True,
-        block=(4, 4),
+        key_value_ranges=True,
+        block_mask=(4, 4),
     ),
-    "dropout": Case("dropout", B=4, T=9, S=13, N=8, K=4, H=8, dropout=0.3),
+    "dropout": Case("dropout", B=4, T=9, S=13, N=8, K=4, H=8, dropout_rate=0.3),
     "shared by all": Case(
-        "shared by all", B=4, T=9, S=13, N=4, K=4, H=8, bias="TS", mask="S", traced_scale=True, alibi=True, sinks=True
+        "shared by all",
+        B=4,
+        T=9,
+        S=13,
+        N=4,
+        K=4,
+        H=8,
+        bias="TS",
+        mask="S",
+        traced_scale=True,
+        alibi_slopes=True,
+        sinks=True,
     ),
 }
 
@@ -144,7 +155,7 @@ def test_nothing_is_gathered(implementation, name, mesh):
 @own
 def test_mapped_axes_beside_sharded_ones(implementation):
     """`vmap` repeats the rows of what is not mapped: where shares of the batch do not match, they are gathered."""
-    case = Case("mapped", B=4, T=5, S=7, N=4, K=2, H=8, key_lengths=(7, 3, 5, 2))
+    case = Case("mapped", B=4, T=5, S=7, N=4, K=2, H=8, key_value_seq_lengths=(7, 3, 5, 2))
     x = case.arguments()
     lengths = x.pop("key_value_seq_lengths")
     many = np.stack([x["query"], 2 * x["query"], -x["query"]])
@@ -164,7 +175,7 @@ def test_mapped_axes_beside_sharded_ones(implementation):
             put(x["value"], "data", None, "heads"),
             put(lengths, "data"),
         )
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+        assert_allclose(got, wanted, rtol=0, atol=1e-6)
 
 
 @own
@@ -176,16 +187,18 @@ def test_a_head_count_that_does_not_split_is_gathered_and_right(implementation):
     rest = [jax.device_put(x[n], NamedSharding(mesh, P())) for n in ("key", "value")]
     attend = quick_jit(lambda *x: implementation.attend(*x, is_causal=True))
     wanted = attend(x["query"], x["key"], x["value"])
-    np.testing.assert_allclose(attend(query, *rest), wanted, rtol=0, atol=1e-6)
+    assert_allclose(attend(query, *rest), wanted, rtol=0, atol=1e-6)
 
 
 @own
 @pytest.mark.parametrize("name", ["plain", "everything by row and head", "shared by all"])
 def test_where_lengths_are_split_keys_travel(implementation, name):
     """Queries and keys stay where they are; gradients of what serves them all are summed."""
-    case = dataclasses.replace(CASES[name], B=2, T=8, S=12, offset=(2, 5), query_lengths=None, key_lengths=(12, 7))
-    if case.block is not None:
-        case = dataclasses.replace(case, block=(2, 3))
+    case = dataclasses.replace(
+        CASES[name], B=2, T=8, S=12, query_offset=(2, 5), query_seq_lengths=None, key_value_seq_lengths=(12, 7)
+    )
+    if case.block_mask is not None:
+        case = dataclasses.replace(case, block_mask=(2, 3))
     x = case.arguments()
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("length", "heads"))
     tokens = {**dict.fromkeys(("query", "key", "value", "query_segment_ids", "key_value_segment_ids"), 1), "bias": 2}
@@ -225,12 +238,14 @@ def test_lengths_that_do_not_divide_alike_are_gathered_and_that_is_said(implemen
     sharding._say_that_it_gathers.cache_clear()
     with pytest.warns(UserWarning, match=r"T = 8 and S = 9 do not both divide.*jax_mfa\.ring_attention"):
         got = attend(query, *rest)
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+    assert_allclose(got, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no explicit sharding")
 def test_explicit_sharding_keeps_the_axes_of_the_query(implementation):
-    case = Case("explicit", B=4, T=6, S=7, N=4, K=2, H=8, is_causal=True, key_lengths=(7, 2, 5, 6), sinks=True)
+    case = Case(
+        "explicit", B=4, T=6, S=7, N=4, K=2, H=8, is_causal=True, key_value_seq_lengths=(7, 2, 5, 6), sinks=True
+    )
     x = case.arguments()
     d_out, d_lse = cotangents(x)
     lengths, sinks = x.pop("key_value_seq_lengths"), x.pop("sinks")
@@ -253,7 +268,7 @@ def test_explicit_sharding_keeps_the_axes_of_the_query(implementation):
     (_, results), moved = got  # the loss is a sum that cancels
     (_, wanted), wanted_moved = wanted
     for a, b in zip((*results, *moved), (*wanted, *wanted_moved)):
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+        assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no explicit sharding")
@@ -262,7 +277,9 @@ def test_explicit_sharding_keeps_the_axes_of_the_query(implementation):
 def test_a_query_without_a_sharding_may_meet_explicitly_sharded_arguments(implementation, names, jit):
     if not implementation.own_rules and (names, jit) != (("mask",), True):
         pytest.skip("one way says enough of the definition")
-    case = Case("constant", B=4, T=6, S=7, N=4, K=2, H=8, is_causal=True, key_lengths=(7, 2, 5, 6), mask="BNTS")
+    case = Case(
+        "constant", B=4, T=6, S=7, N=4, K=2, H=8, is_causal=True, key_value_seq_lengths=(7, 2, 5, 6), mask="BNTS"
+    )
     x = case.arguments()
     wanted = implementation.flash(**x)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -273,12 +290,12 @@ def test_a_query_without_a_sharding_may_meet_explicitly_sharded_arguments(implem
             got = (quick_jit(run) if jit else run)(arrays)
             assert jax.typeof(got[0]).sharding.is_fully_replicated
             for a, b in zip(got, wanted):
-                np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+                assert_allclose(a, b, rtol=0, atol=1e-6)
         if "key" in names:
             loss = lambda arrays: (run(arrays)[0] ** 2).sum()
             moved = jax.grad(loss)(arrays)["key"]
             assert jax.typeof(moved).sharding.spec == jax.typeof(arrays["key"]).sharding.spec
-            np.testing.assert_allclose(moved, jax.grad(loss)({n: x[n] for n in names})["key"], rtol=0, atol=2e-6)
+            assert_allclose(moved, jax.grad(loss)({n: x[n] for n in names})["key"], rtol=0, atol=2e-6)
 
 
 @own
@@ -292,4 +309,4 @@ def test_a_program_of_sharded_arrays_can_be_exported(implementation):
     exported = export.export(attend, disabled_checks=implementation.disabled_checks)(*arrays)
     again = export.deserialize(exported.serialize())
     got = jax.jit(again.call)(*arrays)
-    np.testing.assert_allclose(got, attend(*arrays), rtol=0, atol=1e-6)
+    assert_allclose(got, attend(*arrays), rtol=0, atol=1e-6)

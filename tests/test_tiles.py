@@ -78,15 +78,15 @@ RAGGED = Case(
     bias="BNTS",
     mask="NTS",
     is_causal=True,
-    offset=(4, 0, -2, 9),
-    key_lengths=(17, 9, 3, 0),
-    query_lengths=(13, 13, 5, 13),
+    query_offset=(4, 0, -2, 9),
+    key_value_seq_lengths=(17, 9, 3, 0),
+    query_seq_lengths=(13, 13, 5, 13),
     documents=2,
-    block=(3, 4),
+    block_mask=(3, 4),
     sinks=True,
-    alibi=True,
-    cap=3.0,
-    dropout=0.3,
+    alibi_slopes=True,
+    logits_soft_cap=3.0,
+    dropout_rate=0.3,
 )
 SIZES = [(1, 1, 1), (6, 17, 300), (4, 4, 10**6), (39, 2, 80), (9, 6, 500)]
 
@@ -98,7 +98,7 @@ def test_tiles_of_any_size_give_the_same_answer(tiles, size):
 
 
 def test_dropout_drops_the_same_scores_in_any_tiling(tiles):
-    case = Case("drop", B=2, T=14, S=19, N=4, K=2, H=8, V=19, dropout=0.4)
+    case = Case("drop", B=2, T=14, S=19, N=4, K=2, H=8, V=19, dropout_rate=0.4)
     arguments = case.arguments()
     arguments["value"] = np.broadcast_to(np.eye(19, dtype=np.float32)[None, :, None], (2, 19, 2, 19))
     d_out, d_lse = cotangents(arguments)
@@ -113,7 +113,9 @@ def test_dropout_drops_the_same_scores_in_any_tiling(tiles):
 @pytest.mark.parametrize("spoil", [np.nan, np.inf, np.finfo(np.float32).max])
 def test_what_a_mask_hides_stays_hidden_across_tiles(tiles, spoil):
     tiles(4, 5, 20)
-    case = Case("hidden", B=2, T=13, S=17, N=4, K=2, H=8, key_lengths=(11, 17), is_causal=True, offset=2)
+    case = Case(
+        "hidden", B=2, T=13, S=17, N=4, K=2, H=8, key_value_seq_lengths=(11, 17), is_causal=True, query_offset=2
+    )
     arguments = case.arguments()
     d_out, d_lse = cotangents(arguments)
     clean = evaluate(BLOCKWISE, arguments, d_out, d_lse)

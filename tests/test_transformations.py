@@ -13,6 +13,7 @@ from harness import (
     AVAILABLE,
     DIFFERENTIABLE,
     arrays,
+    assert_allclose,
     assert_close,
     check_case,
     cotangents,
@@ -40,11 +41,11 @@ FEATURED = Case(
     bias="NTS",
     traced_scale=True,
     is_causal=True,
-    offset=(2, 1),
-    key_lengths=(7, 5),
-    alibi=True,
+    query_offset=(2, 1),
+    key_value_seq_lengths=(7, 5),
+    alibi_slopes=True,
     sinks=True,
-    dropout=0.2,
+    dropout_rate=0.2,
 )
 
 
@@ -373,7 +374,9 @@ def _shard_map(fun, mesh, in_specs, out_specs):
     return shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
-SHARDED = Case("sharded", B=4, T=6, S=7, N=4, K=2, H=4, key_lengths=(7, 3, 5, 0), is_causal=True, offset=1)
+SHARDED = Case(
+    "sharded", B=4, T=6, S=7, N=4, K=2, H=4, key_value_seq_lengths=(7, 3, 5, 0), is_causal=True, query_offset=1
+)
 SPECS = {
     "query": P("data", None, "heads"),
     "key": P("data", None, "heads"),
@@ -552,7 +555,9 @@ def test_gradients_equal_finite_differences(implementation, name):
             check_grads(fun, at, order=1, modes=["fwd"], atol=1e-6, rtol=1e-6, eps=1e-5)
 
 
-SMALL = Case("small", B=1, T=3, S=4, N=2, K=1, H=2, is_causal=True, offset=1, cap=3.0, bias="TS", sinks=True)
+SMALL = Case(
+    "small", B=1, T=3, S=4, N=2, K=1, H=2, is_causal=True, query_offset=1, logits_soft_cap=3.0, bias="TS", sinks=True
+)
 
 
 def _small(implementation):
@@ -594,10 +599,10 @@ def test_a_hessian_is_symmetric_however_it_is_taken(implementation):
         twice_forward = quick_jit(jax.jacfwd(jax.jacfwd(fun, argnums=(0, 1)), argnums=(0, 1)))(*at)
         for i, j in itertools.product(range(2), repeat=2):
             flat = lambda h, i=i, j=j: np.asarray(h[i][j]).reshape(at[i].size, at[j].size)
-            np.testing.assert_allclose(flat(hessian), flat(reverse), rtol=1e-10, atol=1e-12)
-            np.testing.assert_allclose(flat(hessian), flat(twice_forward), rtol=1e-10, atol=1e-12)
+            assert_allclose(flat(hessian), flat(reverse), rtol=1e-10, atol=1e-12)
+            assert_allclose(flat(hessian), flat(twice_forward), rtol=1e-10, atol=1e-12)
             other = np.asarray(hessian[j][i]).reshape(at[j].size, at[i].size)
-            np.testing.assert_allclose(flat(hessian), other.T, rtol=1e-10, atol=1e-12)
+            assert_allclose(flat(hessian), other.T, rtol=1e-10, atol=1e-12)
         assert max(np.abs(x).max() for x in jax.tree.leaves(hessian)) > 1e-3
 
 
@@ -643,7 +648,7 @@ def test_a_hessian_vector_product_is_that_of_the_reference_and_maps(mapped):
 
         got, wanted = product("blockwise")(many, vectors), product("reference")(many, vectors)
         for name in at:
-            np.testing.assert_allclose(got[name], wanted[name], rtol=1e-9, atol=1e-10, err_msg=name)
+            assert_allclose(got[name], wanted[name], rtol=1e-9, atol=1e-10, err_msg=name)
 
 
 def test_jvp_and_linearize_are_the_transpose_of_the_gradient(implementation):
@@ -662,18 +667,18 @@ def test_jvp_and_linearize_are_the_transpose_of_the_gradient(implementation):
         (out, lse), (d_out, d_lse) = quick_jit(lambda a, t: jax.jvp(fun, (a,), (t,)))(at, tangent)
         seen = np.asarray(lse) != -np.inf
         linear = jax.linearize(fun, at)[1](tangent)
-        np.testing.assert_allclose(linear[0], d_out, rtol=1e-12, atol=1e-12)
-        np.testing.assert_allclose(np.asarray(linear[1])[seen], np.asarray(d_lse)[seen], rtol=1e-12, atol=1e-12)
+        assert_allclose(linear[0], d_out, rtol=1e-12, atol=1e-12)
+        assert_allclose(np.asarray(linear[1])[seen], np.asarray(d_lse)[seen], rtol=1e-12, atol=1e-12)
         np.testing.assert_array_equal(np.asarray(d_out)[~seen], 0)
         ct = rng.standard_normal(out.shape), np.where(seen, rng.standard_normal(lse.shape), 0)
         (pulled,) = jax.vjp(fun, at)[1](tuple(jnp.asarray(x) for x in ct))
         forward = (ct[0] * d_out).sum() + np.where(seen, ct[1] * np.where(seen, d_lse, 0), 0).sum()
         reverse = sum(float((pulled[n] * tangent[n]).sum()) for n in names)
-        np.testing.assert_allclose(forward, reverse, rtol=1e-11)
+        assert_allclose(forward, reverse, rtol=1e-11)
         batched = jax.vmap(lambda t: jax.jvp(fun, (at,), (t,))[1][0])(
             jax.tree.map(lambda x: jnp.stack([x, 2 * x]), tangent)
         )
-        np.testing.assert_allclose(batched, np.stack([d_out, 2 * d_out]), rtol=1e-12, atol=1e-12)
+        assert_allclose(batched, np.stack([d_out, 2 * d_out]), rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_of_integers_are_float0(implementation):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import assert_allclose
 
 import jax_mfa
 from jax_mfa import bench_models, blockwise, tuned, tuning
@@ -65,7 +66,7 @@ def test_a_winner_is_kept_for_this_chip_and_taken_by_programs_from_then_on(file,
         out = jax_mfa.dot_product_attention(x, x, x, is_causal=True, implementation="blockwise")
     assert [choice.plan for choice in seen.choices] == ["tiles of 48 × 96, 1 × 2 heads at a time"]
     reference = jax_mfa.dot_product_attention(x, x, x, is_causal=True, implementation="reference")
-    np.testing.assert_allclose(out, reference, rtol=0, atol=1e-5)
+    assert_allclose(out, reference, rtol=0, atol=1e-5)
     with_mask = specify_abstract(**PROBLEM, mask=jax.ShapeDtypeStruct((96, 96), jnp.bool_))
     assert blockwise.tiling_of(*with_mask, backward=False) == USUAL  # another problem
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import DIFFERENTIABLE, arrays, quick_jit
+from harness import DIFFERENTIABLE, arrays, assert_allclose, quick_jit
 
 import jax_mfa
 from jax_mfa import BlockMask
@@ -82,11 +82,11 @@ def test_a_head_of_no_size_adds_nothing_to_scores_or_output(implementation, lett
     wide = {name: widen(x) for name, x in arguments.items()}
     run = jax.jit(lambda x: results(implementation, {**x, **shared}))
     (out, lse, gradients), (wanted, wanted_lse, wanted_gradients) = run(arguments), run(wide)
-    np.testing.assert_allclose(out, wanted[..., : sizes["V"]], rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-6)
+    assert_allclose(out, wanted[..., : sizes["V"]], rtol=1e-6, atol=1e-6)
+    assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-6)
     for name, gradient in gradients.items():
         wanted = wanted_gradients[name][..., : gradient.shape[-1]] if gradient.ndim else wanted_gradients[name]
-        np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+        assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
     assert implementation.attend(**arguments).shape == tuple(sizes[x] for x in "BTNV")
 
 

@@ -389,13 +389,13 @@ def alternatives(h: int, dtype: str) -> str:
 
 def kernels_of(variant: str | tiles.Tiles, h: int, dtype: str = "float16", **more) -> list[tuple[Plan, Dispatch]]:
     """Those of both passes of a dense problem."""
-    problem = Problem(512, 512, h, b=1, n=1, k=1, dtype=dtype, variant=variant, **more)
+    problem = Problem(T=512, S=512, H=h, B=1, N=1, K=1, dtype=dtype, variant=variant, **more)
     found = [(plan, d) for plan in map(problem.plan, ("forward", "backward")) for d in plan.dispatches]
     return [(plan, d) for plan, d in found if d.kernel.template[0] in KERNELS]
 
 
 def decoding(h: int, dtype: str = "float16", rows: int = 8) -> tuple[Plan, Dispatch]:
-    plan = Problem(rows // 2, 1024, h, b=1, n=2, k=1, dtype=dtype).plan()
+    plan = Problem(T=rows // 2, S=1024, H=h, B=1, N=2, K=1, dtype=dtype).plan()
     return plan, plan.dispatches[0]
 
 

@@ -55,7 +55,7 @@ class Cost:
 
 def dense(h: int, length: int = 512, variant: str = "staged", dtype: str = "float16", causal: bool = False) -> Problem:
     """One head, T = S, nothing ragged."""
-    return Problem(length, length, h, b=1, n=1, k=1, dtype=dtype, variant=variant, causal=causal)
+    return Problem(T=length, S=length, H=h, B=1, N=1, K=1, dtype=dtype, variant=variant, is_causal=causal)
 
 
 def measure(problem: Problem, backward: bool = True) -> dict[str, Cost]:
@@ -126,7 +126,10 @@ def decoding(scheme: Scheme | None, page: int = 0) -> tuple[float, float, float]
     """Of one new token for each further token of its context, H = 64, float16: bytes that are stored for it, bytes that
     kernels load, and multiply-accumulates."""
     long, short = (
-        serving.Serving(1, (1024, x), (scheme, scheme), page, h=64, n=8, dtype="float16") for x in (1024, 512)
+        serving.Serving(
+            T=1, key_value_seq_lengths=(1024, x), schemes=(scheme, scheme), page=page, H=64, N=8, dtype="float16"
+        )
+        for x in (1024, 512)
     )
     whole, half = long.run(), short.run()
     assert not whole.reports and not half.reports

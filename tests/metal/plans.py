@@ -15,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import oracle
+from attention_cases import Case
 from runners import DTYPES, Ran, run
 
 from jax_mfa import metal
@@ -29,68 +30,48 @@ ON_METAL = dataclasses.replace(harness.BY_NAME_OF_IMPLEMENTATION["metal"], avail
 SINGLE = 2e-6  # of the largest output: what float32 arithmetic may cost a forward pass
 
 
+# what a problem of the kernels may have
+PLANNED = ("is_causal", "local_window_size", "query_offset", "query_seq_lengths", "key_value_seq_lengths")
+
+
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """A problem of the kernels: sizes, masks, and how it is planned.
+class Problem(Case):
+    """A case of the kernels, of the features `PLANNED`, and how it is planned. Windows may also end before a row.
 
     Attributes:
-      offset: of all rows, or one for each batch row.
-      query_lengths, key_lengths: one for each batch row, or None.
-      window: columns left and right of a row's position.
       variant: a key of `tiles.VARIANTS`, or tiles.
       planted: whether NaN and infinity stand wherever nobody may look.
     """
 
-    t: int = 37
-    s: int = 53
-    h: int = 16
-    v: int = 0  # 0: as h
-    b: int = 2
-    n: int = 2
-    k: int = 1
-    dtype: str = "float32"
+    T: int = 37
+    S: int = 53
+    K: int = 1
     variant: str | tiles.Tiles = "staged"
-    causal: bool = False
-    offset: int | tuple[int, ...] = 0
-    query_lengths: tuple[int, ...] | None = None
-    key_lengths: tuple[int, ...] | None = None
-    window: tuple[int | None, int | None] = (None, None)
     planted: bool = False
 
-    def __str__(self) -> str:
-        default = Problem()
-        sizes = f"B{self.b} T{self.t} S{self.s} N{self.n} K{self.k} H{self.h} V{self.v or self.h} {self.dtype}"
-        rest = ("variant", "causal", "offset", "query_lengths", "key_lengths", "window", "planted")
-        given = [f"{x}={getattr(self, x)}" for x in rest if x == "variant" or getattr(self, x) != getattr(default, x)]
-        return " ".join([sizes, *given])
+    def __post_init__(self):
+        others = [x for x in dataclasses.fields(Case) if x.name not in (*PLANNED, "name", "dtype", *"BTSNKHV")]
+        beyond = [x.name for x in others if getattr(self, x.name) != x.default]
+        assert not beyond, f"a Problem has no {beyond[0]}"
 
     @property
     def of_rows(self) -> bool:
         """Whether offset and lengths differ by batch row."""
-        return isinstance(self.offset, tuple) or self.query_lengths is not None or self.key_lengths is not None
+        lengths = self.query_seq_lengths, self.key_value_seq_lengths
+        return isinstance(self.query_offset, tuple) or lengths != (None, None)
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        return (None, None) if self.local_window_size is None else self.local_window_size
 
     @property
     def specification(self) -> Specification:
-        offset = 0 if isinstance(self.offset, tuple) else self.offset
-        return Specification(is_causal=self.causal, window=self.window, scale=self.h**-0.5, query_offset=offset)
+        offset = 0 if isinstance(self.query_offset, tuple) else self.query_offset
+        return Specification(is_causal=self.is_causal, window=self.window, scale=self.H**-0.5, query_offset=offset)
 
-    def arguments(self, seed: int = 3) -> dict[str, Any]:
+    def arguments(self, dtype: str | None = None, seed: int = 3) -> dict[str, Any]:
         """The problem as the public functions and the oracle take it."""
-        rng = np.random.default_rng(seed)
-        normal = lambda *shape: rng.standard_normal(shape).astype(np.float32).astype(DTYPES[self.dtype])
-        found: dict[str, Any] = {
-            "query": normal(self.b, self.t, self.n, self.h),
-            "key": normal(self.b, self.s, self.k, self.h),
-            "value": normal(self.b, self.s, self.k, self.v or self.h),
-            "is_causal": self.causal,
-            "query_offset": np.array(self.offset, np.int32) if isinstance(self.offset, tuple) else self.offset,
-        }
-        if self.window != (None, None):
-            found["local_window_size"] = self.window
-        if self.query_lengths is not None:
-            found["query_seq_lengths"] = np.array(self.query_lengths, np.int32)
-        if self.key_lengths is not None:
-            found["key_value_seq_lengths"] = np.array(self.key_lengths, np.int32)
+        found = super().arguments(dtype, seed)
         if self.planted:
             see = self.visible()
             found["query"][~see.any(2)] = np.nan
@@ -100,12 +81,12 @@ class Problem:
 
     def visible(self) -> np.ndarray:
         """[B, T, S]: which rows see which columns."""
-        lengths = lambda x, size: np.array([size] * self.b if x is None else x)[:, None, None]
-        t, s = np.arange(self.t)[None, :, None], np.arange(self.s)[None, None, :]
-        position = t + np.broadcast_to(self.offset, (self.b,))[:, None, None]
-        see = (t < lengths(self.query_lengths, self.t)) & (s < lengths(self.key_lengths, self.s))
+        lengths = lambda x, size: np.array([size] * self.B if x is None else x)[:, None, None]
+        t, s = np.arange(self.T)[None, :, None], np.arange(self.S)[None, None, :]
+        position = t + np.broadcast_to(self.query_offset, (self.B,))[:, None, None]
+        see = (t < lengths(self.query_seq_lengths, self.T)) & (s < lengths(self.key_value_seq_lengths, self.S))
         left, right = self.window
-        if self.causal:
+        if self.is_causal:
             see = see & (s <= position)
         if left is not None:
             see = see & (s >= position - left)
@@ -122,19 +103,19 @@ class Problem:
         """The inputs of the forward plan."""
         found = {name: arguments[name] for name in ("query", "key", "value")}
         if self.of_rows:
-            columns = {"query_offset": (self.offset, 0), "query_lengths": (self.query_lengths, self.t)}
-            columns["key_lengths"] = (self.key_lengths, self.s)
+            columns = {"query_offset": (self.query_offset, 0), "query_lengths": (self.query_seq_lengths, self.T)}
+            columns["key_lengths"] = (self.key_value_seq_lengths, self.S)
             for name, (x, default) in columns.items():
-                found[name] = np.broadcast_to(default if x is None else x, (self.b,)).astype(np.int32)
+                found[name] = np.broadcast_to(default if x is None else x, (self.B,)).astype(np.int32)
         return found
 
     def plan(self, of_pass: str = "forward") -> Plan:
         shaped = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, DTYPES[dtype])
-        of_rows = shaped("int32", self.b) if self.of_rows else None
+        of_rows = shaped("int32", self.B) if self.of_rows else None
         operands = Operands(
-            shaped(self.dtype, self.b, self.t, self.n, self.h),
-            shaped(self.dtype, self.b, self.s, self.k, self.h),
-            shaped(self.dtype, self.b, self.s, self.k, self.v or self.h),
+            shaped(self.dtype, self.B, self.T, self.N, self.H),
+            shaped(self.dtype, self.B, self.S, self.K, self.H),
+            shaped(self.dtype, self.B, self.S, self.K, self.V or self.H),
             query_offset=of_rows,
             query_lengths=of_rows,
             key_lengths=of_rows,
@@ -180,15 +161,15 @@ def largest_term(problem: Problem) -> float:
     """
     x = problem.arguments()
     d_out, _ = problem.cotangents(x)
-    group = problem.n // problem.k
+    group = problem.N // problem.K
     wide = lambda a, repeat=1: np.repeat(np.nan_to_num(a.astype(np.float64), posinf=0, neginf=0), repeat, axis=2)
     q, k, v, d_out = wide(x["query"]), wide(x["key"], group), wide(x["value"], group), wide(d_out)
     lse = answer(problem).lse.transpose(0, 2, 1)[..., None]
-    scores = np.einsum("btnh,bsnh->bnts", q, k) * problem.h**-0.5
+    scores = np.einsum("btnh,bsnh->bnts", q, k) * problem.H**-0.5
     see = problem.visible()[:, None] & np.isfinite(lse)
     p = np.exp(np.where(see, scores - np.where(np.isfinite(lse), lse, 0), -np.inf))
     root = np.sqrt(np.einsum("btnv,bsnv->bnts", d_out**2, v**2))
-    return float((p * root).max() * problem.h**-0.5 * max(np.abs(k).max(), np.abs(q).max()))
+    return float((p * root).max() * problem.H**-0.5 * max(np.abs(k).max(), np.abs(q).max()))
 
 
 def ulp(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -200,9 +181,8 @@ def ulp(x: np.ndarray, dtype: str) -> np.ndarray:
 
 def assert_forward(got: np.ndarray, expected: np.ndarray, dtype: str, what: str = "out") -> None:
     """Float32: 2e-6 of the largest output. 16 bits: one unit in the last place beside that."""
-    error = np.abs(got.astype(np.float64) - expected)
     allowed = SINGLE * np.abs(expected).max(initial=0.0) + (0 if dtype == "float32" else ulp(expected, dtype))
-    assert (error <= allowed).all(), f"{what}: error {error.max()}, largest {np.abs(expected).max()}"
+    harness.assert_within(got, expected, allowed, what)
 
 
 def log_sum_exp(arrays: dict[str, np.ndarray]) -> np.ndarray:
@@ -215,12 +195,7 @@ def log_sum_exp(arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 def assert_log_sum_exp(got: np.ndarray, lse: np.ndarray) -> None:
     """2e-6 of the largest, which counts as 1 at least."""
-    np.testing.assert_array_equal(got == -np.inf, lse == -np.inf)
-    finite = np.isfinite(lse)
-    error = np.abs(np.where(finite, got, 0) - np.where(finite, lse, 0))
-    assert error.max(initial=0.0) <= SINGLE * max(np.abs(lse[finite]).max(initial=0.0), 1.0), (
-        f"lse: error {error.max()}"
-    )
+    harness.assert_within(got, lse, SINGLE * np.abs(lse[np.isfinite(lse)]).max(initial=1.0), "lse")
 
 
 def assert_right(problem: Problem, ran: Ran) -> None:

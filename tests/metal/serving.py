@@ -10,6 +10,7 @@ import harness
 import numpy as np
 import oracle
 import plans
+from attention_cases import Case
 from runners import DTYPES, Ran, run
 
 from jax_mfa import Scheme, metal, quantize
@@ -23,53 +24,52 @@ NOBODYS = 987654321  # an entry of a table that nobody may read
 
 
 @dataclasses.dataclass(frozen=True)
-class Serving:
-    """The newest tokens of sequences against all of theirs.
+class Serving(Case):
+    """A case of the newest T tokens of sequences against all of theirs, which `key_value_seq_lengths` counts, the new
+    ones included. These say B and S too, and where rows stand.
 
     Attributes:
-      rows: new tokens of each sequence.
-      lengths: tokens of each, the new ones included.
       schemes: of keys and of values; None where they are plain.
       page: tokens of a page; 0 where those of a sequence lie side by side.
-      features: further arguments of `dot_product_attention`.
+      shift: of all keys and values.
     """
 
-    rows: int = 20
-    lengths: tuple[int, ...] = (45, 30)
+    T: int = 20
+    N: int = 4
+    is_causal: bool = True
+    key_value_seq_lengths: tuple[int, ...] = (45, 30)
     schemes: tuple[Scheme | None, Scheme | None] = (None, None)
     page: int = 0
-    h: int = 16
-    v: int = 0
-    n: int = 4
-    k: int = 2
-    dtype: str = "float32"
     variant: str | tiles.Tiles = "staged"
-    features: tuple[tuple[str, Any], ...] = (("is_causal", True),)
-    shift: float = 0.0  # of all keys and values
+    shift: float = 0.0
+
+    def __post_init__(self):
+        lengths = self.key_value_seq_lengths
+        object.__setattr__(self, "B", len(lengths))
+        object.__setattr__(self, "S", max(lengths))
+        object.__setattr__(self, "query_offset", tuple(x - self.T for x in lengths))
 
     def __str__(self) -> str:
-        default = Serving()
         kinds = "-".join(x.kind if x else "plain" for x in self.schemes)
-        differs = (x.name for x in dataclasses.fields(self) if x.name not in ("schemes", "features"))
-        given = [f"{x}={getattr(self, x)}" for x in differs if getattr(self, x) != getattr(default, x)]
-        return " ".join([kinds, *given, *(name for name, _ in self.features)])
+        return f"{kinds} {Case.__str__(dataclasses.replace(self, schemes=(None, None)))}"
 
     @functools.cached_property
     def both(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The problem as it is stored, and as it is meant: with plain keys and values, one after another."""
         rng = np.random.default_rng(5)
-        lengths, batch = np.array(self.lengths, np.int32), len(self.lengths)
-        width = -(-max(self.lengths) // self.page) + 1 if self.page else 0
-        count = sum(-(-x // self.page) for x in self.lengths) + 2 if self.page else batch
-        s = self.page or max(self.lengths)
+        lengths, batch = self.key_value_seq_lengths, self.B
+        width = -(-self.S // self.page) + 1 if self.page else 0
+        count = sum(-(-x // self.page) for x in lengths) + 2 if self.page else batch
         tables = np.full((batch, width), NOBODYS, np.int32)
         free = iter(rng.permutation(count))
-        for table, length in zip(tables, self.lengths):
+        for table, length in zip(tables, lengths):
             used = -(-length // self.page) if self.page else 0
             table[:used] = [next(free) for _ in range(used)]
-        stored, meant = {}, {}
-        for name, size, scheme in zip(("key", "value"), (self.h, self.v or self.h), self.schemes):
-            x = rng.standard_normal((count, s, self.k, size)) + self.shift
+        meant = self.arguments()
+        stored = dict(meant)
+        for name, scheme in zip(("key", "value"), self.schemes):
+            size = meant[name].shape[-1]
+            x = rng.standard_normal((count, self.page or self.S, self.K, size)) + self.shift
             x = x.astype(DTYPES[self.dtype])
             if self.page and scheme is None:  # what nobody may read
                 for unused in free:
@@ -80,17 +80,7 @@ class Serving:
             if self.page:
                 plain = plain[np.minimum(tables, count - 1)].reshape(batch, -1, *plain.shape[2:])
             meant[name] = plain
-        features = dict(self.features)
-        common = {
-            "query": rng.standard_normal((batch, self.rows, self.n, self.h)).astype(DTYPES[self.dtype]),
-            "query_offset": lengths - self.rows,
-            "key_value_seq_lengths": lengths,
-            **{
-                name: np.float32(x) if isinstance(x, tuple) and name != "local_window_size" else x
-                for name, x in features.items()
-            },
-        }
-        return {**common, **stored}, {**common, **meant}
+        return stored, meant
 
     @functools.cached_property
     def launched(self) -> tuple[Specification, dict[str, np.ndarray]]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulator import device
-from harness import needs_emulator
+from harness import assert_allclose, needs_emulator
 
 import jax_mfa
 from jax_mfa.metal import runtime
@@ -100,14 +100,14 @@ def test_kernels_that_do_not_compile_warn_once_and_fall_back(fresh, fault):
     with fresh.fault(fault):
         with pytest.warns(UserWarning, match="Metal cannot be used"):
             out = jax.jit(jax_mfa.dot_product_attention)(*x)
-        np.testing.assert_allclose(out, wanted, atol=1e-6)
+        assert_allclose(out, wanted, atol=1e-6)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             jax.clear_caches()
             jax.jit(jax_mfa.dot_product_attention)(*x)
         with pytest.raises(RuntimeError, match="implementation='metal'"):
             named(*x)
-    np.testing.assert_allclose(named(*x), wanted, atol=1e-6)
+    assert_allclose(named(*x), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("fault", [device.Fault.GPU, device.Fault.TIMEOUT, device.Fault.OUT_OF_MEMORY], ids=str)

@@ -26,7 +26,9 @@ def test_no_variable_of_a_kernel_has_an_address(variant, limit, item):
 @pytest.mark.parametrize("target", compiled.TARGETS[1:])
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 def test_nor_has_it_for_other_targets_masks_or_head_sizes(variant, target):
-    found = compiled.kernels_of(variant, 64) + compiled.kernels_of(variant, 104, causal=True, window=(70, None))
+    found = compiled.kernels_of(variant, 64) + compiled.kernels_of(
+        variant, 104, is_causal=True, local_window_size=(70, None)
+    )
     for plan, dispatch in [*found, compiled.decoding(64), compiled.decoding(64, rows=4)]:
         assert compiled.compiled(plan, dispatch, target).allocas == 0, dispatch.kernel.name
 
@@ -35,7 +37,9 @@ def test_nor_has_it_for_other_targets_masks_or_head_sizes(variant, target):
 def test_nor_has_it_where_keys_and_values_are_stored(page):
     schemes = Scheme("int8"), Scheme("int4", True, channels=32)
     for rows, length in ((64, 128), (1, 1024)):
-        problem = Serving(rows, (length,), schemes, page, h=64, n=2, k=1, dtype="float16")
+        problem = Serving(
+            T=rows, key_value_seq_lengths=(length,), schemes=schemes, page=page, H=64, N=2, K=1, dtype="float16"
+        )
         for plan in problem.plans(("query",) if page else ("query", "key", "value")):
             for dispatch in plan.dispatches:
                 text = compiled.text_of(plan, dispatch)

@@ -30,9 +30,9 @@ def served(variant: str, limit: int, item: int) -> range:
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 @pytest.mark.parametrize("h, v", [(16, 16), (64, 64), (96, 96), (128, 128), (64, 32), (8, 40)])
 def test_dense_forward_does_exactly_the_products_it_must(variant, h, v):
-    problem = Problem(256, 384, h, v, b=1, n=2, k=1, dtype="float16", variant=variant)
+    problem = Problem(T=256, S=384, H=h, V=v, B=1, N=2, K=1, dtype="float16", variant=variant)
     found = cost.measure(problem, backward=False)["attention_forward"]
-    assert found.products == problem.n * problem.t * problem.s * (h + v) // 512
+    assert found.products == problem.N * problem.T * problem.S * (h + v) // 512
 
 
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
@@ -86,7 +86,7 @@ def test_threadgroup_memory_is_what_the_table_says(variant, limit, item):
     chosen = tiles.select(variant, h, h, item)
     buffers = {f"attention_{name}": tile.buffers for name, tile in vars(chosen).items()}
     for of_pass in ("forward", "backward"):
-        plan = Problem(h=h, dtype=dtype, variant=variant).plan(of_pass)
+        plan = Problem(H=h, dtype=dtype, variant=variant).plan(of_pass)
         library = runners.library(show.program(plan))
         for kernel in (d.kernel for d in plan.dispatches):
             constants = {name: value for _, name, _, value in kernel.constants}
@@ -127,7 +127,9 @@ def test_pages_add_a_hundredth():
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_prefill_multiplies_no_more_than_dense(dtype):
     dense, paged = (
-        serving.Serving(128, (384,), schemes, page, h=32, dtype=dtype).run().counters["attention_forward"]
+        serving.Serving(T=128, key_value_seq_lengths=(384,), schemes=schemes, page=page, H=32, dtype=dtype)
+        .run()
+        .counters["attention_forward"]
         for schemes, page in (((None, None), 0), ((cost.STORED["int8"], cost.STORED["int4"]), 16))
     )
     assert paged.matrix_multiply_accumulates <= dense.matrix_multiply_accumulates
@@ -136,7 +138,7 @@ def test_prefill_multiplies_no_more_than_dense(dtype):
 
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 def test_counters_are_the_same_in_every_run_and_schedule(variant):
-    problem = Problem(75, 90, 24, variant=variant, causal=True, offset=(3, 9))
+    problem = Problem(T=75, S=90, H=24, variant=variant, is_causal=True, query_offset=(3, 9))
     first = plans.evaluate(problem).counters
     assert plans.evaluate(problem).counters == first
     other = plans.evaluate(problem, seed=7).counters

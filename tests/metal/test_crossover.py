@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulator import build
+from harness import assert_allclose
 from jax import export
 
 import jax_mfa
@@ -117,7 +118,7 @@ def test_the_gpu_of_a_virtual_machine_is_used_by_name_only(crossing, native, met
         rng = np.random.default_rng(0)
         x = tuple(jnp.asarray(rng.standard_normal((1, 9, 2, 16)), jnp.float32) for _ in range(3))
         run = lambda name: jax.jit(lambda *x: jax_mfa.dot_product_attention(*x, implementation=name))(*x)
-        np.testing.assert_allclose(run("metal"), run("reference"), rtol=2e-5, atol=2e-6)
+        assert_allclose(run("metal"), run("reference"), rtol=2e-5, atol=2e-6)
         assert native.statistics()["calls"] == 1
     native.reset()
 
@@ -258,7 +259,7 @@ def test_calibration_finds_the_line_that_calls_lie_on():
     cost = crossover.Cost(3e-4, 2e12, 5e10)
     call = lambda flops, moved: (cost.seconds(flops, moved), flops, moved)
     found = calibration.fitted(3e-4, call(10**11, 10**7), call(10**8, 10**9))
-    np.testing.assert_allclose(dataclasses.astuple(found), dataclasses.astuple(cost), rtol=1e-6)
+    assert_allclose(dataclasses.astuple(found), dataclasses.astuple(cost), rtol=1e-6)
 
 
 @pytest.mark.parametrize("many, wide", [(1e-6, 1e-2), (1e-2, 1e-6), (1e-6, 1e-6)])

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from harness import assert_allclose
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -50,7 +51,7 @@ def test_a_training_run_has_the_same_losses(native, tmp_path):
         assert f"jax_mfa {name}" in finish(process)
         with np.load(tmp_path / name / "checkpoint.npz") as saved:
             losses[name] = np.concatenate([saved["losses"], saved["validation"][:, 1]])
-    np.testing.assert_allclose(losses["metal"], losses["blockwise"], rtol=0, atol=1e-3)
+    assert_allclose(losses["metal"], losses["blockwise"], rtol=0, atol=1e-3)
     assert losses["metal"][11] < losses["metal"][0] - 0.3  # it does learn
 
 
@@ -74,7 +75,7 @@ def test_the_sentence_encoder_gives_the_same_vectors(native, tmp_path):
     finish(start(tmp_path, "-c", EMBED))
     metal, blockwise = np.load(tmp_path / "metal.npy"), np.load(tmp_path / "blockwise.npy")
     assert metal.shape == (3, 96) and abs(blockwise).max() > 0.01
-    np.testing.assert_allclose(metal, blockwise, rtol=0, atol=1e-5)
+    assert_allclose(metal, blockwise, rtol=0, atol=1e-5)
 
 
 @needs("flax", "tokenizers", "safetensors", MODEL)
@@ -87,4 +88,4 @@ def test_sentence_embeddings_are_the_same(native, tmp_path):
     }
     for name, process in runs.items():
         assert f"jax_mfa {name}" in finish(process)
-    np.testing.assert_allclose(np.load(tmp_path / "metal.npy"), np.load(tmp_path / "blockwise.npy"), rtol=0, atol=1e-5)
+    assert_allclose(np.load(tmp_path / "metal.npy"), np.load(tmp_path / "blockwise.npy"), rtol=0, atol=1e-5)

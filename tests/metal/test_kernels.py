@@ -29,16 +29,16 @@ VARIANTS = tuple(tiles.VARIANTS)
 DTYPES = ("float32", "float16", "bfloat16")
 RULES = (
     {},
-    {"causal": True},
-    {"causal": True, "offset": 11},
-    {"causal": True, "offset": (-9, 40)},
-    {"query_lengths": (0, 23), "key_lengths": (31, 0)},
-    {"causal": True, "offset": (5, 0), "key_lengths": (47, 20)},
-    {"window": (13, 2)},
-    {"window": (None, -3)},
-    {"causal": True, "window": (9, None), "offset": 3},
-    {"planted": True, "query_lengths": (20, 37), "key_lengths": (31, 2)},
-    {"planted": True, "causal": True, "window": (6, None), "offset": (-4, 30), "t": 29, "s": 75},
+    {"is_causal": True},
+    {"is_causal": True, "query_offset": 11},
+    {"is_causal": True, "query_offset": (-9, 40)},
+    {"query_seq_lengths": (0, 23), "key_value_seq_lengths": (31, 0)},
+    {"is_causal": True, "query_offset": (5, 0), "key_value_seq_lengths": (47, 20)},
+    {"local_window_size": (13, 2)},
+    {"local_window_size": (None, -3)},
+    {"is_causal": True, "local_window_size": (9, None), "query_offset": 3},
+    {"planted": True, "query_seq_lengths": (20, 37), "key_value_seq_lengths": (31, 2)},
+    {"planted": True, "is_causal": True, "local_window_size": (6, None), "query_offset": (-4, 30), "T": 29, "S": 75},
 )
 
 
@@ -47,7 +47,7 @@ def sized(h: int, at: int, **more) -> Problem:
     t, s = LENGTHS[at % len(LENGTHS)]
     n, k = GROUPS[at % len(GROUPS)]
     rule = RULES[at % 3]
-    return Problem(t, s, h, n=n, k=k, b=1, dtype=DTYPES[at % 3], variant=VARIANTS[at // 3 % 2], **rule, **more)
+    return Problem(T=t, S=s, H=h, N=n, K=k, B=1, dtype=DTYPES[at % 3], variant=VARIANTS[at // 3 % 2], **rule, **more)
 
 
 @pytest.mark.parametrize("problem", [sized(h, i) for i, h in enumerate(HEADS)], ids=str)
@@ -64,7 +64,7 @@ def test_any_head_size_and_length(problem):
     ],
 )
 def test_values_of_another_size(variant, dtype, h, v):
-    plans.check(Problem(45, 70, h, v, variant=variant, dtype=dtype, causal=True, offset=2))
+    plans.check(Problem(T=45, S=70, H=h, V=v, variant=variant, dtype=dtype, is_causal=True, query_offset=2))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -91,9 +91,11 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda x: "_".join(str(int(y)) for y in vars(x.forward).values()))
-@pytest.mark.parametrize("rule", [{"dtype": "float16", "h": 24}, {"causal": True, "offset": (7, -3), "v": 20}], ids=str)
+@pytest.mark.parametrize(
+    "rule", [{"dtype": "float16", "H": 24}, {"is_causal": True, "query_offset": (7, -3), "V": 20}], ids=str
+)
 def test_tile_settings_that_no_table_has(setting, rule):
-    plans.check(Problem(83, 77, variant=setting, n=2, k=1, **rule))
+    plans.check(Problem(T=83, S=77, variant=setting, N=2, K=1, **rule))
 
 
 def _bytes(ran: plans.Ran) -> dict[str, bytes]:
@@ -102,7 +104,9 @@ def _bytes(ran: plans.Ran) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_schedule_gives_the_same_bits_and_no_report(variant):
-    problem = Problem(75, 90, 32, n=6, k=2, dtype="bfloat16", variant=variant, causal=True, offset=(4, -8))
+    problem = Problem(
+        T=75, S=90, H=32, N=6, K=2, dtype="bfloat16", variant=variant, is_causal=True, query_offset=(4, -8)
+    )
     first = plans.check(problem)
     for seed in (1, 2, 12345):
         again = plans.evaluate(problem, seed=seed)
@@ -115,7 +119,7 @@ def test_any_schedule_gives_the_same_bits_and_no_report(variant):
 def test_a_poisoned_column_reaches_only_the_rows_that_see_it(variant, dtype):
     """Row t sees columns up to t: what stands in column 30 must not change a bit of the rows before it."""
     column, size = 30, 64
-    problem = Problem(size, size, 16, b=1, dtype=dtype, variant=variant, causal=True)
+    problem = Problem(T=size, S=size, H=16, B=1, dtype=dtype, variant=variant, is_causal=True)
     arguments = problem.arguments()
     arrays = problem.arrays(arguments)
     clean = plans.run(problem.plan(), arrays)
@@ -145,9 +149,18 @@ def test_a_poisoned_column_reaches_only_the_rows_that_see_it(variant, dtype):
 @pytest.mark.parametrize(
     "problem",
     [
-        Problem(37, 53, 33, n=6, k=2, causal=True, offset=4),
-        Problem(130, 61, 64, dtype="float16", query_lengths=(0, 99), key_lengths=(61, 30)),
-        Problem(20, 300, 8, 24, dtype="bfloat16", causal=True, offset=(-3, 200), window=(70, None)),
+        Problem(T=37, S=53, H=33, N=6, K=2, is_causal=True, query_offset=4),
+        Problem(T=130, S=61, H=64, dtype="float16", query_seq_lengths=(0, 99), key_value_seq_lengths=(61, 30)),
+        Problem(
+            T=20,
+            S=300,
+            H=8,
+            V=24,
+            dtype="bfloat16",
+            is_causal=True,
+            query_offset=(-3, 200),
+            local_window_size=(70, None),
+        ),
     ],
     ids=str,
 )
@@ -170,7 +183,10 @@ def test_through_jit_and_the_launcher(on_device, problem, variant):
 @pytest.mark.parametrize("text", ["as shipped", "with a line more"])
 @pytest.mark.parametrize(
     "problem",
-    [Problem(19, 40, 16, causal=True, offset=(3, -2)), Problem(3, 530, 16, dtype="bfloat16", key_lengths=(40, 530))],
+    [
+        Problem(T=19, S=40, H=16, is_causal=True, query_offset=(3, -2)),
+        Problem(T=3, S=530, H=16, dtype="bfloat16", key_value_seq_lengths=(40, 530)),
+    ],
     ids=str,
 )
 def test_the_launcher_gives_the_bits_that_the_core_gives(on_device, problem, text):
@@ -190,7 +206,7 @@ def test_mapped_and_transposed_inputs_through_jit(on_device):
     got = jax.jit(jax.vmap(attend, in_axes=-1, out_axes=1))(many)
     for i, x in enumerate((q, 2 * q, -q)):
         wanted = jax_mfa.dot_product_attention(x, k, v, is_causal=True, implementation="reference")
-        np.testing.assert_allclose(got[:, i], wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+        harness.assert_allclose(got[:, i], wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
 
 
 # ------------------------------------------------------------------------------------------------------- mutations
@@ -220,7 +236,7 @@ def replacing(old: str, new: str):
     return mutate
 
 
-LARGE = Problem(150, 150, 16, b=1, n=1, k=1)
+LARGE = Problem(T=150, S=150, H=16, B=1, N=1, K=1)
 HALF = dataclasses.replace(LARGE, dtype="float16")
 # the pipeline's barriers in order: after the first tile; before a tile's only place is used again; after a further tile
 MUTATIONS = {
@@ -230,7 +246,7 @@ MUTATIONS = {
     "a tile in use is overwritten, two places": (without_barrier(2), HALF, "race"),
     "the ragged end is read": (
         replacing("min(uint(i) * stride, uint(last) * stride)", "uint(i) * stride"),
-        Problem(h=13),
+        Problem(H=13),
         "bounds",
     ),
     "the ragged end is written": (
@@ -240,17 +256,17 @@ MUTATIONS = {
     ),
     "head modulo key heads": (
         replacing("head / (p.heads / p.key_heads)", "head % p.key_heads"),
-        Problem(n=4, k=2),
+        Problem(N=4, K=2),
         "wrong",
     ),
     "the offset ignored": (
         replacing("x.query_offset[batch] : p->query_offset", "0 : 0"),
-        Problem(causal=True, offset=3),
+        Problem(is_causal=True, query_offset=3),
         "wrong",
     ),
     "the batch row ignored": (
         replacing("min(x.key_lengths[batch], p->keys)", "min(x.key_lengths[0], p->keys)"),
-        Problem(key_lengths=(20, 30)),
+        Problem(key_value_seq_lengths=(20, 30)),
         "wrong",
     ),
     "sums not rescaled as the maximum rises": (
@@ -260,11 +276,11 @@ MUTATIONS = {
     ),
     "the last tile of the diagonal skipped": (
         replacing("position + side + 1", "position + side"),
-        dataclasses.replace(LARGE, causal=True, offset=1),
+        dataclasses.replace(LARGE, is_causal=True, query_offset=1),
         "wrong",
     ),
     "delta's sign": (replacing("- state.delta", "+ state.delta"), Problem(), "wrong"),
-    "a tile of another head": (replacing("result.turn_by(head)", "result.turn_by(0)"), Problem(n=4, k=2), "wrong"),
+    "a tile of another head": (replacing("result.turn_by(head)", "result.turn_by(0)"), Problem(N=4, K=2), "wrong"),
     "whole tiles taken for the only ones": (
         replacing("turn < walk.count; ++turn", "turn < walk.wholes; ++turn"),
         LARGE,
@@ -305,7 +321,7 @@ def test_every_head_size_dtype_and_variant_sweep(h, dtype, variant):
         n, k = GROUPS[(i + h) % len(GROUPS)]
         rule = RULES[(i + h) % 3]
         v = h if i % 3 else max(h - 5, 1)
-        plans.check(Problem(t, s, h, v, b=1, n=n, k=k, dtype=dtype, variant=variant, **rule), seed=i)
+        plans.check(Problem(T=t, S=s, H=h, V=v, B=1, N=n, K=k, dtype=dtype, variant=variant, **rule), seed=i)
 
 
 @pytest.mark.sweep
@@ -315,7 +331,7 @@ def test_every_head_size_dtype_and_variant_sweep(h, dtype, variant):
 def test_every_mask_dtype_and_setting_sweep(rule, dtype, variant):
     for (n, k), h in zip(GROUPS, (16, 33, 8, 21)):
         plans.check(
-            Problem(**({"t": 67, "s": 95, "h": h, "n": n, "k": k} | rule), dtype=dtype, variant=variant), seed=h
+            Problem(**({"T": 67, "S": 95, "H": h, "N": n, "K": k} | rule), dtype=dtype, variant=variant), seed=h
         )
 
 
@@ -329,20 +345,22 @@ def test_random_problems_sweep(seed):
     t, s = (int(x) for x in rng.integers(1, 301, 2))
     lengths = lambda size: tuple(int(x) for x in rng.integers(0, size + 1, b)) if rng.random() < 0.4 else None
     problem = Problem(
-        t,
-        s,
-        int(rng.integers(1, 100)),
-        int(rng.integers(1, 100)),
-        b,
-        n,
-        k,
-        pick(DTYPES),
-        pick([*VARIANTS, *SETTINGS]),
-        bool(rng.integers(2)),
-        tuple(int(x) for x in rng.integers(-50, 200, b)) if rng.random() < 0.5 else int(rng.integers(-50, 200)),
-        lengths(t),
-        lengths(s),
-        pick([(None, None), (20, None), (None, 5), (40, 40), (0, 0)]),
-        bool(rng.integers(2)),
+        T=t,
+        S=s,
+        H=int(rng.integers(1, 100)),
+        V=int(rng.integers(1, 100)),
+        B=b,
+        N=n,
+        K=k,
+        dtype=pick(DTYPES),
+        variant=pick([*VARIANTS, *SETTINGS]),
+        is_causal=bool(rng.integers(2)),
+        query_offset=tuple(int(x) for x in rng.integers(-50, 200, b))
+        if rng.random() < 0.5
+        else int(rng.integers(-50, 200)),
+        query_seq_lengths=lengths(t),
+        key_value_seq_lengths=lengths(s),
+        local_window_size=pick([(None, None), (20, None), (None, 5), (40, 40), (0, 0)]),
+        planted=bool(rng.integers(2)),
     )
     plans.check(problem, seed=seed)

@@ -271,7 +271,7 @@ def test_threadgroup_memory_beyond_32768_bytes_is_refused(on_device):
     chosen = tiles.select("staged", 128, 128, 4)
     forward = dataclasses.replace(chosen.forward, keys=32)
     for h, wanted in ((104, 31872), (112, 33024)):
-        plan = plans.Problem(64, 64, h, 128, variant=dataclasses.replace(chosen, forward=forward)).plan()
+        plan = plans.Problem(T=64, S=64, H=h, V=128, variant=dataclasses.replace(chosen, forward=forward)).plan()
         assert plan.dispatches[0].kernel.threadgroup_memory == wanted
         failure = runtime.failure(plan)
         assert ("32768" in failure and str(wanted) in failure) if wanted > tiles.THREADGROUP_BYTES else not failure

@@ -12,6 +12,7 @@ import plans
 import pytest
 from emulator import device
 from emulator.device import Option
+from harness import assert_allclose
 
 import jax_mfa
 from jax_mfa.metal import runtime
@@ -23,7 +24,7 @@ PASSES = ("forward", "backward")
 @pytest.mark.parametrize("of_pass", PASSES)
 @pytest.mark.parametrize("profile", ["m1", "m3", "m5", "paravirtual"])
 def test_no_command_buffer_of_a_long_sequence_is_long(profile: str, of_pass: str, variant: str, native, metal) -> None:
-    plan = plans.Problem(32768, 32768, 128, b=1, n=32, k=32, dtype="float16", variant=variant).plan(of_pass)
+    plan = plans.Problem(T=32768, S=32768, H=128, B=1, N=32, K=32, dtype="float16", variant=variant).plan(of_pass)
     with metal.profile(profile):
         native.reset()
         buffers = native.split(plan.json)
@@ -38,16 +39,18 @@ def test_no_command_buffer_of_a_long_sequence_is_long(profile: str, of_pass: str
 
 @pytest.mark.parametrize("variant", ["staged", "direct"])
 @pytest.mark.parametrize("h", [64, 128, 256, 320])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (64, 0)}], ids=["dense", "causal", "window"])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"local_window_size": (64, 0)}], ids=["dense", "causal", "window"]
+)
 def test_estimates_are_bounds(variant: str, h: int, options: dict, metal: device.Control) -> None:
-    problem = plans.Problem(256, 256, h, b=1, n=2, k=1, dtype="float16", variant=variant, **options)
+    problem = plans.Problem(T=256, S=256, H=h, B=1, N=2, K=1, dtype="float16", variant=variant, **options)
     counted = plans.evaluate(problem).counters
     for of_pass in PASSES:
         for dispatch in problem.plan(of_pass).dispatches:
             name = dispatch.kernel.template[0]
             done = 512 * counted[name].matrix_multiply_accumulates
             # a tile at the edge of a window is computed whole
-            slack = 2.5 if "window" in options else 1.0
+            slack = 2.5 if "local_window_size" in options else 1.0
             assert done <= slack * dispatch.multiply_accumulates, name
             if not options and done:
                 assert done >= 0.6 * dispatch.multiply_accumulates, name
@@ -106,7 +109,7 @@ def test_attention_in_parts_is_the_same(problem: dict, slow_m1: device.Control, 
         EXPECTED[name] = run("reference", d_out, *wanted)
     got = run("metal", d_out, *wanted)
     for x, y in zip(got, EXPECTED[name], strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+        assert_allclose(x, y, rtol=2e-5, atol=2e-5)
     seen = native.statistics()
     assert seen["command_buffers"] > 8 and seen["failures"] == 0
     assert seen["dispatches"] > seen["command_buffers"] / 2
@@ -116,5 +119,5 @@ def test_decoding_in_parts_is_the_same(slow_m1: device.Control, native) -> None:
     rng = np.random.default_rng(6)
     query, key = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 1, 4, 16), (2, 1500, 2, 16)))
     run = lambda name: jax.jit(lambda: jax_mfa.dot_product_attention(query, key, key, implementation=name))()
-    np.testing.assert_allclose(run("metal"), run("reference"), rtol=2e-5, atol=2e-5)
+    assert_allclose(run("metal"), run("reference"), rtol=2e-5, atol=2e-5)
     assert native.statistics()["command_buffers"] > 2

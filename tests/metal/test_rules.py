@@ -68,7 +68,7 @@ def ran(problem: Problem, rules: Rules, **static) -> plans.Ran:
 @pytest.mark.parametrize("variant", ["staged", "direct", "portable"])
 def test_a_score_that_rides_in_a_plan(variant):
     """The same bits as the feature that it copies."""
-    problem = Problem(n=4, k=2, variant=variant, causal=True, offset=3)
+    problem = Problem(N=4, K=2, variant=variant, is_causal=True, query_offset=3)
     given = ran(problem, Rules("Capped", "Visibility", CAPPED), logits_soft_cap=1.5)
     wanted = ran(problem, Rules(), logits_soft_cap=1.5)
     assert given.reports == []
@@ -81,5 +81,5 @@ def test_a_score_that_rides_in_a_plan(variant):
 )
 def test_a_visibility_that_rides_in_a_plan(variant, t, s):
     """In decoding too. Right by the oracle: tiles that it cannot skip may change the order of sums."""
-    problem = Problem(t, s, n=4, k=2, variant=variant, causal=True, offset=3)
+    problem = Problem(T=t, S=s, N=4, K=2, variant=variant, is_causal=True, query_offset=3)
     plans.assert_right(problem, ran(problem, Rules("Score", "Causal", CAUSAL)))

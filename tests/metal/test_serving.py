@@ -15,23 +15,26 @@ from jax_mfa import Scheme
 from jax_mfa.metal import source
 
 ALL = ("query", "key", "value")
-SLOPES = (0.5, 0.25, 0.125, 0.0625)
-EVERYTHING = (
-    ("is_causal", True),
-    ("local_window_size", (25, None)),
-    ("logits_soft_cap", 2.0),
-    ("sinks", SLOPES),
-    ("alibi_slopes", SLOPES),
-)
+EVERYTHING = {"local_window_size": (25, None), "logits_soft_cap": 2.0, "sinks": True, "alibi_slopes": True}
 MIXED = (Scheme("int8", channels=8), Scheme("int4", True, channels=None))
 FEW = [
     # rows side by side: both passes, every head of every group
-    (Serving(schemes=(Scheme("int4", tokens=3, channels=5, center=7), Scheme("fp8", tokens=None)), v=11), ALL),
-    (Serving(schemes=MIXED, variant="portable", features=EVERYTHING), ALL),
+    (Serving(schemes=(Scheme("int4", tokens=3, channels=5, center=7), Scheme("fp8", tokens=None)), V=11), ALL),
+    (Serving(schemes=MIXED, variant="portable", **EVERYTHING), ALL),
     # pages: chunks of prefill, and decoding
-    (Serving(schemes=MIXED, page=8, features=EVERYTHING), ("query",)),
-    (Serving(2, (530, 3), (Scheme("int4", True), Scheme("int8")), 16, h=32, dtype="float16"), ()),
-    (Serving(1, (600, 257), page=32, features=EVERYTHING, dtype="bfloat16"), ()),
+    (Serving(schemes=MIXED, page=8, **EVERYTHING), ("query",)),
+    (
+        Serving(
+            T=2,
+            key_value_seq_lengths=(530, 3),
+            schemes=(Scheme("int4", True), Scheme("int8")),
+            page=16,
+            H=32,
+            dtype="float16",
+        ),
+        (),
+    ),
+    (Serving(T=1, key_value_seq_lengths=(600, 257), page=32, dtype="bfloat16", **EVERYTHING), ()),
 ]
 
 
@@ -40,9 +43,9 @@ def test_results_are_those_over_what_is_stored(problem, wanted):
     problem.assert_right(problem.run(wanted))
 
 
-PAGED = Serving(4, page=8)
+PAGED = Serving(T=4, page=8)
 ONE = Scheme("int8", channels=None)
-FAR = Serving(4, schemes=(ONE, ONE), shift=3)
+FAR = Serving(T=4, schemes=(ONE, ONE), shift=3)
 # (what the kernels say, what they would say) by name, and the problem that finds it out
 MISTAKES = {
     "a table strided by the number of physical pages": (
@@ -62,13 +65,13 @@ MISTAKES = {
     "nibbles in the other order": (
         "(word >> (bits * e))",
         "(word >> (bits * (KIND == int4_kind ? e ^ 1 : e)))",
-        Serving(4, schemes=(Scheme("int4"), None)),
+        Serving(T=4, schemes=(Scheme("int4"), None)),
         (),
     ),
     "scales of the first token for all": (
         "within / per;",
         "0;",
-        Serving(4, schemes=(Scheme("int8", True, 4), None)),
+        Serving(T=4, schemes=(Scheme("int8", True, 4), None)),
         (),
     ),
     "one head of a group in the backward pass": (
@@ -106,8 +109,8 @@ SCHEMES = [
         ]
     ),
 ]
-NOT_CAUSAL = ()
-WINDOW = (("is_causal", True), ("local_window_size", (9, None)))
+NOT_CAUSAL = {"is_causal": False}
+WINDOW = {"local_window_size": (9, None)}
 SIZES = ((16, 16), (11, 7), (64, 40), (128, 128), (264, 8))
 
 
@@ -121,7 +124,9 @@ def test_every_scheme(at, decode):
     dtype = ("float32", "float16", "bfloat16")[at // 2 % 3]
     rows, lengths = (3, (515, 77)) if decode else (21, (43, 30))
     page = (0, 8, 16)[at % 3]
-    problem = Serving(rows, lengths, schemes, page, h, v, dtype=dtype, features=features)
+    problem = Serving(
+        T=rows, key_value_seq_lengths=lengths, schemes=schemes, page=page, H=h, V=v, dtype=dtype, **features
+    )
     problem.assert_right(problem.run(ALL if page == 0 else ("query",)))
 
 
@@ -130,7 +135,9 @@ def test_every_scheme(at, decode):
 @pytest.mark.parametrize("schemes", [(None, None), MIXED, (None, Scheme("fp8"))], ids=["plain", "mixed", "half"])
 @pytest.mark.parametrize("rows", [1, 70])
 def test_every_page_size(page, schemes, rows):
-    problem = Serving(rows, (page * 2 + 500, 71, 90), schemes, page, v=24, n=6, k=3)
+    problem = Serving(
+        T=rows, key_value_seq_lengths=(page * 2 + 500, 71, 90), schemes=schemes, page=page, V=24, N=6, K=3
+    )
     problem.assert_right(problem.run())
 
 

@@ -150,10 +150,10 @@ def test_rows_are_what_they_stand_for(case):
     by_head = numbers.astype(np.float32).transpose(0, 2, 1, 3)
     np.testing.assert_array_equal(out[0], by_head)
     full = by_head[:, :, np.minimum(np.arange(blocks * 8), case.length - 1)].reshape(batch, 2, blocks, 8, case.size)
-    np.testing.assert_allclose(out[1], np.einsum("rh,bkcsh->bkcrs", left, full), rtol=1e-5, atol=1e-4)
+    harness.assert_allclose(out[1], np.einsum("rh,bkcsh->bkcrs", left, full), rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(out[3], full)
     weights = 2.0 ** ((np.arange(8)[:, None] + np.arange(8)) % 8)
-    np.testing.assert_allclose(out[2], np.einsum("rs,bkcsh->bkcrh", weights, full), rtol=1e-5, atol=1e-3)
+    harness.assert_allclose(out[2], np.einsum("rs,bkcsh->bkcrh", weights, full), rtol=1e-5, atol=1e-3)
 
 
 def _flat(text: str):

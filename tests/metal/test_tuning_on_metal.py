@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import assert_allclose
 
 import jax_mfa
 from jax_mfa import metal, tuned
@@ -30,7 +31,7 @@ def test_a_plan_takes_the_tiles_of_a_trial_and_gives_the_same_result(on_device):
             results.append(jax.jit(lambda x: jax_mfa.dot_product_attention(x, x, x, implementation="metal"))(x))
         (kernel,) = seen.as_dict()["metal"]["kernels"]
         assert kernel.endswith("_".join(map(str, each)))
-    np.testing.assert_allclose(*results, rtol=0, atol=1e-5)
+    assert_allclose(*results, rtol=0, atol=1e-5)
 
 
 def test_candidates_keep_to_registers_and_threadgroup_memory():
