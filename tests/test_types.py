@@ -72,6 +72,11 @@ shape = jax.ShapeDtypeStruct((4,), jnp.float32)
 jax_mfa.explain(q, q, q, sinks=shape, implementation="xla", is_causal=True, return_residual=True)
 assert_type(jax_mfa.merge(*jax_mfa.flash_attention(q, k, v), q, q[..., 0]), tuple[jax.Array, jax.Array])
 out, lse = jax_mfa.flash_attention_varlen(q[0], k[0], v[0], [0, 3], is_causal=True, alibi_slopes=np.ones(4))
+assert_type(jax_mfa.ring_attention(q, k, v, axis_name="x", order="zigzag", is_causal=True), jax.Array)
+pair = jax_mfa.context_parallel_attention(q, k, v, axis_name=("x", "y"), form="hybrid", return_residual=True)
+assert_type(pair, tuple[jax.Array, jax.Array])
+assert_type(jax_mfa.ulysses_attention(q, k, v, axis_name="x", mesh=None, dropout_rate=0.1), jax.Array)
+assert_type(jax_mfa.sharded_decode_attention(q, k, v, [1, 2], axis_name="x", sinks=np.ones(4)), jax.Array)
 with jax_mfa.override_jax_nn(("metal", "xla")):
     jax.nn.dot_product_attention(q, k, v)
 jax.export.export(jax.jit(lambda x: x), disabled_checks=jax_mfa.DISABLE_EXPORT_CHECKS)(q)
@@ -103,6 +108,10 @@ jax_mfa.override_jax_nn("cudnn")
 jax_mfa.BlockMask.causal(3, 3, 2)
 jax_mfa.merge(q, k, v)
 jax_mfa.attention(q, k, v)
+jax_mfa.ring_attention(q, k, v)
+jax_mfa.ring_attention(q, k, v, axis_name="x", order="zagzig")
+jax_mfa.ulysses_attention(q, k, v, axis_name="x", order="zigzag")
+jax_mfa.sharded_decode_attention(q, k, v, 3, axis_name="x", is_causal=True)
 jax_mfa.cache.append(q, k, 0, q, k).shape
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Required, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,59 @@ if TYPE_CHECKING:
     from jax_mfa.annotations import Bias, Bool, Float, Integer, Mask
 
 
+class _OverDevices(api._Keywords[ArrayLike], total=False):
+    """The keyword arguments that the type of a result does not depend on."""
+
+    axis_name: Required[Any]
+    mesh: Any
+    batch_axis: Any
+    head_axis: Any
+    positions: Integer[ArrayLike, "T"] | None
+    implementation: Implementation | None
+
+
+class _Ring(_OverDevices, total=False):
+    order: Order
+
+
+class _ContextParallel(_Ring, total=False):
+    form: Form | None
+    machine: Machine | None
+
+
+@overload
+def ring_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **keywords: Unpack[_Ring],
+) -> Float[Array, "*B T N V"]: ...
+@overload
+def ring_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    *,
+    return_residual: Literal[True],
+    **keywords: Unpack[_Ring],
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+@overload
+def ring_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    *,
+    return_residual: bool,
+    **keywords: Unpack[_Ring],
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def ring_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -51,7 +104,7 @@ def ring_attention(
     implementation: Implementation | None = None,
     return_residual: bool = False,
     **keywords: Unpack[api._Keywords[ArrayLike]],
-) -> Any:
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention over a sequence that is split over devices, whose keys and values travel around them.
 
     Each device keeps its queries and, in turn, computes with the keys and values of every other one, while the next
@@ -96,6 +149,39 @@ def ring_attention(
     return _call(layout, arguments, mesh, positions, implementation, return_residual)
 
 
+@overload
+def ulysses_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **keywords: Unpack[_OverDevices],
+) -> Float[Array, "*B T N V"]: ...
+@overload
+def ulysses_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    *,
+    return_residual: Literal[True],
+    **keywords: Unpack[_OverDevices],
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+@overload
+def ulysses_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    *,
+    return_residual: bool,
+    **keywords: Unpack[_OverDevices],
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def ulysses_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -111,7 +197,7 @@ def ulysses_attention(
     implementation: Implementation | None = None,
     return_residual: bool = False,
     **keywords: Unpack[api._Keywords[ArrayLike]],
-) -> Any:
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention over a sequence that is split over devices, which exchange rows for heads before and after.
 
     Each device then has the whole sequence of N / devices heads (DeepSpeed Ulysses, arXiv:2309.14509). The devices must
@@ -129,6 +215,39 @@ def ulysses_attention(
     return _call(layout, arguments, mesh, positions, implementation, return_residual)
 
 
+@overload
+def context_parallel_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **keywords: Unpack[_ContextParallel],
+) -> Float[Array, "*B T N V"]: ...
+@overload
+def context_parallel_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    *,
+    return_residual: Literal[True],
+    **keywords: Unpack[_ContextParallel],
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+@overload
+def context_parallel_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
+    *,
+    return_residual: bool,
+    **keywords: Unpack[_ContextParallel],
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def context_parallel_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -147,7 +266,7 @@ def context_parallel_attention(
     implementation: Implementation | None = None,
     return_residual: bool = False,
     **keywords: Unpack[api._Keywords[ArrayLike]],
-) -> Any:
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention over a sequence that is split over devices, by the form that is done first on paper.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Required, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,44 @@ if TYPE_CHECKING:
     from jax_mfa.annotations import Float, Int32, Integer, Lists
 
 
+class _OverDevices(api._Features[ArrayLike], total=False):
+    """The keyword arguments that the type of the result does not depend on."""
+
+    axis_name: Required[Any]
+    mesh: Any
+    implementation: Implementation | None
+
+
+@overload
+def sharded_decode_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists,
+    *,
+    return_residual: Literal[False] = False,
+    **keywords: Unpack[_OverDevices],
+) -> Float[Array, "*B T N V"]: ...
+@overload
+def sharded_decode_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists,
+    *,
+    return_residual: Literal[True],
+    **keywords: Unpack[_OverDevices],
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+@overload
+def sharded_decode_attention(
+    query: Float[ArrayLike, "*B T N H"],
+    key: Float[ArrayLike, "*B S K H"],
+    value: Float[ArrayLike, "*B S K V"],
+    lengths: Integer[ArrayLike, "*#B"] | Lists,
+    *,
+    return_residual: bool,
+    **keywords: Unpack[_OverDevices],
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def sharded_decode_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -36,7 +74,7 @@ def sharded_decode_attention(
     implementation: Implementation | None = None,
     return_residual: bool = False,
     **keywords: Unpack[api._Features[ArrayLike]],
-) -> Any:
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """`decode_attention` with a cache whose columns are split over the devices of a mesh axis, in order.
 
     Each device reads its own columns; what they find is merged in float32 by one all-reduce of `devices · (V + 2)`
