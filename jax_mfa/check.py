@@ -84,7 +84,7 @@ def _evaluated(problem: Problem, implementation: Any, dtype: Any = None) -> dict
     given, cotangents = {name: wide(x) for name, x in problem.arguments().items()}, map(wide, problem.cotangents())
     arrays = {name: x for name, x in given.items() if isinstance(x, np.ndarray | QuantizedArray | PagedArray)}
     static = {name: x for name, x in given.items() if name not in arrays}
-    moving = {name: arrays.pop(name) for name in GRADIENTS if isinstance(arrays.get(name), np.ndarray)}
+    moving: dict[str, Any] = {name: arrays.pop(name) for name in GRADIENTS if isinstance(arrays.get(name), np.ndarray)}
     if not problem.decoding:  # what is quantised passes its gradient on to what it was made of
         moving |= {name: x.dequantize() for name, x in arrays.items() if isinstance(x, QuantizedArray)}
     # a plain decoding problem has no gradient: its backward pass is that of any other
