@@ -25,6 +25,7 @@ class Case:
     """
 
     name: str = ""
+    _: dataclasses.KW_ONLY
     B: int = 2
     T: int = 16
     S: int = 16

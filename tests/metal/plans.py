@@ -34,7 +34,7 @@ SINGLE = 2e-6  # of the largest output: what float32 arithmetic may cost a forwa
 PLANNED = ("is_causal", "local_window_size", "query_offset", "query_seq_lengths", "key_value_seq_lengths")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem(Case):
     """A case of the kernels, of the features `PLANNED`, and how it is planned. Windows may also end before a row.
 

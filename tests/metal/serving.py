@@ -23,7 +23,7 @@ from jax_mfa.storage import PagedArray
 NOBODYS = 987654321  # an entry of a table that nobody may read
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving(Case):
     """A case of the newest T tokens of sequences against all of theirs, which `key_value_seq_lengths` counts, the new
     ones included. These say B and S too, and where rows stand.
