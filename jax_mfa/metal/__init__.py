@@ -77,8 +77,8 @@ def described(spec: Specification, o: Operands) -> str:
         where += f" ({VIRTUAL})"
     if found is None:
         return where
-    all_the_same = "" if found.pays or crossover.applies() else "; JAX_MFA_DEVICE=emulator takes it all the same"
-    return f"{where}: {found}{all_the_same}"
+    taken = "" if found.pays or crossover.applies() else f"; JAX_MFA_DEVICE={runtime.named()[0]} takes it all the same"
+    return f"{where}: {found}{taken}"
 
 
 def declined(spec: Specification, o: Operands) -> str:

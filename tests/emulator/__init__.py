@@ -15,6 +15,7 @@ import dataclasses
 import enum
 import functools
 import pathlib
+import types
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -696,6 +697,21 @@ def strict_check(
         source.encode(), _compile_options(language_version, fast_math, macros, file_name, include_paths), error
     )
     return _take_string(error)
+
+
+def jax_mfa_native(machine: str | None) -> types.ModuleType:
+    """What `JAX_MFA_DEVICE=emulator[:MACHINE]` asks for: the project's native module over the emulated device.
+
+    Raises:
+      host_module.Unavailable: something that the build needs cannot be had.
+      ValueError: there is no profile of that name.
+    """
+    from . import device, host_module
+
+    native = host_module.load()
+    if machine is not None:
+        device.load().act_as(machine)
+    return native
 
 
 def compile(

@@ -124,6 +124,8 @@ STANDARD = "c++17"
 
 def build() -> pathlib.Path:
     """Path of the extension for this Python over the emulated device; built where the cache has none."""
+    if not CSRC.is_dir():
+        raise Unavailable(f"the host code, {CSRC}, is not there: it is part of a source checkout")
     try:
         device.build.metal_cpp.include_dir()
     except device.build.metal_cpp.NoHeaders as reason:
