@@ -6,7 +6,7 @@
 // A row as kernels of gradients are told: delta = Σ dO·O - d(log-sum-exp), and what makes probabilities of its scores.
 INLINED void store_gradient_row(
     device float* deltas, device float2* row_states, ulong at, float row_max, float row_sum, float delta) {
-  const bool empty = row_sum == 0;
+  const bool empty = row_sum == 0;  // `sees_nothing`
   deltas[at] = empty ? 0.0f : delta;
   row_states[at] = float2(row_max, empty ? 0.0f : precise::log2(row_sum));
 }
