@@ -154,7 +154,7 @@ def test_metal_can_be_forbidden():
 @pytest.mark.parametrize(
     ("device", "seen"),
     [
-        ("gpu", "No module named 'gpu'"),
+        ("a_gpu", "No module named 'a_gpu'"),
         ("json", "module 'json' has no attribute 'jax_mfa_native'"),
         ("emulator:", ""),
         ("./emulator", ""),
