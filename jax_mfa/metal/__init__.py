@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_mfa import tuned, whole_rows
 from jax_mfa.metal import crossover, kernels, operands, runtime, tiles
 from jax_mfa.metal.plan import Plan
-from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS, Tiles
+from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
 from jax_mfa.specification import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
 from jax_mfa.storage import stored
 
@@ -152,7 +152,6 @@ def tiles_of(spec: Specification, o: Operands, of_pass: str) -> kernels.Variant:
     if not won:
         return variant
     base = tiles.select(variant, o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize)
-    assert isinstance(base, Tiles)
     return dataclasses.replace(base, **{part: _typed(getattr(base, part), numbers) for part, numbers in won.items()})
 
 

@@ -16,7 +16,7 @@ from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Plan
 from jax_mfa.metal.problem import PLAIN, Problem, Rules
 from jax_mfa.specification import Specification
 
-Variant = str | tiles.Tiles | tiles.Portable
+Variant = str | tiles.Tiles
 
 
 def _named(*buffers: Buffer) -> dict[str, str]:
@@ -24,8 +24,8 @@ def _named(*buffers: Buffer) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward(x: Problem, chosen: tiles.Tiles | tiles.Portable) -> Plan:
-    launch, results = launches.family(x, chosen).forward(), x.results("output")
+def _forward(x: Problem, chosen: tiles.Tiles) -> Plan:
+    launch, results = launches.Launches(x, chosen).forward(), x.results("output")
     return Plan(
         "attention_forward",
         source.base_hash(),
@@ -52,8 +52,8 @@ def _decode(x: Problem, tile: tiles.DecodeTiles | tiles.DecodeRows) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles | tiles.Portable) -> Plan:
-    family = launches.family(x, chosen)
+def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
+    all_of = launches.Launches(x, chosen)
     given = (*x.results("input"), x.like_out("d_out", "input"), x.rows("d_lse", "input"))
     results: list[Buffer] = []
     dispatches: list[Dispatch] = []
@@ -63,24 +63,24 @@ def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles | tiles.P
         dispatches.extend(launch.dispatches(x, _named(*given, *results)))
 
     delta = x.rows("delta", "output" if "sinks" in wanted else "scratch")
-    add(family.delta(), delta, x.rows("row_states", "scratch", 2))
+    add(all_of.delta(), delta, x.rows("row_states", "scratch", 2))
     scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
     if "query" in wanted or scale or slopes:
         sums = [x.rows("score_sums", "output", 2)] if scale or slopes else []
-        add(family.d_query(wants_sums=scale or slopes), x.like_query("d_query", "output"), *sums)
+        add(all_of.d_query(wants_sums=scale or slopes), x.like_query("d_query", "output"), *sums)
     if "key" in wanted or "value" in wanted:
         add(
-            family.d_key_value(),
+            all_of.d_key_value(),
             Buffer("d_key", "output", x.dtype, (x.b, x.s, x.k, x.h)),
             Buffer("d_value", "output", x.dtype, (x.b, x.s, x.k, x.v)),
         )
     if "bias" in wanted:
         bias = x.by_name["bias"]
-        add(family.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
+        add(all_of.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
     return Plan("attention_backward", source.base_hash(), (*x.inputs, *given, *results), tuple(dispatches))
 
 
-def _select(variant: Variant, x: Problem) -> tiles.Tiles | tiles.Portable:
+def _select(variant: Variant, x: Problem) -> tiles.Tiles:
     if not isinstance(variant, str):
         return variant
     # what is decoded is decoded once for all simdgroups
