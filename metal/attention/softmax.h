@@ -54,6 +54,19 @@ struct Running {
     }
   }
 
+  // The first block becomes the last, for a loop over them that is not unrolled.
+  INLINED void turn() {
+    UNROLLED
+    for (int block = 0; block + 1 < BLOCKS; ++block) {
+      UNROLLED
+      for (int i = 0; i < COUNT; ++i) {
+        exchange(sums[block][i], sums[block + 1][i]);
+      }
+      exchange(row_max[block], row_max[block + 1]);
+      exchange(row_sum[block], row_sum[block + 1]);
+    }
+  }
+
   // Scores of further columns become weights; earlier sums shrink where the maximum rises. Where some may be hidden, bit 2c + e
   // of `seen` is set for each that is visible, the others have scores of minus infinity.
   template <int COLUMNS>
