@@ -111,7 +111,8 @@ def test_without_metal_it_says_so_and_checks_blockwise():
 
 def test_a_device_that_there_is_not_is_a_finding():
     done = command("bogus", "--quick")
-    assert done.returncode == 2 and not done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("asking bogus for a native module")
+    assert done.stderr.count("\n") == 1
     last = done.stdout.splitlines()[-1]
     assert last.split(None, 1) == [
         "FAILED",
