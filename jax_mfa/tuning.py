@@ -294,5 +294,5 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, RuntimeError) as error:
         print(f"tune: nothing could be kept: {error}")
         return status or 1
-    print(f"kept in {file}" if file else "nothing to keep")
+    print(f"kept in {file}" if file else "nothing is kept")
     return status

@@ -225,7 +225,7 @@ def test_problems_of_models_keep_their_caps_and_decoding_is_tuned_forward_only(c
         "B1 T2048 S2048 N8 K4 H256 V256 float32 causal cap": tuning.PASSES,
         "B1 T1 S1024 N32 K8 H128 V128 float32 causal query_offset key_lengths": ("forward",),
     }
-    assert "nothing to keep" in capsys.readouterr().out
+    assert "nothing is kept" in capsys.readouterr().out
 
 
 def test_blockwise_decoding_is_tuned_as_a_call_names_it(file, monkeypatch):
