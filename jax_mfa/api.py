@@ -249,8 +249,9 @@ def dot_product_attention(
     that every mask given allows. The softmax is taken in float32, the output rounded once. A row that sees nothing
     gives zeros, where `jax.nn` gives the mean of the values.
 
-    Under `jax.checkpoint`, `jax.checkpoint_policies.save_only_these_names("jax_mfa_out", "jax_mfa_statistic")` keeps
-    what the backward pass needs (the output, and one number for each row): attention is then not computed twice.
+    Under `jax.checkpoint`, `jax.checkpoint_policies.save_only_these_names("jax_mfa_out", "jax_mfa_lse")` keeps what the
+    backward pass needs (the output, and each row's maximum and sum, which make up its log-sum-exp): attention is then
+    not computed twice.
 
     Letters: B batch, T query length, S key length, N query heads, K key/value heads (N a multiple of K: query head n
     uses key head n // (N // K), as in grouped-query attention, arXiv:2305.13245), H and V head sizes. The batch axis

@@ -47,7 +47,7 @@ from jax_mfa.storage import PARTS, field_of, pool_fields, stored
 # what the transpose takes after the operands
 BACKWARD_NAMES = ("out", "row_max", "row_sum", "d_out", "d_lse")
 # what the backward pass needs of the forward pass, for policies of `jax.checkpoint`: saved, no kernel runs twice
-RESIDUAL_NAMES = ("jax_mfa_out", "jax_mfa_statistic", "jax_mfa_statistic")
+RESIDUAL_NAMES = ("jax_mfa_out", "jax_mfa_lse", "jax_mfa_lse")
 
 
 def pack(operands: Operands):

@@ -212,7 +212,7 @@ def training_step(scheme, T=128, layers=4, N=4, H=32):
         out = jax_mfa.dot_product_attention(q, k, v, is_causal=True, implementation="blockwise")
         return x + out.reshape(1, T, N * H)
 
-    names = "jax_mfa_quantized", "jax_mfa_out", "jax_mfa_statistic"
+    names = "jax_mfa_quantized", "jax_mfa_out", "jax_mfa_lse"
     kept = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
     loss = lambda weights, x: jax.lax.scan(lambda x, w: (kept(x, w), None), x, weights)[0].sum()
     weights = abstract((layers, N * H, 3 * N * H), jnp.float32)

@@ -96,7 +96,7 @@ def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str
     travelling = keys * schedule.permutes
     wide = ACCUMULATOR / p.itemsize
     sums = wide * keys * passengers(schedule, n)
-    statistics = ACCUMULATOR * rows * p.heads
+    row_sums = ACCUMULATOR * rows * p.heads
     layouts = wide * (query + keys + out)
     # in float32 an exchange writes the layout that is computed with
     copies = 0 if u == 1 else out if wide == 1 else query + keys + out
@@ -109,8 +109,8 @@ def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str
     return Cost(
         forward_bytes=exchanged + exchanged_lse + travelling,
         backward_bytes=exchanged + travelling + sums,
-        forward_memory=arguments + copies + ahead + 2 * statistics,
-        backward_memory=2 * arguments + 2 * copies + behind + 4 * statistics,
+        forward_memory=arguments + copies + ahead + 2 * row_sums,
+        backward_memory=2 * arguments + 2 * copies + behind + 4 * row_sums,
         steps=schedule.hops + 1,
         balance=_balance(p, n, schedule, order),
     )

@@ -1,5 +1,5 @@
 """Decoding with a cache that is split along the sequence: each device attends over its columns, and partial results
-are merged by their statistics, in one all-reduce of a few numbers for each row."""
+are merged by their maxima and sums, in one all-reduce of a few numbers for each row."""
 
 from __future__ import annotations
 

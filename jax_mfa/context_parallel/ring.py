@@ -3,7 +3,7 @@
 With n devices, device i meets in turn the keys of devices i, i − 1, … (Ring Attention, arXiv:2310.01889, section 3);
 the next ones are under way while the present ones are computed with. Partial results are merged by row maximum and sum
 in float32. The backward pass sends keys and values around once more, and with them the float32 sums of their gradients:
-each part of it is computed from the output and the statistics of whole rows, so it is a part of the whole gradient, and
+each part of it is computed from the output, maxima and sums of whole rows, so it is a part of the whole gradient, and
 nothing but a device's own rows is kept. Where a window or an offset is known, keys that no device sees are not sent.
 
 Here are the loops alone. What computes one part is a parameter, for `primitives` and `sharding` both run these loops.
@@ -366,7 +366,7 @@ def tangent(
 ):
     """What output and log-sum-exp change by where the operands named in `wanted` change by `tangents`.
 
-    Both are sums over the columns once the statistics of whole rows are known, so each part adds its share.
+    Both are sums over the columns once the maxima and sums of whole rows are known, so each part adds its share.
 
     Args:
       operands, vary: as in `forward`.

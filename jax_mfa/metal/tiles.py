@@ -2,7 +2,7 @@
 
 A fragment is 8 × 8; each of 32 threads holds two of its elements. A thread has at most 512 bytes of registers on Apple
 GPUs (github.com/philipturner/metal-benchmarks); `FRAGMENT_BUDGET` of them may go to fragments, the rest is for
-addresses, row statistics and operands on their way. Threadgroup memory is 32,768 bytes.
+addresses, row maxima and sums and operands on their way. Threadgroup memory is 32,768 bytes.
 
 There is a table for chips of Apple families 7 and 8 (M1, M2), which stage tiles in threadgroup memory, and one for
 family 9 and later. Starting points were the published block tables of metal-flash-attention and MLX: 32 rows × 16 … 32

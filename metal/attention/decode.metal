@@ -182,17 +182,24 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
     rules.row[r] = own.row;
     rules.visibility[r] = typename Types::Visibility(features, batch, own.head, lane_index);
     rules.score[r] = typename Types::Score(features, batch, own.head, all.offset);
-    const auto at = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
     row_max[r] = -INFINITY;
     row_sum[r] = absent_weight();
     UNROLLED
-    for (int i = 0; i < KeyRun::width; ++i) {
-      const int channel = part * KeyRun::width + i;
-      q[r][i] = channel < H ? float(at.at(0, channel)) : 0.0f;
-    }
-    UNROLLED
     for (int i = 0; i < ValueRun::width; ++i) {
       sums[r][i] = 0;
+    }
+  }
+  // each quarter loads a row, and all four share it
+  static_assert(ROWS <= 4, "a simdgroup has four quarters");
+  const GroupRow loaded(p, key_head, first + quarter);
+  const auto from = queries_of<Types>(features, query, batch, loaded.head, p.queries).tile(loaded.row);
+  UNROLLED
+  for (int i = 0; i < KeyRun::width; ++i) {
+    const int channel = part * KeyRun::width + i;
+    const float found = quarter < ROWS && loaded.inside && channel < H ? float(from.at(0, channel)) : 0.0f;
+    UNROLLED
+    for (int r = 0; r < ROWS; ++r) {
+      q[r][i] = simd_shuffle(found, ushort(r * 8 + part));
     }
   }
 
@@ -343,20 +350,36 @@ template <typename Types, int SIMDGROUPS>
   }
   largest = simd_max(largest);
   const float from = or_zero(largest);
+  // a lane reads a split's maximum and sum, for all
+  constexpr int width = (V + 31) / 32;
   float sum = absent_weight();
-  for (int split = 0; split < splits; ++split) {
-    device const float* state = split_state + ((first + split) * rows + r) * 2;
-    sum += state[1] * weight_of(state[0], from);
+  float sums[width];
+  UNROLLED
+  for (int i = 0; i < width; ++i) {
+    sums[i] = 0;
+  }
+  for (int begin = 0; begin < splits; begin += 32) {
+    const ulong own_split = first + min(begin + int(lane), splits - 1);
+    device const float* state = split_state + (own_split * rows + r) * 2;
+    const float own_weight = weight_of(state[0], from);
+    const float own_sum = state[1] * own_weight;
+    for (int k = 0; k < min(splits - begin, 32); ++k) {
+      const float weight = simd_shuffle(own_weight, ushort(k));
+      sum += simd_shuffle(own_sum, ushort(k));
+      device const float* part = split_out + ((first + begin + k) * rows + r) * V;
+      UNROLLED
+      for (int i = 0; i < width; ++i) {
+        sums[i] += i * 32 + lane < V ? part[i * 32 + lane] * weight : 0.0f;
+      }
+    }
   }
   const FinishedRow row(largest, sum, typename Types::Score(features, batch, own.head, 0).sink(own.head));
   const ulong at = (ulong(batch) * p.queries + own.row) * p.heads + own.head;
-  for (int i = lane; i < V; i += 32) {
-    float x = 0;
-    for (int split = 0; split < splits; ++split) {
-      const float shrink = weight_of(split_state[((first + split) * rows + r) * 2], from);
-      x += split_out[((first + split) * rows + r) * V + i] * shrink;
+  UNROLLED
+  for (int i = 0; i < width; ++i) {
+    if (i * 32 + lane < V) {
+      out[at * V + i * 32 + lane] = T(sums[i] * row.factor);
     }
-    out[at * V + i] = T(x * row.factor);
   }
   if (lane == 0) {
     row.store(row_max, row_sum, at);

@@ -334,7 +334,7 @@ def compiled(plan: Plan, dispatch: Dispatch, target: str = TARGETS[0]) -> Compil
 REGISTER_FILE = 208 * 1024
 THREADGROUP_MEMORY = 60 * 1024
 BUSY = 24
-OTHERS = 96  # bytes of registers for addresses, row statistics and operands on their way: assumed
+OTHERS = 96  # bytes of registers for addresses, row maxima and sums and operands on their way: assumed
 
 
 def resident(kernel: Kernel, fetched: int) -> int:
