@@ -17,6 +17,7 @@ import pathlib
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -27,6 +28,7 @@ from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives
 from jax_mfa.specification import DTYPES
 
 HELP = "time attention against stock jax.nn, over sweeps or for named models"
+Rows = list[dict[str, Any]]
 SHORTEST = 0.5  # seconds of timing for each set of candidates
 
 
@@ -44,7 +46,7 @@ def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 # the options of a sweep, by the names of `SWEEP`
-_SWEPT: dict[str, tuple[Callable[[str], list], str]] = {
+_SWEPT: dict[str, tuple[Callable[[str], list[Any]], str]] = {
     "lengths": (positives, "T = S; of decode, S"),
     "batches": (positives, "B"),
     "heads": (positives, "N"),
@@ -123,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _problems(options) -> list[Problem]:
+def _problems(options: argparse.Namespace) -> list[Problem]:
     """Those of the models that are named, else of the sweep."""
     given = {name: getattr(options, name) for name in SWEEP if getattr(options, name) is not None}
     if options.models is not None:
@@ -152,20 +154,20 @@ class _Benchmark:
     """What `run` does with one of the benchmarks."""
 
     total: int  # of rows
-    measure: Callable[[], Iterator[dict]]
-    table: Callable[[list[dict]], str]
-    failures: Callable[[list[dict]], list[str]]
-    failed: Callable[[dict], bool]  # whether one of our implementations did, in a row
-    write: Callable[[list[dict], dict], Iterator[str]]  # files of rows and facts, and their names as they are there
+    measure: Callable[[], Iterator[dict[str, Any]]]
+    table: Callable[[Rows], str]
+    failures: Callable[[Rows], list[str]]
+    failed: Callable[[dict[str, Any]], bool]  # whether one of our implementations did, in a row
+    write: Callable[[Rows, dict[str, Any]], Iterator[str]]  # files of rows and facts, and their names as they are there
 
 
-def _of_problems(options, problems: list[Problem]) -> _Benchmark:
+def _of_problems(options: argparse.Namespace, problems: list[Problem]) -> _Benchmark:
     """Side by side; the first implementation is compared with the others."""
     ours = options.implementations[0]
     chip = start_metal().device.get("name", "") if ours == "metal" else ""
     predicted = bench_predictions.predict(options.predict, problems) if options.predict else {}
 
-    def measure() -> Iterator[dict]:
+    def measure() -> Iterator[dict[str, Any]]:
         candidates = bench_models.candidates(options.implementations, not options.no_stock)
         for row in bench_models.measure(problems, candidates, ours, options.rounds, SHORTEST):
             problem, kind = Problem(**row["sizes"]), row["kind"]
@@ -177,7 +179,7 @@ def _of_problems(options, problems: list[Problem]) -> _Benchmark:
                 row["predicted"] = predicted[str(problem), kind]
             yield row
 
-    def write(rows, facts):
+    def write(rows: Rows, facts: dict[str, Any]) -> Iterator[str]:
         facts |= dict(chip=chip, resident_bytes=_resident())
         yield _write_json(options.out / "bench.json", dict(**facts, rows=rows))
         if any(r["seconds"] for r in rows):
@@ -197,12 +199,12 @@ def _of_problems(options, problems: list[Problem]) -> _Benchmark:
     )
 
 
-def _of_devices(options, problems: list[Problem]) -> _Benchmark:
+def _of_devices(options: argparse.Namespace, problems: list[Problem]) -> _Benchmark:
     """Attention over several devices, of which the first implementation is timed."""
     if len(jax.devices()) < max(options.devices):
         raise argparse.ArgumentTypeError(f"argument --devices: there are {len(jax.devices())}")
 
-    def write(rows, facts):
+    def write(rows: Rows, facts: dict[str, Any]) -> Iterator[str]:
         yield _write_json(options.out / "bench_devices.json", dict(**facts, rows=rows))
 
     return _Benchmark(
@@ -236,12 +238,12 @@ def _compare(old: pathlib.Path, new: pathlib.Path) -> int:
     return 1 if worse else 0
 
 
-def _write_json(path: pathlib.Path, content: dict) -> str:
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> str:
     path.write_text(json.dumps(content, indent=1))
     return str(path)
 
 
-def run(options) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measures, writes the files and prints the table.
 
     0: done. 1: one of our implementations failed, a file could not be written, or with --compare something got slower.
@@ -268,7 +270,7 @@ def run(options) -> int:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
     chosen = (_of_devices if options.devices else _of_problems)(options, problems)
-    rows: list[dict] = []
+    rows: Rows = []
     interrupted = False
     try:
         with tqdm(total=chosen.total, desc="bench", unit="measurement") as bar:

@@ -45,7 +45,7 @@ def programs(devices: int) -> list[str]:
     return ["alone"] if devices == 1 else list(FORMS)
 
 
-def bytes_sent(jaxpr, devices: int) -> float:
+def bytes_sent(jaxpr: Any, devices: int) -> float:
     """What a device sends in a traced program, by permutations and exchanges, in loops as often as they turn."""
     total = 0.0
     for e in jaxpr.eqns:
@@ -61,11 +61,11 @@ def bytes_sent(jaxpr, devices: int) -> float:
     return total
 
 
-def _is_program(x) -> bool:
+def _is_program(x: Any) -> bool:
     return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
 
 
-def measure(problems: list[Problem], devices: list[int], implementation: str, rounds: int) -> Iterator[dict]:
+def measure(problems: list[Problem], devices: list[int], implementation: str, rounds: int) -> Iterator[dict[str, Any]]:
     """One row for each problem, number of devices, pass and form."""
     for p, n in itertools.product(problems, devices):
         mesh = Mesh(np.array(jax.devices()[:n]), ("sequence",))
@@ -81,12 +81,14 @@ def measure(problems: list[Problem], devices: list[int], implementation: str, ro
             yield row
 
 
-def _row(p: Problem, mesh, form: str, kind: str, arrays, implementation: str, rounds: int) -> dict:
+def _row(
+    p: Problem, mesh: Mesh, form: str, kind: str, arrays: list[jax.Array], implementation: str, rounds: int
+) -> dict[str, Any]:
     sizes = (p.B, p.T, p.S, p.N, p.K, p.H, p.H, jnp.dtype(p.dtype).itemsize)
     problem = costs.Problem(*sizes, Specification(is_causal=True))
     devices = mesh.size
     common: dict[str, Any] = {"is_causal": True, "implementation": implementation}
-    attention: Callable = functools.partial(dot_product_attention, **common)
+    attention: Callable[..., Any] = functools.partial(dot_product_attention, **common)
     ring, heads, ordered = 1, 1, "contiguous"
     if form != "alone":
         name, order = FORMS[form]
@@ -112,7 +114,7 @@ def _row(p: Problem, mesh, form: str, kind: str, arrays, implementation: str, ro
     )
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     lines = [
         "| problem | devices | form | pass | time | sent by a device | by formula | memory of a device | by formula |",
@@ -127,7 +129,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def failures(rows: list[dict]) -> list[str]:
+def failures(rows: list[dict[str, Any]]) -> list[str]:
     """What could not run, and why: a line for each."""
     where = lambda r: f"{r['form']} did not run {r['problem']} over {r['devices']} devices, {r['kind']}"
     return [f"{where(r)}: {' '.join(r['failure'].split())[:300]}" for r in rows if r["failure"]]

@@ -63,7 +63,7 @@ def figures(problem: Problem, kind: str, seconds: float, chip: str) -> dict[str,
 
 
 # what a sweep goes through, and how it is read from the sizes of a row
-_AXES: dict[str, Callable[[dict], Any]] = {
+_AXES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "length": lambda x: x["S"],
     "head size": lambda x: x["H"],
     "batch": lambda x: x["B"],
@@ -73,7 +73,7 @@ _AXES: dict[str, Callable[[dict], Any]] = {
 }
 
 
-def summary(rows: list[dict]) -> list[str]:
+def summary(rows: list[dict[str, Any]]) -> list[str]:
     """The geometric mean of the speed-up against jax.nn by what differs among the rows, for each pass: lines."""
     lines = []
     for (axis, of), kind in itertools.product(_AXES.items(), _INSTRUCTIONS):
@@ -91,9 +91,9 @@ def summary(rows: list[dict]) -> list[str]:
 _STYLES = {FORWARD: "-", TRAINING: "--", DECODE: ":", TANGENT: "-."}
 
 
-def _lines(rows: list[dict], field: str, name: str) -> list[list[tuple[int, float]]]:
+def _lines(rows: list[dict[str, Any]], field: str, name: str) -> list[list[tuple[int, float]]]:
     """Lengths, with what a field of the rows says of a candidate; points of a line differ in their length only."""
-    found: dict[tuple, list[tuple[int, float]]] = {}
+    found: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
     for row in rows:
         y = row[field].get(name)
         if y is not None:
@@ -102,7 +102,7 @@ def _lines(rows: list[dict], field: str, name: str) -> list[list[tuple[int, floa
     return [sorted(points) for points in found.values()]
 
 
-def plot(rows: list[dict], path: pathlib.Path, title: str, chip: str) -> None:
+def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str, chip: str) -> None:
     """By length: time, temporary memory and speed-up; and a roofline.
 
     That is TFLOP/s by FLOPs for each byte that has to move, under the chip's roof.

@@ -21,6 +21,8 @@ from jax_mfa.bench_problems import BOTH, COMPILING, DECODE, FORWARD, TANGENT, TR
 STOCK, TORCH, MLX = "jax.nn", "PyTorch", "MLX"
 LAYERS = 24
 Name = TypeVar("Name")
+Attention = Callable[..., Any]  # of query, key and value
+Candidates = dict[str, Callable[[Problem], Attention]]
 
 
 def arrays(problem: Problem) -> list[jax.Array]:
@@ -31,24 +33,24 @@ def arrays(problem: Problem) -> list[jax.Array]:
     return [jax.random.normal(key, shape, jnp.dtype(p.dtype)) for key, shape in zip(keys, shapes)]
 
 
-def _training(attention):
-    def run(q, k, v, d_out):
+def _training(attention: Attention) -> Attention:
+    def run(q: Any, k: Any, v: Any, d_out: Any) -> Any:
         out, pullback = jax.vjp(attention, q, k, v)
         return out, pullback(d_out)
 
     return run
 
 
-def _tangent(attention):
+def _tangent(attention: Attention) -> Attention:
     return lambda q, k, v, t: jax.jvp(attention, (q, k, v), (t, k, v))
 
 
-def _layers(attention, problem: Problem):
+def _layers(attention: Attention, problem: Problem) -> tuple[Any, tuple[Any, ...]]:
     """A scalar function of `LAYERS` layers of attention and four matrices each, in a Python loop as models have it."""
     p = problem
     heads = lambda x, n: x.reshape(p.B, p.T, n, p.H)
 
-    def run(x, weights):
+    def run(x: Any, weights: Any) -> Any:
         for query, key, value, out in weights:
             seen = attention(heads(x @ query, p.N), heads(x @ key, p.K), heads(x @ value, p.K))
             x = x + seen.reshape(x.shape) @ out
@@ -83,7 +85,7 @@ def arguments(problem: Problem) -> dict[str, Any]:
     return {**found, **_keywords(p), "is_causal": p.is_causal or p.decodes}
 
 
-def _in_jax(problem: Problem, attention: Callable, decode: Callable) -> Callable:
+def _in_jax(problem: Problem, attention: Attention, decode: Attention) -> Attention:
     keywords, lengths = _keywords(problem), jnp.asarray(problem.lengths)
     if problem.decodes:
         return functools.partial(decode, lengths=lengths, **keywords)
@@ -92,7 +94,7 @@ def _in_jax(problem: Problem, attention: Callable, decode: Callable) -> Callable
     return functools.partial(attention, is_causal=problem.is_causal, **keywords)
 
 
-def _stock(problem: Problem) -> Callable:
+def _stock(problem: Problem) -> Attention:
     """Its windows begin at the first column, so what decodes through one needs a mask."""
     stock = jax.nn.dot_product_attention
     if problem.decodes and problem.window is not None:
@@ -100,9 +102,9 @@ def _stock(problem: Problem) -> Callable:
     return _in_jax(problem, stock, lambda q, k, v, lengths: stock(q, k, v, key_value_seq_lengths=lengths))
 
 
-def candidates(implementations: Sequence[str], stock: bool = True) -> dict[str, Callable[[Problem], Callable]]:
+def candidates(implementations: Sequence[str], stock: bool = True) -> Candidates:
     """By name, what makes the attention of a problem, a function of query, key and value."""
-    found: dict[str, Callable[[Problem], Callable]] = {STOCK: _stock} if stock else {}
+    found: Candidates = {STOCK: _stock} if stock else {}
     for name in implementations:
         attend, decode = (functools.partial(f, implementation=name) for f in (dot_product_attention, decode_attention))
         found[name] = functools.partial(_in_jax, attention=attend, decode=decode)
@@ -114,7 +116,7 @@ def _needs_mask(problem: Problem) -> bool:
     return problem.mask in ("window", "padding")
 
 
-def _in_torch(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
+def _in_torch(problem: Problem, kind: str, arrays: list[jax.Array]) -> Callable[[], Any] | None:
     """The same in PyTorch, on the same [B, T, N, H] arrays; None where it is not installed, or has no such thing."""
     try:
         import torch
@@ -130,20 +132,20 @@ def _in_torch(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
         grouped["attn_mask"] = torch.from_numpy(problem.visible)
     elif not problem.decodes:
         grouped["is_causal"] = problem.is_causal
-    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, **grouped)
+    attend: Any = functools.partial(torch.nn.functional.scaled_dot_product_attention, **grouped)
 
-    def forward():
+    def forward() -> Any:
         with torch.no_grad():
             return attend(q, k, v)
 
-    def training():
+    def training() -> Any:
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         return torch.autograd.grad(attend(*inputs), inputs, d_out)
 
     return training if kind == TRAINING else forward
 
 
-def _in_mlx(problem: Problem, kind: str, arrays) -> Callable[[], Any] | None:
+def _in_mlx(problem: Problem, kind: str, arrays: list[jax.Array]) -> Callable[[], Any] | None:
     """The same in MLX; None where it is not installed, or has no such thing."""
     try:
         import mlx.core as mx
@@ -182,12 +184,12 @@ def timed(programs: dict[Name, Callable[[], Any]], rounds: int, shortest: float)
     return times
 
 
-def call(program, arrays):
+def call(program: Any, arrays: list[jax.Array]) -> Any:
     """Calls a program of JAX and waits for its results."""
     return jax.block_until_ready(program(*arrays))
 
 
-def _compile_seconds(problem: Problem, attention) -> float:
+def _compile_seconds(problem: Problem, attention: Attention) -> float:
     """Once: a program that was compiled before is compiled faster."""
     fun, shapes = _layers(attention, problem)
     lowered = jax.jit(fun).lower(*shapes)
@@ -196,7 +198,7 @@ def _compile_seconds(problem: Problem, attention) -> float:
     return time.perf_counter() - start
 
 
-def _forward(attention):
+def _forward(attention: Attention) -> Attention:
     return lambda q, k, v, _: attention(q, k, v)
 
 
@@ -204,7 +206,9 @@ def _forward(attention):
 PROGRAMS = {FORWARD: _forward, DECODE: _forward, TRAINING: _training, TANGENT: _tangent}
 
 
-def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: float):
+def _measure(
+    problem: Problem, kind: str, candidates: Candidates, rounds: int, shortest: float
+) -> tuple[dict[str, list[float]], dict[str, int | None], dict[str, str]]:
     """Times by candidate, temporary memory of those of JAX, and why others have none."""
     times: dict[str, list[float]] = {}
     memory: dict[str, int | None] = {}
@@ -212,13 +216,13 @@ def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: flo
     programs: dict[str, Callable[[], Any]] = {}
     inputs = [] if kind == COMPILING else arrays(problem)
 
-    def attempt(name, make):
+    def attempt(name: str, make: Callable[[], None]) -> None:
         try:
             make()
         except Exception as error:  # whatever keeps a candidate from running belongs in the table
             failures[name] = f"{type(error).__name__}: {error}"
 
-    def prepare(name, make):
+    def prepare(name: str, make: Callable[[Problem], Attention]) -> None:
         if kind == COMPILING:
             times[name] = [_compile_seconds(problem, make(problem))]
         else:
@@ -228,7 +232,7 @@ def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: flo
             programs[name] = program
             memory[name] = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
 
-    def prepare_other(name, make):
+    def prepare_other(name: str, make: Callable[..., Callable[[], Any] | None]) -> None:
         program = make(problem, kind, inputs)
         if program is not None:
             program()
@@ -237,16 +241,16 @@ def _measure(problem: Problem, kind: str, candidates, rounds: int, shortest: flo
     for name, make in candidates.items():
         attempt(name, functools.partial(prepare, name, make))
     if kind != COMPILING:
-        for name, make in OTHERS.items():
-            attempt(name, functools.partial(prepare_other, name, make))
+        for name, other in OTHERS.items():
+            attempt(name, functools.partial(prepare_other, name, other))
     if programs:
         times.update(timed(programs, rounds, shortest))
     return times, memory, failures
 
 
 def measure(
-    problems: Iterable[Problem], candidates: dict[str, Callable], ours: str, rounds: int, shortest: float
-) -> Iterator[dict]:
+    problems: Iterable[Problem], candidates: Candidates, ours: str, rounds: int, shortest: float
+) -> Iterator[dict[str, Any]]:
     """A row for each problem and each of its passes; `ours` is the candidate that the others are compared with.
 
     `seconds` by candidate, the least, and all `times`; in `ratios` those of each other candidate over ours, in
@@ -267,7 +271,7 @@ def _mebibytes(size: int | None) -> str:
     return "–" if size is None else f"{size / 2**20:.1f} MiB"
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table; a ratio below 1, where another candidate is faster, is marked."""
     met = dict.fromkeys(name for r in rows for name in (*r["seconds"], *r["failures"]))
     ours = {r["implementation"] for r in rows}
@@ -304,7 +308,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def failures(rows: list[dict]) -> list[str]:
+def failures(rows: list[dict[str, Any]]) -> list[str]:
     """What could not run, and why: a line for each candidate and reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in rows:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 from jax_mfa import bench_models, metal
 from jax_mfa.arguments import specify_abstract
@@ -26,9 +27,10 @@ def predictor(module: str) -> Shares:
     """`matrix_shares` of a module: of those kernels of a plan that it can predict, the share of cycles in the matrix
     unit, by name. Raises an option's error."""
     try:
-        return importlib.import_module(module).matrix_shares
+        shares: Shares = importlib.import_module(module).matrix_shares
     except (ImportError, AttributeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return shares
 
 
 def predict(shares: Shares, problems: list[Problem]) -> dict[tuple[str, str], dict[str, float]]:
@@ -44,7 +46,7 @@ def predict(shares: Shares, problems: list[Problem]) -> dict[tuple[str, str], di
     return found
 
 
-def lines(rows: list[dict]) -> list[str]:
+def lines(rows: list[dict[str, Any]]) -> list[str]:
     """What was predicted of the problems of rows."""
     known = [r for r in rows if r.get("predicted")]
     if not known:

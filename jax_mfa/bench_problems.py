@@ -88,11 +88,11 @@ class Problem:
         return " ".join(facts)
 
 
-def _square(name: str, B: int, T: int, N: int, H: int, **other) -> Problem:
+def _square(name: str, B: int, T: int, N: int, H: int, **other: Any) -> Problem:
     return Problem(name, B, T, T, N, other.pop("K", N), H, **other)
 
 
-def _decode(name: str, B: int, S: int, N: int, K: int, H: int, **other) -> Problem:
+def _decode(name: str, B: int, S: int, N: int, K: int, H: int, **other: Any) -> Problem:
     return Problem(name, B, 1, S, N, K, H, passes=(DECODE,), **other)
 
 
