@@ -88,7 +88,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-_STYLES = {FORWARD: "-", TRAINING: "--", DECODE: ":", TANGENT: "-."}
+_STYLES = {FORWARD: ("-", "o"), TRAINING: ("--", "s"), DECODE: (":", "^"), TANGENT: ("-.", "v")}
 
 
 def _lines(rows: list[dict[str, Any]], field: str, name: str) -> list[list[tuple[int, float]]]:
@@ -116,28 +116,28 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str, chip: str) 
     names = list(dict.fromkeys(name for r in rows for name in r["seconds"]))
     for name, kind in itertools.product(names, _STYLES):
         of_kind = [r for r in rows if r["kind"] == kind]
-        look: dict[str, Any] = dict(
-            color=f"C{names.index(name)}", linestyle=_STYLES[kind], marker="o", markersize=4, alpha=0.7
-        )
+        line, marker = _STYLES[kind]
+        look: dict[str, Any] = dict(color=f"C{names.index(name)}", marker=marker, markersize=4, alpha=0.7)
         for i, points in enumerate(_lines(of_kind, "seconds", name)):
             x, y = zip(*points)
-            times.plot(x, [1e3 * seconds for seconds in y], **look, label=f"{name}, {kind}" if i == 0 else None)
+            label = f"{name}, {kind}" if i == 0 else None
+            times.plot(x, [1e3 * seconds for seconds in y], line, **look, label=label)
         for points in _lines(of_kind, "temporary_bytes", name):
             x, y = zip(*points)
-            memory.plot(x, [max(size, 1) / 2**20 for size in y], **look)
+            memory.plot(x, [max(size, 1) / 2**20 for size in y], line, **look)
         if any(r["implementation"] == name for r in of_kind):
             for points in _lines(of_kind, "ratios", STOCK):
-                speed.plot(*zip(*points), **look)
+                speed.plot(*zip(*points), line, **look)
             counted = [r for r in of_kind if r.get("figures")]
-            look["linestyle"] = ""
-            roof.plot([r["intensity"] for r in counted], [r["figures"]["tflops"] for r in counted], **look)
+            roof.plot(
+                [r["intensity"] for r in counted], [r["figures"]["tflops"] for r in counted], linestyle="", **look
+            )
     if chip in chips():
         known = chips()[chip]
         bounds = sorted({r["intensity"] for r in rows if r.get("figures")} | {known["tflops"] * 1e3 / known["gbs"]})
         height = [min(known["tflops"], known["gbs"] * i / 1e3) for i in bounds]
         roof.plot(bounds, height, color="0.4", label=f"{chip}, {known['cores']} cores")
         roof.legend()
-    speed.axhline(1, color="0.6", linewidth=1)
     times.set(title="time", ylabel="ms")
     memory.set(title="temporary memory", ylabel="MiB")
     speed.set(title=f"speed-up against {STOCK}", ylabel="times as fast")
@@ -145,20 +145,21 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str, chip: str) 
     lengths = sorted({r["sizes"]["S"] for r in rows if r["kind"] in _STYLES})
     for axis in (times, memory, speed):
         axis.set_xlabel("length")
-        if any(line.get_marker() == "o" for line in axis.lines):  # matplotlib has no logarithmic axis without a point
+        if axis.lines:  # matplotlib has no logarithmic axis without a point
             axis.set_xscale("log", base=2)
             axis.minorticks_off()
             if len(lengths) <= 10:
                 axis.set_xticks(lengths, [str(x) for x in lengths])
-    for axis in (times, memory):
-        if axis.lines:
-            axis.set_yscale("log")
-            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.minorticks_off()
-    if any(len(line.get_xdata()) for line in roof.lines):
-        roof.set(xscale="log", yscale="log")
-    if names:
+    plain = [(axis, "y") for axis in (times, memory) if axis.lines]
+    plain += [(roof, side) for side in "xy" if any(len(x.get_xdata()) for x in roof.lines)]
+    for axis, side in plain:
+        axis.set(**{f"{side}scale": "log"})
+        ticks = getattr(axis, f"{side}axis")
+        ticks.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        ticks.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+    speed.axhline(1, color="0.6", linewidth=1)
+    if times.lines:
         times.legend(fontsize="small")
     for axis in figure.axes:
         axis.grid(alpha=0.3)
@@ -200,7 +201,7 @@ def compare(old: pathlib.Path, new: pathlib.Path) -> tuple[list[str], bool]:
         slower = change > 1 + noise
         worse = worse or slower
         verdict = "REGRESSION" if slower else "faster" if 1 / change > 1 + noise else "same"
-        lines.append(f"{' '.join(key)}: {change:.2f} × the time, noise {noise:.0%}: {verdict}")
+        lines.append(f"{' '.join(filter(None, key))}: {change:.2f} × the time, noise {noise:.0%}: {verdict}")
     if not lines:
         raise ValueError(f"{old} and {new} have no problem in common")
     missing = len(before.keys() ^ after.keys())
