@@ -1,10 +1,11 @@
 """Says what this machine has, and runs every kernel against the reference: a report to paste, and an exit status.
 
 Forward and backward of each tile table that the device can run, of each dtype, class of head sizes and feature, and
-decoding; with grouped heads and lengths that fill no tile. Each kernel is compiled by itself first, and what Metal says
-of it is a table of its own. A problem stands in its row before it runs, so that the last row of a run that hangs or
-crashes names it; after a failure the next one runs. Last comes a program in which CPU and GPU share cache lines. Where
-Metal cannot be used it says why, and checks the blockwise implementation instead.
+decoding, of keys and values that are quantised or in pages too; with grouped heads and lengths that fill no tile. Each
+kernel is compiled by itself first, and what Metal says of it is a table of its own. A problem stands in its row before
+it runs, so that the last row of a run that hangs or crashes names it; after a failure the next one runs. Last come
+tokens that kernels write into pages, and a program in which CPU and GPU share cache lines. Where Metal cannot be used
+it says why, and checks the blockwise implementation instead.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa import calibration, check_lines, metal, versions
-from jax_mfa.api import explain, flash_attention
+from jax_mfa import calibration, check_lines, check_pages, metal, versions
+from jax_mfa.api import attend_by_name, explain
 from jax_mfa.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, allowed, problems, quick
 from jax_mfa.command_line import INTERRUPTED, interruptible, start_metal
 from jax_mfa.metal import DTYPES, runtime
 from jax_mfa.metal.plan import Kernel, Plan
+from jax_mfa.storage import PagedArray, QuantizedArray
 
 HELP = "what was found on this machine, and every kernel against the reference"
 RESULTS = ("out", "lse", "dq", "dk", "dv")  # with a column each; others share one
@@ -66,22 +68,30 @@ class Compiled:
     failure: str = ""
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, np.ndarray)
+def _widened(x: Any, dtype: Any) -> Any:
+    """An argument with all that is floating in it converted."""
+    if isinstance(x, PagedArray):
+        return x._replace(pages=_widened(x.pages, dtype))
+    if isinstance(x, QuantizedArray):
+        parts = {name: _widened(part, dtype) for name, part in x.parts().items()}
+        return dataclasses.replace(x, **parts, dtype=np.dtype(dtype))
+    return x.astype(dtype) if isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _evaluated(problem: Problem, implementation: Any, dtype: Any = None) -> dict[str, np.ndarray]:
     """All results of a problem by name, floating inputs converted to `dtype` first if one is given."""
-    given, cotangents = problem.arguments(), problem.cotangents()
-    wide = lambda x: x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
-    arrays = {name: wide(x) for name, x in given.items() if _is_array(x)}
-    moving = {name: arrays.pop(name) for name in GRADIENTS if name in arrays}
-    static = {name: x for name, x in given.items() if not _is_array(x)}
+    wide = lambda x: _widened(x, dtype) if dtype else x
+    given, cotangents = {name: wide(x) for name, x in problem.arguments().items()}, map(wide, problem.cotangents())
+    arrays = {name: x for name, x in given.items() if isinstance(x, np.ndarray | QuantizedArray | PagedArray)}
+    static = {name: x for name, x in given.items() if name not in arrays}
+    moving: dict[str, Any] = {name: arrays.pop(name) for name in GRADIENTS if isinstance(arrays.get(name), np.ndarray)}
+    if not problem.decoding:  # what is quantised passes its gradient on to what it was made of
+        moving |= {name: x.dequantize() for name, x in arrays.items() if isinstance(x, QuantizedArray)}
     # a plain decoding problem has no gradient: its backward pass is that of any other
     # of the reference nobody asks for speed, and LLVM's optimiser takes most of a small program's time
     options = {"xla_backend_optimization_level": 0} if implementation == "reference" else {}
     program = jax.jit(_both(implementation, not problem.decoding, **static), compiler_options=options)
-    results = program(moving, arrays, *map(wide, cotangents))
+    results = program(moving, arrays, *cotangents)
     return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
 
 
@@ -89,10 +99,14 @@ def _both(implementation: Any, backward: bool, **static):
     """Output, log-sum-exp and gradients, as one function of the arrays and the cotangents."""
 
     def run(moving, arrays, d_out, d_lse):
-        attention = functools.partial(flash_attention, implementation=implementation, **arrays, **static)
+        def attention(moving):
+            kept = {name: dataclasses.replace(x, original=moving[name]) for name, x in arrays.items() if name in moving}
+            given = {"bias": None, "mask": None, **arrays, **moving, **kept, **static}
+            return attend_by_name(given, implementation, with_lse=True)
+
         if not backward:
-            return dict(zip(("out", "lse"), attention(**moving)))
-        (out, lse), pullback = jax.vjp(lambda moving: attention(**moving), moving)
+            return dict(zip(("out", "lse"), attention(moving)))
+        (out, lse), pullback = jax.vjp(attention, moving)
         (gradients,) = pullback((d_out, d_lse.astype(lse.dtype)))
         return {"out": out, "lse": lse} | {GRADIENTS[name]: x for name, x in gradients.items()}
 
@@ -287,6 +301,17 @@ def _judge_all(todo: list[Problem], implementation: str, kernels: Kernels) -> It
                         yield judge(problem, implementation)
 
 
+def _filled_pages() -> Iterator[tuple[str, bool]]:
+    """Whether kernels write new tokens into the pages of a pool: in words, and whether all is well."""
+    try:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            wrong = check_pages.differing()
+        cases = ", ".join(wrong or check_pages.CASES)
+        yield (f"FAIL pages of {cases} differ from what XLA writes" if wrong else f"pass: pages of {cases}"), not wrong
+    except Exception as error:  # whatever the device says
+        yield f"FAIL {type(error).__name__}: {' '.join(str(error).split())[:300]}", False
+
+
 def _shared_lines(chip: str) -> Iterator[tuple[str, bool]]:
     """Whether work is lost where CPU and GPU write to one cache line: in words, and whether all is well.
 
@@ -383,7 +408,7 @@ def run(options: argparse.Namespace) -> int:
     todo = problems(["blockwise"] if found.reason else metal.variants())
     if options.quick:
         todo = [p for p in todo if quick(p)]
-    start, interrupted, lines_failed = time.perf_counter(), False, False
+    start, interrupted, others_failed = time.perf_counter(), False, 0
     verdicts: list[Verdict] = []
     kernels = Kernels()
     try:
@@ -395,14 +420,17 @@ def run(options: argparse.Namespace) -> int:
                 print(row_end(step), flush=True)
                 verdicts.append(step)
         if implementation == "metal":
-            print("\nshared lines:", end=" ", flush=True)
-            for text, passed in interruptible(_shared_lines(found.device.get("name", ""))):
-                print(text, flush=True)
-                lines_failed = not passed
+            print()
+            others = {"pages filled": _filled_pages(), "shared lines": _shared_lines(found.device.get("name", ""))}
+            for name, steps in others.items():
+                print(f"{name}:", end=" ", flush=True)
+                for text, passed in interruptible(steps):
+                    print(text, flush=True)
+                    others_failed += not passed
     except KeyboardInterrupt:
         interrupted = True
         print(" interrupted")
-    failed = sum(not v.passed for v in verdicts) + lines_failed
+    failed = sum(not v.passed for v in verdicts) + others_failed
     seconds = time.perf_counter() - start
     what = f"{implementation}, {len(verdicts)} problems in {seconds:.0f} s"
     print(f"\nB = {BATCH}, N/K = {HEADS}/{KEY_HEADS}; errors are relative to the largest entry.")

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,9 +18,12 @@ from jax_mfa.arguments import specify
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.metal import DTYPES, show, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
+from jax_mfa.quantization import quantize
 from jax_mfa.specification import DIFFERENTIABLE
+from jax_mfa.storage import PagedArray, Scheme
 
 BATCH, HEADS, KEY_HEADS = 2, 4, 2
+PAGE = 16
 # what comes out, and the derivative of which argument it is
 GRADIENTS = dict(zip(DIFFERENTIABLE, ("dq", "dk", "dv", "dbias", "dscale", "dslopes", "dsinks"), strict=True))
 FORWARD = 2e-6  # float32 forward, of the largest output
@@ -46,7 +50,8 @@ class Problem:
         return self.queries <= tiles.DECODE_QUERIES
 
     def arguments(self) -> _Arguments:
-        """Those of `flash_attention`, random, the floating ones rounded to the dtype where that is the query's."""
+        """Those of `flash_attention`, random, the floating ones rounded to the dtype where that is the query's; keys
+        and values may be quantised, in pages or both."""
         rng = np.random.default_rng(self.head_size)
         shapes = {
             "query": (BATCH, self.queries, HEADS, self.head_size),
@@ -144,7 +149,28 @@ def _everything(p: Problem, rng: np.random.Generator) -> _Arguments:
     return found
 
 
-FEATURES: dict[str, Callable[[Problem, np.random.Generator], _Arguments]] = {
+_Feature: TypeAlias = Callable[[Problem, np.random.Generator], _Arguments]
+
+
+def _kept(key: Scheme | None, value: Scheme | None, paged: bool = False) -> _Feature:
+    """Keys and values by these schemes, and in pages that lie in no order, the last of each row not full."""
+
+    def feature(p: Problem, rng: np.random.Generator) -> _Arguments:
+        width = -(-p.keys // PAGE)
+        tables = rng.permutation(BATCH * width).astype(np.int32).reshape(BATCH, width)
+        found: _Arguments = {}
+        for name, size, scheme in (("key", p.head_size, key), ("value", p.value_size, value)):
+            x = _normal(rng, p.dtype, *((BATCH * width, PAGE) if paged else (BATCH, p.keys)), KEY_HEADS, size)
+            kept = x if scheme is None else jax.tree.map(np.asarray, quantize(x, scheme))
+            found[name] = PagedArray(kept, tables) if paged else kept
+        lengths = np.array([p.keys, p.keys - 5], np.int32)
+        at_the_end = {"is_causal": True, "key_value_seq_lengths": lengths, "query_offset": lengths - p.queries}
+        return found | at_the_end if paged else found
+
+    return feature
+
+
+FEATURES: dict[str, _Feature] = {
     "dense": lambda p, rng: {},
     "causal": _causal,
     "window": _window,
@@ -157,9 +183,15 @@ FEATURES: dict[str, Callable[[Problem, np.random.Generator], _Arguments]] = {
     "score": _score,
     "dropout": _dropout,
     "everything": _everything,
+    "int8": _kept(Scheme("int8"), Scheme("int8", True)),
+    "int4": _kept(Scheme("int4", channels=None, center=64), Scheme("int4", channels=32)),
+    "fp8": _kept(Scheme("fp8", True), Scheme("fp8", True)),
+    "pages": _kept(None, None, True),
+    "pages of int8": _kept(Scheme("int8"), Scheme("int4"), True),
 }
 _EACH_TILE = ("dense", "causal")
 _EACH_DTYPE = ("bias", "everything")  # kernels of their own, and all function constants
+_KEPT = ("int8", "int4", "fp8", "pages", "pages of int8")  # ways to store keys and values
 
 
 def head_sizes(variant: str, dtype: str) -> list[tuple[int, int]]:
@@ -184,7 +216,7 @@ def decode_sizes(dtype: str) -> list[tuple[int, int, int]]:
 
 def _of_variant(variant: str) -> list[Problem]:
     found = []
-    rotating = [x for x in FEATURES if x not in (*_EACH_TILE, *_EACH_DTYPE, "mask")]
+    rotating = [x for x in FEATURES if x not in (*_EACH_TILE, *_EACH_DTYPE, *_KEPT, "mask")]
     for at, dtype in enumerate(DTYPES):
         for i, (h, v) in enumerate(head_sizes(variant, dtype)):
             # above H = 128, where kernels are slow to compile, in turns
@@ -192,7 +224,7 @@ def _of_variant(variant: str) -> list[Problem]:
             if variant in tiles.VARIANTS and dtype != "bfloat16":  # lists know tiles, and no dtype
                 features.append("mask")
             if i == 0 and variant in tiles.NAMES:
-                features += [*_EACH_DTYPE, *rotating[at :: len(DTYPES)]]
+                features += [*_EACH_DTYPE, *rotating[at :: len(DTYPES)], *(_KEPT if at == 0 else _KEPT[at::3])]
             found += [Problem(variant, dtype, h, v, feature) for feature in features]
     return found
 
@@ -202,7 +234,8 @@ def _decoding(variant: str) -> list[Problem]:
     for dtype in DTYPES:
         sizes = decode_sizes(dtype)
         few = next(size for size in sizes if size[0] == 2)  # without the matrix unit
-        some = [(*size, feature) for size in (sizes[0], few) for feature in ("everything", "dense")]
+        features = ("everything", "dense", *(_KEPT[1:] if dtype == DTYPES[0] else _KEPT[-1:]))
+        some = [(*size, feature) for size in (sizes[0], few) for feature in features]
         some += [(*size, "causal") for size in sizes]
         found += [Problem(variant, dtype, h, v, feature, t, tiles.DECODE_KEYS + 18) for t, h, v, feature in some]
     return found

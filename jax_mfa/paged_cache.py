@@ -124,7 +124,7 @@ class PagedKVCache:
         """
         key, value = self._checked(key, value, sum(checks.integer("counts", n, least=0) for n in counts))
         where = self.book.reserve(sequences, counts, tokens)
-        pages = _write_in_place((self.key_pages, self.value_pages), key, value, _padded(where, len(sequences)))
+        pages = write_in_place((self.key_pages, self.value_pages), key, value, _padded(where, len(sequences)))
         return dataclasses.replace(self, key_pages=pages[0], value_pages=pages[1])
 
     def write(self, where: Write, key: ArrayLike, value: ArrayLike) -> PagedKVCache:
@@ -164,28 +164,28 @@ def _padded(where: Write, sequences: int) -> Write:
 def _write(pages, key, value, where: Write):
     where = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), where)
     if where.slots.size and append.takes(pages):
-        return lax.platform_dependent(pages, key, value, where, cpu=_on_metal, default=_scattered)
-    return _scattered(pages, key, value, where)
+        return lax.platform_dependent(pages, key, value, where, cpu=_on_metal, default=scattered)
+    return scattered(pages, key, value, where)
 
 
-def _scattered(pages, key, value, where: Write):
+def scattered(pages, key, value, where: Write):
     return tuple(_written(x, new, where) for x, new in zip(pages, (key, value)))
 
 
 @jax.custom_batching.custom_vmap
 def _on_metal(pages, key, value, where: Write):
     found = append.write(pages, key, value, where)
-    return _scattered(pages, key, value, where) if found is None else found
+    return scattered(pages, key, value, where) if found is None else found
 
 
 @_on_metal.def_vmap
 def _on_metal_mapped(size, mapped, *arguments):
     axes = jax.tree.map(lambda x: 0 if x else None, mapped)
-    found = jax.vmap(_scattered, in_axes=axes, axis_size=size)(*arguments)
+    found = jax.vmap(scattered, in_axes=axes, axis_size=size)(*arguments)
     return found, jax.tree.map(lambda _: True, found)
 
 
-_write_in_place = jax.jit(_write, donate_argnums=0)
+write_in_place = jax.jit(_write, donate_argnums=0)
 
 
 def _written(pages, new, where: Write):

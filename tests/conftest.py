@@ -12,8 +12,11 @@ import sys
 
 _flags = os.environ.get("XLA_FLAGS")
 _wanted = {"xla_force_host_platform_device_count": 8}
-# Compiling is two thirds of a test's time, and half of that XLA's fusion emitters, where they can be left out: JAX 0.12
-# and later have nothing else, and those of 0.8 and before do not know the flag. An unknown flag ends the process.
+# Compiling is two thirds of a test's time, and most of that LLVM's optimiser, which small problems do not need. Where
+# `.ci/run` repeats tests on other versions of JAX, it sets the level to 3 itself: as users compile.
+_wanted |= {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+# Of the rest half are XLA's fusion emitters, where they can be left out: JAX 0.12 and later have nothing else, 0.8 and
+# before do not know the flag, and an unknown flag ends the process.
 if (0, 9) <= tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2]) < (0, 12):
     _wanted["xla_cpu_use_fusion_emitters"] = "false"
 os.environ["XLA_FLAGS"] = " ".join(

@@ -13,7 +13,7 @@ from oracle import attention
 from jax_mfa import OutOfPages, PageBook, PagedKVCache, Scheme, metal, paged_attention
 from jax_mfa.metal import append
 from jax_mfa.page_book import Write
-from jax_mfa.paged_cache import _write_in_place
+from jax_mfa.paged_cache import write_in_place
 
 K, H, V, PAGE = 2, 6, 4, 8
 
@@ -209,7 +209,7 @@ def test_a_pool_is_written_in_place(writer, scheme, dtype):
     pool = jax.tree.unflatten(jax.tree.structure(create(1)), parts)
     new = jax.ShapeDtypeStruct((5, K, 64), dtype)
     where = Write(*(jax.ShapeDtypeStruct((n,), jnp.int32) for n in (5, 2, 2)))
-    lowered = _write_in_place.lower((pool.key_pages, pool.value_pages), new, new, where)
+    lowered = write_in_place.lower((pool.key_pages, pool.value_pages), new, new, where)
     assert ("jax_mfa_append" in lowered.as_text()) == (writer == "metal")
     memory = lowered.compile().memory_analysis()
     total = sum(x.size * x.dtype.itemsize for x in parts)

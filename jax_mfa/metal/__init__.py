@@ -123,7 +123,8 @@ def plan_of(
     if of_pass == "forward":
         return kernels.forward(spec, arrays, variant=variant)
     if wanted is None:
-        wanted = tuple(name for name in DIFFERENTIABLE if getattr(o, name) is not None)
+        pages = ("key", "value") if spec.page_size is not None else ()  # they have no gradient
+        wanted = tuple(name for name in DIFFERENTIABLE if getattr(o, name) is not None and name not in pages)
     return kernels.backward(spec, arrays, wanted=wanted, variant=variant)
 
 

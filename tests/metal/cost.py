@@ -121,13 +121,23 @@ STORED = {
 }
 
 
+def _decoded(scheme: Scheme | None, page: int, *lengths: int) -> serving.Serving:
+    return serving.Serving(1, lengths, (scheme, scheme), page, h=64, n=8, dtype="float16")
+
+
+def whole_decoding(scheme: Scheme | None) -> int:
+    """Bytes that kernels load for one new token of a context of 4096: of keys and values, rows, splits and parameters,
+    of which each lane that reads one counts."""
+    ran = _decoded(scheme, 0, 4096).run()
+    assert not ran.reports
+    return sum(x.device_bytes_loaded for x in ran.counters.values())
+
+
 @functools.cache
 def decoding(scheme: Scheme | None, page: int = 0) -> tuple[float, float, float]:
     """Of one new token for each further token of its context, H = 64, float16: bytes that are stored for it, bytes that
     kernels load, and multiply-accumulates."""
-    long, short = (
-        serving.Serving(1, (1024, x), (scheme, scheme), page, h=64, n=8, dtype="float16") for x in (1024, 512)
-    )
+    long, short = (_decoded(scheme, page, 1024, x) for x in (1024, 512))
     whole, half = long.run(), short.run()
     assert not whole.reports and not half.reports
     total = lambda ran, name: sum(getattr(x, name) for x in ran.counters.values())
@@ -140,19 +150,19 @@ def decoding(scheme: Scheme | None, page: int = 0) -> tuple[float, float, float]
 
 def table_of_decoding() -> str:
     """Markdown: what each way of storing costs, over float16."""
-    dense = decoding(None)
+    dense, whole = decoding(None), whole_decoding(None)
     lines = [
-        "decoding, H = V = 64, K = 2: for each token of the context",
+        "decoding, H = V = 64, K = 2: for each token of the context; at last, all that a token costs at S = 4096",
         "",
-        "| stored as | bytes stored | bytes loaded | over float16 | in pages of 16 | MAC |",
-        "|---" * 6 + "|",
+        "| stored as | bytes stored | bytes loaded | over float16 | in pages of 16 | MAC | S = 4096, over float16 |",
+        "|---" * 7 + "|",
     ]
     for name, scheme in STORED.items():
         stored, loaded, products = decoding(scheme)
         _, paged, _ = decoding(scheme, 16)
         lines.append(
             f"| {name} | {stored:.0f} | {loaded:.0f} | {loaded / dense[1]:.3f} | {paged / dense[1]:.3f} "
-            f"| {products:.1f} |"
+            f"| {products:.1f} | {whole_decoding(scheme) / whole:.3f} |"
         )
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ import pytest
 from emulator import device
 
 import jax_mfa
-from jax_mfa import BlockMask, check, check_lines, check_problems, metal
+from jax_mfa import BlockMask, check, check_lines, check_pages, check_problems, metal, paged_cache
 from jax_mfa.__main__ import READER_GONE
 from jax_mfa.arguments import specify
 from jax_mfa.command_line import INTERRUPTED
@@ -144,6 +144,7 @@ def passing(monkeypatch):
 
     monkeypatch.setattr(check, "judge", judge)
     monkeypatch.setattr(check_lines, "lost", lambda module: 0)
+    monkeypatch.setattr(check_pages, "differing", lambda: [])
     return judge
 
 
@@ -221,6 +222,7 @@ def test_metal_is_judged_on_cpu_whatever_the_default_device(monkeypatch, capsys)
     monkeypatch.setattr(check, "judge", judge)
     monkeypatch.setattr(check.Kernels, "prepare", lambda self, problem: [])
     monkeypatch.setattr(check_lines, "lost", lambda module: 0)
+    monkeypatch.setattr(check_pages, "differing", lambda: [])
     assert check.run(options()) == 0
     assert places and set(places) == {("metal", "cpu")}
     assert "all passed: metal" in capsys.readouterr().out
@@ -369,6 +371,18 @@ def test_a_device_gets_what_it_can_run(monkeypatch, capsys, passing, families, v
     assert tuple(dict.fromkeys(line.split("|")[1].strip() for line in table)) == variants
 
 
+def test_each_way_to_store_keys_and_values_is_reached():
+    """By every kernel that reads them, in this and that tile table and without one."""
+    kinds = ("int8_kind", "int4_kind", "fp8_kind", f", {check_problems.PAGE}>")
+    readers = {"forward", "d_query", "d_key_value"}
+    for variant, kernels in reached(tiles.NAMES).items():
+        split = {"decode", "decode_rows"} if variant == tiles.NAMES[0] else set()
+        for kind in kinds:
+            found = {x.template[0].partition("_")[2] for x in kernels if kind in str(x.template[1])}
+            # pages have no gradient
+            assert found >= (readers - {"d_key_value"} if kind == kinds[-1] else readers) | split, (variant, kind)
+
+
 def test_no_problem_is_empty():
     """Rows see something, and results are of the size of the inputs."""
     for problem in {(p.feature, p.decoding): p for p in reversed(check.problems(["staged"]))}.values():
@@ -432,10 +446,11 @@ def test_after_a_gpu_fault_the_next_problem_runs(on_device, monkeypatch, capsys)
 
 def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(check, "problems", lambda variants: [])
+    monkeypatch.setattr(check_pages, "differing", lambda: [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     module, chip = runtime.get().module, runtime.get().device["name"]
     assert check.run(options()) == 0
-    assert "shared lines: pass" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert "shared lines: pass" in capsys.readouterr().out and not runtime.lines_file().exists()
     try:
         with on_device.option(device.Option.LINE_BYTES, 128):
             assert check.run(options()) == 1
@@ -456,6 +471,18 @@ def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monke
         assert module.stage_shared_lines(0) == check_lines.ALL
     finally:
         module.stage_shared_lines(0)
+
+
+def test_pages_that_a_kernel_fills_wrongly_are_noticed(on_device, monkeypatch, capsys):
+    monkeypatch.setattr(check, "problems", lambda variants: [])
+    monkeypatch.setattr(check_lines, "lost", lambda module: 0)
+    assert check.run(options()) == 0
+    assert "pages filled: pass: pages of float16, int8, int4, fp8" in capsys.readouterr().out
+    written = paged_cache.write_in_place
+    a_token_too_far = lambda *given: written(*given[:-1], given[-1]._replace(slots=given[-1].slots + 1))
+    monkeypatch.setattr(paged_cache, "write_in_place", a_token_too_far)
+    assert check.run(options()) == 1
+    assert "pages filled: FAIL pages of float16, int8, int4, fp8 differ" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lost", [(3, 0), (3, 2), (0, 0)], ids=str)

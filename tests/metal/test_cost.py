@@ -113,7 +113,7 @@ def test_decoding_loads_each_stored_byte_once_and_multiplies_no_more_than_dense(
     stored, loaded, products = cost.decoding(cost.STORED[name])
     dense = cost.decoding(None)
     assert dense[0] == 2 * 2 * 64 * 2 and dense[1] <= 1.01 * dense[0]
-    assert loaded <= 1.03 * stored  # a few numbers of the launch are read again with each tile
+    assert stored <= loaded <= 1.01 * stored
     assert loaded <= BYTES_OF_DECODING[name] * dense[1]
     assert products == dense[2]
 

@@ -114,7 +114,8 @@ MACHINES = dict(zip(PROGRAMS, ("m1", "m3", "m5", "paravirtual", "intel"), strict
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_goes_on_after_attention(name: str, native: types.ModuleType) -> None:
-    end = "assert stacks and min(stacks) >= 8 << 20, stacks\n"
+    # 8 MiB, of which glibc leaves out the main thread's arguments and environment
+    end = "assert stacks and min(stacks) >= 7 << 20, stacks\n"
     code = START.format(tests=str(TESTS), root=str(TESTS.parent)) + PROGRAMS[name].format() + end
     environment = {**os.environ, "JAX_MFA_DEVICE": f"emulator:{MACHINES[name]}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment)
