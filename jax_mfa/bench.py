@@ -177,10 +177,10 @@ def _of_problems(options: argparse.Namespace, problems: list[Problem]) -> _Bench
                 row["intensity"] = bench_figures.intensity(problem, kind)
             if predicted:
                 row["predicted"] = predicted[str(problem), kind]
-            yield row
+            yield {**row, "resident_bytes": _resident()}
 
     def write(rows: Rows, facts: dict[str, Any]) -> Iterator[str]:
-        facts |= dict(chip=chip, resident_bytes=_resident())
+        facts |= dict(chip=chip, resident_bytes=rows[-1]["resident_bytes"])
         yield _write_json(options.out / "bench.json", dict(**facts, rows=rows))
         if any(r["seconds"] for r in rows):
             title = f"{ours} on {chip or facts['machine']}, JAX {facts['jax']}"
@@ -191,7 +191,7 @@ def _of_problems(options: argparse.Namespace, problems: list[Problem]) -> _Bench
         total=sum(len(p.passes) for p in problems),
         measure=measure,
         table=lambda rows: "\n".join(
-            [bench_models.table(rows), "", *bench_figures.summary(rows), *bench_predictions.lines(rows)]
+            [bench_models.table(rows), "", *bench_figures.summary(rows), *_held(rows), *bench_predictions.lines(rows)]
         ),
         failures=bench_models.failures,
         failed=lambda row: any(name in row["failures"] for name in options.implementations),
@@ -227,6 +227,11 @@ def _resident() -> int | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def _held(rows: Rows) -> list[str]:
+    most = rows[-1]["resident_bytes"]
+    return [] if most is None else [f"the process held {most / 2**20:.0f} MiB of memory at most"]
 
 
 def _compare(old: pathlib.Path, new: pathlib.Path) -> int:

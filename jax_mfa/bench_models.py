@@ -158,9 +158,13 @@ def _in_mlx(problem: Problem, kind: str, arrays: list[jax.Array]) -> Callable[[]
     )
     mask = mx.array(problem.visible) if _needs_mask(problem) else "causal" if problem.is_causal else None
     attend = functools.partial(mx.fast.scaled_dot_product_attention, scale=problem.H**-0.5, mask=mask)
-    if kind == TRAINING:
-        return lambda: mx.eval(mx.vjp(attend, [q, k, v], [d_out]))
-    return lambda: mx.eval(attend(q, k, v))
+
+    def run() -> Any:
+        found = mx.vjp(attend, [q, k, v], [d_out]) if kind == TRAINING else attend(q, k, v)
+        mx.eval(found)
+        return found
+
+    return run
 
 
 OTHERS = {TORCH: _in_torch, MLX: _in_mlx}

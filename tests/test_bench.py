@@ -12,7 +12,7 @@ import pytest
 
 from jax_mfa import bench, bench_devices, bench_figures, bench_models, bench_problems
 from jax_mfa.__main__ import main
-from jax_mfa.bench_models import STOCK, TORCH
+from jax_mfa.bench_models import MLX, STOCK, TORCH
 from jax_mfa.bench_problems import BOTH, COMPILING, DECODE, FORWARD, TANGENT, TRAINING, Problem
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -92,9 +92,10 @@ def test_all_candidates_compute_the_same(mask, kind):
     arrays = bench_models.arrays(problem)
     made = bench_models.candidates(["blockwise", "reference"])
     results = {name: np.asarray(make(problem)(*arrays[:3])) for name, make in made.items()}
-    in_torch = bench_models._in_torch(problem, kind, arrays)
-    if in_torch is not None:
-        results[TORCH] = in_torch().transpose(1, 2).numpy()
+    for name, make in {TORCH: bench_models._in_torch, MLX: bench_models._in_mlx}.items():
+        run = make(problem, kind, arrays)
+        if run is not None:  # it is installed
+            results[name] = np.asarray(run()).transpose(0, 2, 1, 3)
     for name, x in results.items():
         np.testing.assert_allclose(x, results["reference"], rtol=0, atol=1e-5, err_msg=name)
     q, k, v = (np.asarray(x, np.float64) for x in arrays[:3])
@@ -367,6 +368,7 @@ def test_the_preset_writes_figures_a_picture_and_summaries(tmp_path, capsys, mon
     said = capsys.readouterr().out
     assert "vs jax.nn by length, forward: 4: " in said and "vs jax.nn by batch" not in said
     assert "GINSTR/s" in said and "of peak" not in said
+    assert f"the process held {found['resident_bytes'] / 2**20:.0f} MiB of memory at most" in said
 
 
 def times_file(folder, name, **quartiles):
