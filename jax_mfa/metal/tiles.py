@@ -165,6 +165,21 @@ def split_keys(keys: int, step: int) -> int:
     return -(-max(256, -(-keys // 64)) // step) * step
 
 
+def splits(keys: int, step: int) -> list[int]:
+    """Columns of a split that `tune` may take: those of `split_keys`, then halves and doubles, the nearest first."""
+    usual = split_keys(keys, step)
+    others = (usual // 2, usual * 2, usual // 4, usual * 4, usual // 8, usual * 8)
+    return list(dict.fromkeys(-(-min(x, keys) // step) * step for x in (usual, *others)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """In place of a table's name: that table, and so many columns of a split where a problem is one of decoding."""
+
+    variant: str
+    columns: int
+
+
 @dataclasses.dataclass(frozen=True)
 class QueryTiles(_Blocks):
     """Template arguments of `attention_d_query`, in its order."""
