@@ -1,4 +1,4 @@
-"""Writes where the project lives into what PyPI shows: project URLs, and README's links, which are relative here.
+"""Writes where the project lives into what PyPI shows: project URLs, and README's links and pictures, relative here.
 
 `python .github/home.py URL`, before a build; the publishing workflow knows the URL of its own repository.
 """
@@ -19,6 +19,7 @@ def main(url: str) -> None:
         sys.exit(f"{project}: expected one {heading.strip()} and no [project.urls]")
     project.write_text(text.replace(heading, urls + heading), encoding="utf-8")
     text = readme.read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", rf"\1{url}/raw/main/", text)  # the page of a picture is no picture
     readme.write_text(re.sub(r"\]\((?!\w+:|#)", f"]({files}", text), encoding="utf-8")
 
 

@@ -1,8 +1,9 @@
-"""Times attention against stock JAX, in one run.
+"""Times attention against stock JAX, and PyTorch and MLX where they are installed, side by side in one run.
 
-For each length, mask and pass every candidate is compiled, its temporary memory is read from the compiler, and all are
-timed in turns, so that the ratio holds on a machine whose speed drifts. Prints a table, and writes `bench.json` and
-`bench.png`. A candidate that cannot run a problem is listed with its reason, and the others go on. Ctrl-C ends the
+Problems are every combination of the values that the sweep's options name, or those of models. For each problem and
+pass every candidate is compiled, its temporary memory is read from the compiler, and all are timed in turns, so that
+the ratio holds on a machine whose speed drifts. Prints a table and speed-ups by what was swept, and writes `bench.json`
+and `bench.png`. A candidate that cannot run a problem is listed with its reason, and the others go on. Ctrl-C ends the
 measuring; the problems that were finished are printed and written.
 """
 
@@ -11,83 +12,111 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
 import platform
-import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jax_mfa import bench_devices, bench_figures, bench_models
-from jax_mfa.api import IMPLEMENTATIONS, dot_product_attention
-from jax_mfa.bench_models import BOTH, STOCK
+from jax_mfa import bench_devices, bench_figures, bench_models, bench_predictions, bench_problems
+from jax_mfa.api import IMPLEMENTATIONS
+from jax_mfa.bench_problems import BOTH, DECODE, MASKS, SWEEP, Problem
 from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
 from jax_mfa.specification import DTYPES
 
-HELP = "time attention against stock jax.nn over a sweep of lengths"
-MASKS = ("dense", "causal")
+HELP = "time attention against stock jax.nn, over sweeps or for named models"
+Rows = list[dict[str, Any]]
 SHORTEST = 0.5  # seconds of timing for each set of candidates
 
 
-def _names(text: str) -> list[str]:
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in IMPLEMENTATIONS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Different ones of these names, comma separated."""
+
+    def names(text: str) -> list[str]:
+        found = list(dict.fromkeys(text.split(",")))
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return found
+
     return names
+
+
+# the options of a sweep, by the names of `SWEEP`
+_SWEPT: dict[str, tuple[Callable[[str], list[Any]], str]] = {
+    "lengths": (positives, "T = S; of decode, S"),
+    "batches": (positives, "B"),
+    "heads": (positives, "N"),
+    "key_value_heads": (positives, "K, divisors of N"),
+    "head_sizes": (positives, "H = V"),
+    "dtypes": (_some_of(DTYPES[:3]), f"of {', '.join(DTYPES[:3])}"),
+    "masks": (_some_of(MASKS), f"of {', '.join(MASKS)}"),
+    "passes": (_some_of((*BOTH, DECODE)), f"of {', '.join((*BOTH, DECODE))}"),
+}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m jax_mfa bench`."""
-    parser.add_argument(
-        "--lengths",
-        type=positives,
-        default="256,512,1024,2048,4096",
-        help="T = S, comma separated; default: %(default)s",
+    swept = parser.add_argument_group("sweep", "values, comma separated; every combination of them is timed")
+    for name, (kind, what) in _SWEPT.items():
+        usual = "as many as N" if SWEEP[name] == [None] else ",".join(map(str, SWEEP[name]))
+        swept.add_argument(_flag(name), type=kind, metavar="LIST", help=f"{what}; default: {usual}")
+    swept.add_argument(
+        "--window",
+        type=positive,
+        default=bench_problems.WINDOW,
+        help="columns that a row of the mask window sees, default: %(default)s",
     )
-    parser.add_argument(
-        "--implementations",
-        type=_names,
-        help=f"comma separated, of {', '.join(IMPLEMENTATIONS)}; default: metal where it can be used, and blockwise",
-    )
-    parser.add_argument("--batch", type=positive, default=1, help="B, default: %(default)s")
-    parser.add_argument("--heads", type=positive, default=8, help="N, default: %(default)s")
-    parser.add_argument("--key-value-heads", type=positive, help="K, a divisor of N, default: --heads")
-    parser.add_argument("--head-size", type=positive, default=64, help="H = V, default: %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES[:3], default="float32", help="default: %(default)s")
-    parser.add_argument(
-        "--rounds", type=positive, default=5, help="timed turns of each candidate, at least; default: %(default)s"
-    )
-    parser.add_argument(
+    other = parser.add_argument_group("what else to time").add_mutually_exclusive_group()
+    other.add_argument(
         "--models",
         nargs="?",
         const="",
         metavar="PART",
-        help="time the attention of named models instead, those whose name or shape holds PART, against jax.nn and, "
-        "where they are installed, PyTorch and MLX",
+        help="the attention of named models instead, those whose name or shape holds PART",
     )
-    parser.add_argument(
-        "--preset", action="store_true", help="likewise 48 short problems, over batches, lengths and head sizes"
+    other.add_argument(
+        "--preset",
+        action="store_true",
+        help="a sweep of 48 short problems, over batches, lengths and head sizes, where no option says otherwise",
     )
-    parser.add_argument(
+    other.add_argument(
+        "--devices",
+        type=positives,
+        help="a sweep of causal attention over so many devices each, comma separated: bytes sent and memory per "
+        "device, beside the formulas; a CPU is divided into as many",
+    )
+    other.add_argument(
         "--compare",
         nargs=2,
         type=pathlib.Path,
         metavar=("OLD", "NEW"),
-        help="time nothing: compare two bench_models.json, and exit 1 where something got slower beyond noise",
+        help="time nothing: compare two bench.json, and exit 1 where something got slower beyond noise",
     )
     parser.add_argument(
-        "--devices",
-        type=positives,
-        help="time causal attention over so many devices each, comma separated, instead: bytes sent and memory per "
-        "device, beside the formulas; a CPU is divided into as many",
+        "--implementations",
+        type=_some_of(IMPLEMENTATIONS),
+        help=f"comma separated, of {', '.join(IMPLEMENTATIONS)}; others are compared with the first; default: metal "
+        "where it can be used, and blockwise",
+    )
+    parser.add_argument(
+        "--predict",
+        type=bench_predictions.predictor,
+        metavar="MODULE",
+        help="also print the share of its cycles that an M1 would spend in the matrix unit, for each Metal kernel, as "
+        "matrix_shares(plan) of this module predicts; in a checkout: compiled, with PYTHONPATH=tests:tests/metal",
     )
     parser.add_argument("--no-stock", action="store_true", help="leave jax.nn out, for lengths that it cannot hold")
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="timed turns of each candidate, at least; default: %(default)s"
+    )
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -96,208 +125,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _arrays(options: argparse.Namespace, length: int) -> list[jax.Array]:
-    """Query, key, value and the cotangent of the output, random."""
-    keys = jax.random.split(jax.random.key(length), 4)
-    heads = [options.heads, *[options.key_value_heads or options.heads] * 2, options.heads]
-    return [
-        jax.random.normal(key, (options.batch, length, n, options.head_size), jnp.dtype(options.dtype))
-        for key, n in zip(keys, heads)
-    ]
-
-
-def _time(functions: dict[str, Any], arrays: Any, rounds: int, progress: Any) -> dict[str, dict[str, Any]]:
-    """For each candidate its time in seconds and temporary memory, or the failure that kept it from running."""
-    found: dict[str, dict[str, Any]] = {}
-    programs: dict[str, Callable[[], Any]] = {}
-    for name, function in functions.items():
-        found[name] = dict(seconds=None, temporary_bytes=None, speedup=None, failure="")
-        try:
-            program = jax.jit(function).lower(*arrays()).compile()
-            bench_models.call(program, arrays())
-        except Exception as error:  # whatever keeps a candidate from running belongs in the table
-            found[name]["failure"] = f"{type(error).__name__}: {error}"
-        else:
-            programs[name] = functools.partial(bench_models.call, program, arrays())
-            found[name]["temporary_bytes"] = getattr(program.memory_analysis(), "temp_size_in_bytes", None)
-        progress()
-    if programs:
-        medians = {name: statistics.median(x) for name, x in bench_models.timed(programs, rounds, SHORTEST).items()}
-        for name, seconds in medians.items():
-            found[name]["seconds"] = seconds
-            if STOCK in medians:
-                found[name]["speedup"] = medians[STOCK] / seconds
-    return found
-
-
-def measure(options: argparse.Namespace, progress: Any) -> Iterator[dict[str, Any]]:
-    """One row for each length, mask, pass and candidate."""
-    candidates: dict[str, Callable[..., Any]] = {} if options.no_stock else {STOCK: jax.nn.dot_product_attention}
-    for name in options.implementations:
-        candidates[name] = functools.partial(dot_product_attention, implementation=name)
-    for length in options.lengths:
-        arrays = functools.cache(functools.partial(_arrays, options, length))
-        for mask, kind in itertools.product(MASKS, BOTH):
-            functions = {
-                name: bench_models.PROGRAMS[kind](functools.partial(attention, is_causal=mask == "causal"))
-                for name, attention in candidates.items()
-            }
-            found = _time(functions, arrays, options.rounds, progress)
-            for name, facts in found.items():
-                yield dict(length=length, mask=mask, kind=kind, implementation=name, **facts)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
-    lines = [
-        "| T = S | mask | pass | implementation | time | vs jax.nn | temporary memory |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        cells = [str(r[name]) for name in ("length", "mask", "kind", "implementation")]
-        for name, factor, form in (
-            ("seconds", 1e3, "{:.1f} ms"),
-            ("speedup", 1, "{:.2f}×"),
-            ("temporary_bytes", 2**-20, "{:.1f} MiB"),
-        ):
-            cells.append("–" if r[name] is None else form.format(r[name] * factor))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def failures(rows: list[dict[str, Any]]) -> list[str]:
-    """What could not run, and why: a line for each candidate and reason."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for r in rows:
-        if r["failure"]:
-            why = " ".join(r["failure"].split())[:300]
-            reasons.setdefault((r["implementation"], why), []).append(f"{r['length']} {r['mask']} {r['kind']}")
-    return [f"{name} did not run {', '.join(where)}: {why}" for (name, why), where in reasons.items()]
-
-
-def plot(rows: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
-    """Time and temporary memory by length, one line for each implementation and mask."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot, ticker
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), sharex=True, layout="constrained")
-    names = list(dict.fromkeys(r["implementation"] for r in rows))
-    for column, kind in enumerate(BOTH):
-        for name in names:
-            for mask, style in zip(MASKS, ("-", "--")):
-                line = [r for r in rows if (r["implementation"], r["mask"], r["kind"]) == (name, mask, kind)]
-                x = [r["length"] for r in line]
-                look = dict(color=f"C{names.index(name)}", linestyle=style, marker="o", label=f"{name}, {mask}")
-                axes[0, column].plot(x, [r["seconds"] * 1e3 for r in line], **look)
-                if all(r["temporary_bytes"] is not None for r in line):
-                    axes[1, column].plot(x, [max(r["temporary_bytes"], 1) / 2**20 for r in line], **look)
-        axes[0, column].set(title=kind, ylabel="time, ms")
-        axes[1, column].set(xlabel="length T = S", ylabel="temporary memory, MiB")
-    lengths = sorted({r["length"] for r in rows})
-    for axis in axes.flat:
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(lengths, [str(x) for x in lengths])
-        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0, 0].legend()
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def _problems(options: argparse.Namespace) -> list[Problem]:
+    """Those of the models that are named, else of the sweep."""
+    given = {name: getattr(options, name) for name in SWEEP if getattr(options, name) is not None}
+    if options.models is not None:
+        if given:
+            raise argparse.ArgumentTypeError(f"argument --models: not allowed with argument {_flag(next(iter(given)))}")
+        found = bench_problems.select(options.models)
+        if not found:
+            names = ", ".join(dict.fromkeys(p.name for p in bench_problems.PROBLEMS))
+            raise argparse.ArgumentTypeError(f"argument --models: expected a part of a name of {names}")
+        return found
+    base = bench_problems.PRESET if options.preset else {"masks": ["causal"]} if options.devices else {}
+    values = {**SWEEP, **base, **given}
+    for n in values["heads"]:
+        for k in values["key_value_heads"]:
+            if k is not None and n % k:
+                raise argparse.ArgumentTypeError(
+                    f"argument --key-value-heads: expected a divisor of --heads {n}, got {k}"
+                )
+    if options.devices and (values["masks"] != ["causal"] or DECODE in values["passes"]):
+        raise argparse.ArgumentTypeError("argument --devices: not allowed with other masks than causal, or decode")
+    return bench_problems.sweep(values, options.window)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Benchmark:
     """What `run` does with one of the benchmarks."""
 
-    total: int
-    unit: str
-    measure: Callable[[Callable[[], object]], Iterator[dict[str, Any]]]  # rows, of what to call as one is done
-    table: Callable[[list[dict[str, Any]]], str]
-    failures: Callable[[list[dict[str, Any]]], list[str]]
+    total: int  # of rows
+    measure: Callable[[], Iterator[dict[str, Any]]]
+    table: Callable[[Rows], str]
+    failures: Callable[[Rows], list[str]]
     failed: Callable[[dict[str, Any]], bool]  # whether one of our implementations did, in a row
-    # files of rows and facts, and their names as they are there
-    write: Callable[[list[dict[str, Any]], dict[str, Any]], Iterator[str]]
+    write: Callable[[Rows, dict[str, Any]], Iterator[str]]  # files of rows and facts, and their names as they are there
 
 
-def _of_lengths(options: argparse.Namespace) -> _Benchmark:
-    heads = f"{options.heads}" if options.key_value_heads is None else f"{options.heads}/{options.key_value_heads}"
-    problem = f"B{options.batch} N{heads} H{options.head_size} {options.dtype}"
+def _of_problems(options: argparse.Namespace, problems: list[Problem]) -> _Benchmark:
+    """Side by side; the first implementation is compared with the others."""
+    ours = options.implementations[0]
+    chip = start_metal().device.get("name", "") if ours == "metal" else ""
+    predicted = bench_predictions.predict(options.predict, problems) if options.predict else {}
 
-    def write(rows: Any, facts: dict[str, Any]) -> Iterator[str]:
-        yield _write_json(options.out / "bench.json", dict(problem=problem, **facts, rows=rows))
-        ran = [r for r in rows if not r["failure"]]
-        if ran:
-            title = f"{problem}; {facts['backend']}, {facts['machine']}, JAX {facts['jax']}"
-            plot(ran, options.out / "bench.png", title)
+    def measure() -> Iterator[dict[str, Any]]:
+        candidates = bench_models.candidates(options.implementations, not options.no_stock)
+        for row in bench_models.measure(problems, candidates, ours, options.rounds, SHORTEST):
+            problem, kind = Problem(**row["sizes"]), row["kind"]
+            row["quartiles"] = {name: bench_figures.quartiles(x) for name, x in row["times"].items()}
+            if ours in row["seconds"] and kind in (*BOTH, DECODE):
+                row["figures"] = bench_figures.figures(problem, kind, row["quartiles"][ours][1], chip)
+                row["intensity"] = bench_figures.intensity(problem, kind)
+            if predicted:
+                row["predicted"] = predicted[str(problem), kind]
+            yield {**row, "resident_bytes": _resident()}
+
+    def write(rows: Rows, facts: dict[str, Any]) -> Iterator[str]:
+        facts |= dict(chip=chip, resident_bytes=rows[-1]["resident_bytes"])
+        yield _write_json(options.out / "bench.json", dict(**facts, rows=rows))
+        if any(r["seconds"] for r in rows):
+            title = f"{ours} on {chip or facts['machine']}, JAX {facts['jax']}"
+            bench_figures.plot(rows, options.out / "bench.png", title, chip)
             yield str(options.out / "bench.png")
 
     return _Benchmark(
-        total=len(options.lengths) * len(MASKS) * len(BOTH) * (len(options.implementations) + (not options.no_stock)),
-        unit="program",
-        measure=functools.partial(measure, options),
-        table=table,
-        failures=failures,
-        failed=lambda row: bool(row["failure"]) and row["implementation"] != STOCK,
-        write=write,
-    )
-
-
-def _of_models(options: argparse.Namespace) -> _Benchmark:
-    """The problems of `bench_models`, of which the first implementation is timed."""
-    ours = options.implementations[0]
-    problems = list(bench_models.PRESET) if options.preset else bench_models.select(options.models)
-    chip = start_metal().device.get("name", "")
-    if not problems:
-        names = ", ".join(dict.fromkeys(p.name for p in bench_models.PROBLEMS))
-        raise argparse.ArgumentTypeError(f"argument --models: expected a part of a name of {names}")
-
-    def measure(progress: Any) -> Iterator[dict[str, Any]]:
-        for row in bench_models.measure(problems, ours, options.rounds, SHORTEST, progress):
-            problem, kind = bench_models.Problem(**row["sizes"]), row["kind"]
-            row["quartiles"] = {name: bench_figures.quartiles(x) for name, x in row["times"].items()}
-            if ours in row["seconds"] and kind in BOTH:
-                row["figures"] = bench_figures.figures(problem, kind, row["quartiles"][ours][1], chip)
-                row["intensity"] = bench_figures.intensity(problem, kind)
-            yield row
-
-    def write(rows: Any, facts: dict[str, Any]) -> Iterator[str]:
-        facts |= dict(chip=chip, resident_bytes=_resident())
-        yield _write_json(options.out / "bench_models.json", dict(**facts, rows=rows))
-        if any("figures" in r for r in rows):
-            title = f"{ours} on {chip or facts['machine']}, JAX {facts['jax']}"
-            bench_figures.plot(rows, options.out / "bench_models.png", title, chip)
-            yield str(options.out / "bench_models.png")
-
-    return _Benchmark(
         total=sum(len(p.passes) for p in problems),
-        unit="measurement",
         measure=measure,
-        table=lambda rows: "\n".join([bench_models.table(rows), "", *bench_figures.summary(rows)]),
+        table=lambda rows: "\n".join(
+            [bench_models.table(rows), "", *bench_figures.summary(rows), *_held(rows), *bench_predictions.lines(rows)]
+        ),
         failures=bench_models.failures,
-        failed=lambda row: ours in row["failures"],
+        failed=lambda row: any(name in row["failures"] for name in options.implementations),
         write=write,
     )
 
 
-def _of_devices(options: argparse.Namespace) -> _Benchmark:
+def _of_devices(options: argparse.Namespace, problems: list[Problem]) -> _Benchmark:
     """Attention over several devices, of which the first implementation is timed."""
-    if options.models is not None or options.preset:
-        raise argparse.ArgumentTypeError("argument --devices: not allowed with --models or --preset")
     if len(jax.devices()) < max(options.devices):
         raise argparse.ArgumentTypeError(f"argument --devices: there are {len(jax.devices())}")
 
-    def write(rows: Any, facts: dict[str, Any]) -> Iterator[str]:
+    def write(rows: Rows, facts: dict[str, Any]) -> Iterator[str]:
         yield _write_json(options.out / "bench_devices.json", dict(**facts, rows=rows))
 
     return _Benchmark(
-        total=len(options.lengths) * len(BOTH) * sum(len(bench_devices.programs(n)) for n in options.devices),
-        unit="program",
-        measure=functools.partial(bench_devices.measure, options),
+        total=sum(len(p.passes) for p in problems) * sum(len(bench_devices.programs(n)) for n in options.devices),
+        measure=functools.partial(
+            bench_devices.measure, problems, options.devices, options.implementations[0], options.rounds
+        ),
         table=bench_devices.table,
         failures=bench_devices.failures,
         failed=lambda row: bool(row["failure"]),
@@ -313,6 +227,11 @@ def _resident() -> int | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def _held(rows: Rows) -> list[str]:
+    most = rows[-1]["resident_bytes"]
+    return [] if most is None else [f"the process held {most / 2**20:.0f} MiB of memory at most"]
 
 
 def _compare(old: pathlib.Path, new: pathlib.Path) -> int:
@@ -337,10 +256,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.compare:
         return _compare(*options.compare)
-    if options.key_value_heads is not None and options.heads % options.key_value_heads:
-        raise argparse.ArgumentTypeError(
-            f"argument --key-value-heads: expected a divisor of --heads {options.heads}, got {options.key_value_heads}"
-        )
+    problems = _problems(options)
     try:
         import matplotlib  # noqa: F401
         from tqdm import tqdm
@@ -358,18 +274,17 @@ def run(options: argparse.Namespace) -> int:
             options.implementations = ["blockwise"] if start_metal().reason else ["metal", "blockwise"]
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-    named = options.models is not None or options.preset
-    kind = _of_devices if options.devices else _of_models if named else _of_lengths
-    chosen = kind(options)
-    rows: list[dict[str, Any]] = []
+    chosen = (_of_devices if options.devices else _of_problems)(options, problems)
+    rows: Rows = []
     interrupted = False
     try:
-        with tqdm(total=chosen.total, desc="bench", unit=chosen.unit) as bar:
-            for row in interruptible(chosen.measure(bar.update)):
+        with tqdm(total=chosen.total, desc="bench", unit="measurement") as bar:
+            for row in interruptible(chosen.measure()):
                 rows.append(row)
+                bar.update()
     except KeyboardInterrupt:
         interrupted = True
-        print(f"interrupted: {len(rows)} of {chosen.total} {chosen.unit}s were timed", file=sys.stderr)
+        print(f"interrupted: {len(rows)} of {chosen.total} measurements were made", file=sys.stderr)
         if not rows:
             return INTERRUPTED
     # the files first: who reads the table may stop reading

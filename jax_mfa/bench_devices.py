@@ -7,7 +7,6 @@ the compiler reports for one device: arguments, results and temporaries.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import os
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_mfa import bench_models
 from jax_mfa.api import dot_product_attention
-from jax_mfa.bench_models import BOTH, TRAINING
+from jax_mfa.bench_problems import TRAINING, Problem
 from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel.api import context_parallel_attention
 from jax_mfa.context_parallel.order import Order
@@ -66,39 +65,29 @@ def _is_program(x: Any) -> bool:
     return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
 
 
-def measure(options: argparse.Namespace, progress: Any) -> Iterator[dict[str, Any]]:
-    """One row for each length, number of devices, form and pass."""
-    heads, key_heads = options.heads, options.key_value_heads or options.heads
-    dtype = jnp.dtype(options.dtype)
-    for length, devices, kind in itertools.product(options.lengths, options.devices, BOTH):
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("sequence",))
+def measure(problems: list[Problem], devices: list[int], implementation: str, rounds: int) -> Iterator[dict[str, Any]]:
+    """One row for each problem, number of devices, pass and form."""
+    for p, n in itertools.product(problems, devices):
+        mesh = Mesh(np.array(jax.devices()[:n]), ("sequence",))
         split = NamedSharding(mesh, PartitionSpec(None, "sequence"))
-        shape = lambda n, length=length: (options.batch, length, n, options.head_size)
-        problem = costs.Problem(
-            *(options.batch, length, length, heads, key_heads, options.head_size, options.head_size),
-            dtype.itemsize,
-            Specification(is_causal=True),
-        )
-        for form in programs(devices):
-            row = dict(length=length, devices=devices, form=form, kind=kind, failure="")
+        for kind, form in itertools.product(p.passes, programs(n)):
+            row = dict(length=p.S, problem=str(p), devices=n, form=form, kind=kind, failure="")
             row |= dict(seconds=None, bytes_sent=None, memory=None, bytes_formula=None, memory_formula=None)
             try:
-                arrays = [
-                    jax.device_put(jax.random.normal(key, shape(n), dtype), split)
-                    for key, n in zip(jax.random.split(jax.random.key(length), 4), (heads, key_heads, key_heads, heads))
-                ]
-                row |= _row(options, problem, mesh, form, kind, arrays)
+                arrays = [jax.device_put(x, split) for x in bench_models.arrays(p)]
+                row |= _row(p, mesh, form, kind, arrays, implementation, rounds)
             except Exception as error:  # whatever keeps a form from running belongs in the table
                 row["failure"] = f"{type(error).__name__}: {error}"
-            progress()
             yield row
 
 
 def _row(
-    options: argparse.Namespace, problem: costs.Problem, mesh: Any, form: str, kind: str, arrays: Any
+    p: Problem, mesh: Mesh, form: str, kind: str, arrays: list[jax.Array], implementation: str, rounds: int
 ) -> dict[str, Any]:
+    sizes = (p.B, p.T, p.S, p.N, p.K, p.H, p.H, jnp.dtype(p.dtype).itemsize)
+    problem = costs.Problem(*sizes, Specification(is_causal=True))
     devices = mesh.size
-    common: dict[str, Any] = {"is_causal": True, "implementation": options.implementations[0]}
+    common: dict[str, Any] = {"is_causal": True, "implementation": implementation}
     attention: Callable[..., Any] = functools.partial(dot_product_attention, **common)
     ring, heads, ordered = 1, 1, "contiguous"
     if form != "alone":
@@ -117,7 +106,7 @@ def _row(
         memory = sum(getattr(analysis, f"{x}_size_in_bytes") for x in ("argument", "output", "temp"))
     call: dict[str, Callable[[], Any]] = {"": functools.partial(bench_models.call, program, arrays)}
     return dict(
-        seconds=min(bench_models.timed(call, options.rounds, 0.0)[""]),
+        seconds=min(bench_models.timed(call, rounds, 0.0)[""]),
         bytes_sent=sent,
         bytes_formula=found.forward_bytes + (found.backward_bytes if kind == TRAINING else 0),
         memory=memory,
@@ -128,11 +117,11 @@ def _row(
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     lines = [
-        "| T = S | devices | form | pass | time | sent by a device | by formula | memory of a device | by formula |",
+        "| problem | devices | form | pass | time | sent by a device | by formula | memory of a device | by formula |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        cells = [str(r[name]) for name in ("length", "devices", "form", "kind")]
+        cells = [str(r[name]) for name in ("problem", "devices", "form", "kind")]
         cells.append("–" if r["seconds"] is None else f"{r['seconds'] * 1e3:.1f} ms")
         for name in ("bytes_sent", "bytes_formula", "memory", "memory_formula"):
             cells.append("–" if r[name] is None else costs.human(r[name]))
@@ -142,5 +131,5 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
     """What could not run, and why: a line for each."""
-    where = lambda r: f"{r['form']} did not run {r['length']} over {r['devices']} devices, {r['kind']}"
+    where = lambda r: f"{r['form']} did not run {r['problem']} over {r['devices']} devices, {r['kind']}"
     return [f"{where(r)}: {' '.join(r['failure'].split())[:300]}" for r in rows if r["failure"]]

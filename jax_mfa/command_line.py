@@ -39,8 +39,10 @@ def positives(text: str) -> list[int]:
 
 def start_metal() -> runtime.Runtime:
     """The runtime. Says beforehand, on stderr, that it may have to be built. Raises ValueError on an unknown device."""
-    if os.environ.get("JAX_MFA_DEVICE", "").split(":")[0] == "emulator":
-        print("building the emulated Metal device, unless that is done: minutes the first time", file=sys.stderr)
+    module, _ = runtime.named()
+    if module:
+        said = f"asking {module} for a native module, which it may have to build: minutes the first time"
+        print(said, file=sys.stderr)
     return runtime.get()
 
 

@@ -51,14 +51,13 @@ def store(file: pathlib.Path, chip: str, value: Any) -> None:
         os.replace(whole, file)  # readers see the old file or the new one
 
 
-def pipelines(emulated: bool) -> str:
+def pipelines(by_default: bool) -> str:
     """The folder of compiled pipelines, made where it is not there; empty where they are not kept.
 
-    It is `$JAX_MFA_PIPELINE_CACHE`, else one in the cache folder; those of the emulated device are only kept where that
-    names one.
+    It is `$JAX_MFA_PIPELINE_CACHE`, else one in the cache folder, which `by_default` allows.
     """
     given = os.environ.get(PIPELINES, "")
-    if given == "none" or (emulated and not given):
+    if given == "none" or not (given or by_default):
         return ""
     try:
         place = pathlib.Path(given).absolute() if given else folder() / "pipelines"

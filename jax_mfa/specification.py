@@ -141,6 +141,24 @@ def accumulation_dtype(dtype: Any) -> Any:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
+def sees_nothing(row_sum: Any) -> Any:
+    """Whether rows see nothing, by what is kept of them beside the output: `row_max`, the largest of a row's scores and
+    its sink, and `row_sum`, the sum of exp(score − row_max). For every implementation alike:
+
+                                             row_max       row_sum    log-sum-exp
+      it sees nothing, sink or not           0             0          −∞
+      it sees −∞ alone, and has no sink      0             NaN        NaN
+      it sees NaN or ∞                       not finite    NaN        NaN
+      any other row                          finite        positive   finite
+
+    While columns are still to come the maximum is −∞ where no score is above that. Whether such a row has seen a score
+    the sum says too: in partial results of `context_parallel` by 0 or NaN, as above; in kernels by −0 or 0, since a sum
+    that starts from −0 stays so only without weights (`absent_weight` of `metal/core/product.h`). `blockwise` asks the
+    masks again.
+    """
+    return row_sum == 0
+
+
 def counted_from(dropout: Any, **places: Any) -> Any:
     """The operand `dropout` of a part of a problem, whose batch rows, heads, rows or columns begin at these places."""
     for name, place in places.items():

@@ -1,10 +1,10 @@
 """Finds the fastest tiles for a problem on this machine: `jax_mfa.tune`, and `python -m jax_mfa tune`.
 
-Each plan of a problem (forward and backward of `blockwise`; where Metal can be used, its kernels) is run with the tiles
-of its table and with others that the planner would accept, nearest first. What gives another result, or does not
-compile, is left out before anything is timed. All take turns; the fastest is then timed anew against the usual tiles,
-call by call, and wins if the median of these ratios is a gain beyond noise. Winners are kept for this chip (`tuned`),
-and serve programs that are traced from then on.
+Each plan of a problem (forward and backward of `blockwise`; where Metal can be used, its kernels, and how decoding
+splits the keys) is run with the usual tiles and with others that the planner would accept, nearest first. What gives
+another result, or does not compile, is left out before anything is timed. All take turns; the fastest is then timed
+anew against the usual tiles, call by call, and wins if the median of these ratios is a gain beyond noise. Winners are
+kept for this chip (`tuned`), and serve programs that are traced from then on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa import bench_models, blockwise, metal, tuned
+from jax_mfa import bench_models, bench_problems, blockwise, metal, tuned
 from jax_mfa.arguments import specify_abstract
 from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
 from jax_mfa.recording import Recorder
@@ -40,7 +40,7 @@ class Tuned:
     Attributes:
       plan: "blockwise forward", …
       problem: as text.
-      usual, best: tiles, of the table and the fastest; the same where nothing was faster beyond noise.
+      usual, best: tiles, those of tables and rules and the fastest; the same where nothing was faster beyond noise.
       seconds: of a call with the usual tiles, the median.
       gain: the time of the usual tiles over that of the best, the median of pairs of calls; 1 where they are the same.
       tried, wrong: how many other tiles were tried, and how many of them failed or gave another result.
@@ -264,21 +264,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="keep nothing")
 
 
-def _named(options: argparse.Namespace) -> list[Problem]:
-    def arguments(B: int, T: int, S: int, N: int, K: int, H: int, dtype: str, is_causal: bool) -> dict[str, Any]:
-        shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
-        return {name: jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for name, x in shapes.items()} | {
-            "is_causal": is_causal
-        }
-
+def _named(options: argparse.Namespace) -> list[tuple[Problem, tuple[str, ...]]]:
+    """The problems of the options, with the passes of each."""
     if options.models is None:
-        heads = options.key_value_heads or options.heads
-        rest = (options.heads, heads, options.head_size, options.dtype, options.causal)
-        return [specify_abstract(**arguments(options.batch, x, x, *rest)) for x in options.lengths]
-    chosen = [p for p in bench_models.select(options.models) if not p.decode]
-    if not chosen:
-        raise argparse.ArgumentTypeError(f"argument --models: no problem but of decoding has {options.models!r}")
-    return [specify_abstract(**arguments(p.B, p.T, p.S, p.N, p.K, p.H, p.dtype, p.is_causal)) for p in chosen]
+        heads, mask = options.key_value_heads or options.heads, "causal" if options.causal else "none"
+        sizes = (options.heads, heads, options.head_size, mask, options.dtype)
+        chosen = [bench_problems.Problem("", options.batch, x, x, *sizes) for x in options.lengths]
+    else:
+        chosen = bench_problems.select(options.models)
+        if not chosen:
+            raise argparse.ArgumentTypeError(f"argument --models: no problem has {options.models!r}")
+    return [(specify_abstract(**bench_models.arguments(p)), PASSES[:1] if p.decodes else PASSES) for p in chosen]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -292,7 +288,7 @@ def run(options: argparse.Namespace) -> int:
     found: list[Tuned] = []
     status = 0
     try:
-        lines = (x for each in problems for x in _of_problem(*each, PASSES, options.tries, options.rounds))
+        lines = (x for each, passes in problems for x in _of_problem(*each, passes, options.tries, options.rounds))
         for line in interruptible(lines):
             print(line, flush=True)
             found.append(line)
@@ -306,5 +302,5 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, RuntimeError) as error:
         print(f"tune: nothing could be kept: {error}")
         return status or 1
-    print(f"kept in {file}" if file else "nothing to keep")
+    print(f"kept in {file}" if file else "nothing is kept")
     return status

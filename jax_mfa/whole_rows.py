@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mfa.specification import Operands, Specification, expand_rows, reduce_rows
+from jax_mfa.specification import Operands, Specification, expand_rows, reduce_rows, sees_nothing
 
 
 def per_batch_row(spec: Specification, operands: Operands, name: str, dtype: Any, x: Any = None) -> Any:
@@ -25,7 +25,7 @@ def shift(out: Array, d_out: Array, d_lse: Array, acc: Any) -> Array:
 
 def sink_probability(spec: Specification, operands: Operands, row_max: Array, row_sum: Array) -> Array:
     """What of a row its sink takes, [B, T, N]; 0 in a row that sees nothing."""
-    empty = row_sum == 0
+    empty = sees_nothing(row_sum)
     sinks = per_batch_row(spec, operands, "sinks", row_sum.dtype)[:, None]
     # where a row is empty, numbers without harm
     shift, total = jnp.where(empty, 0, sinks - row_max), jnp.where(empty, 1, row_sum)
@@ -34,5 +34,5 @@ def sink_probability(spec: Specification, operands: Operands, row_max: Array, ro
 
 def sink_gradient(spec: Specification, operands: Operands, row_max: Array, row_sum: Array, shift: Any) -> Any:
     """The gradient of the sinks, of their own shape, in the dtype of the sums. A row that sees nothing has none."""
-    x = jnp.where(row_sum == 0, 0, sink_probability(spec, operands, row_max, row_sum) * shift)
+    x = jnp.where(sees_nothing(row_sum), 0, sink_probability(spec, operands, row_max, row_sum) * shift)
     return reduce_rows(-x.sum(1), Operands(*spec.repeats).sinks, operands.sinks.shape[0])

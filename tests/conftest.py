@@ -23,6 +23,11 @@ os.environ["XLA_FLAGS"] = " ".join(
     [_flags or "", *(f"--{name}={value}" for name, value in _wanted.items() if name not in (_flags or ""))]
 ).strip()
 
+# child processes too find `emulator` beside this file, whatever way the package is installed
+_tests = os.path.dirname(os.path.abspath(__file__))
+if _tests not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _tests]))
+
 _left_out = ""  # why no test of `metal` runs; empty where they do, or the caller chose
 
 # every test of `metal` runs the real C++ and kernels: on the device of a Mac, elsewhere on the emulated one

@@ -4,11 +4,14 @@ and the site builds without a warning."""
 import contextlib
 import importlib.util
 import io
+import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +22,20 @@ from jax_mfa.__main__ import main
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / x / "README.md" for x in ("csrc", "metal", "tests/emulator"))]
 FIRST = ("README.md", "contract.md", "architecture.md")  # the others run in sweeps: their time is compilation
+# a block may have a comment above it: `not run: ` and why, or that it runs in sweeps
+SHELL = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(?:sh|bash|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+IN_SWEEPS = "run in sweeps"
+NOT_RUN = [
+    ("README.md", "not run: downloads packages"),
+    ("README.md", "not run: downloads packages"),
+    ("generation.md", "not run: downloads packages"),
+    ("getting-started.md", "not run: downloads packages"),
+    ("getting-started.md", "not run: takes minutes"),
+    ("testing-kernels.md", "not run: takes minutes"),
+    ("CONTRIBUTING.md", "not run: downloads packages"),
+]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -48,6 +64,38 @@ def test_the_programs_of_a_page_run_one_after_another(page):
             exec(compile(program, f"{page.name}, program {i + 1}", "exec"), names)
 
 
+def shell_blocks():
+    """Page, what the comment above says, and text."""
+    return [(page.name, *found) for page in ALL for found in SHELL.findall(page.read_text(encoding="utf-8"))]
+
+
+def shell_blocks_that_run():
+    marks = {"": (), IN_SWEEPS: (pytest.mark.sweep,)}
+    blocks = [(page, marks.get(said), text) for page, said, text in shell_blocks()]
+    return [pytest.param(text, id=f"{page}-{i}", marks=x) for i, (page, x, text) in enumerate(blocks) if x is not None]
+
+
+@pytest.mark.parametrize("text", shell_blocks_that_run())
+def test_the_shell_commands_of_a_page_run(text, tmp_path):
+    for part in ROOT.iterdir():
+        if part.name not in ("results", "build"):
+            (tmp_path / part.name).symlink_to(part)
+    python = pathlib.Path(sys.executable).parent
+    found = os.environ | {"PATH": f"{python}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    found |= {"JAX_MFA_DEVICE": "none"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text], cwd=tmp_path, env=found, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_shell_block_is_run_or_says_why_not():
+    assert [(page, said) for page, said, _ in shell_blocks() if said not in ("", IN_SWEEPS)] == NOT_RUN
+    fences = r"^```(?:sh|bash|console)\b"  # of any kind, also one that the tests would not recognise
+    found = [x for page in ALL for x in re.findall(fences, page.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert len(found) == len(shell_blocks()) > len(NOT_RUN)
+
+
 def commands():
     """Each command of the package that the documentation names."""
     found = re.compile(r"python -m jax_mfa( [^`\n|#]*)?")
@@ -59,6 +107,7 @@ def test_a_command_that_is_named_exists_with_its_options(command, monkeypatch):
     from jax_mfa import bench, check, tuning
     from jax_mfa.metal import show
 
+    monkeypatch.syspath_prepend(ROOT / "tests" / "metal")  # where what predicts is
     ran = []
     for tool in (bench, check, tuning, show):
         monkeypatch.setattr(tool, "run", lambda options: ran.append(options) or 0)
@@ -84,10 +133,31 @@ def test_the_picture_of_a_fragment_has_two_elements_for_each_lane():
     assert sorted(lanes) == sorted([*range(32)] * 2)
 
 
+LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)#]+)")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\((?!\w+:|#)([^)#]+)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
+    for _, target in LINK.findall(page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_what_pypi_shows_leads_to_the_repository(tmp_path):
+    program = ROOT / ".github" / "home.py"
+    if not program.exists():
+        pytest.skip("a source distribution has no .github")
+    (tmp_path / ".github").mkdir()
+    for file in (program, ROOT / "README.md", ROOT / "pyproject.toml"):
+        shutil.copy(file, tmp_path / file.relative_to(ROOT))
+    home = "https://example.org/someone/jax_mfa"
+    subprocess.run([sys.executable, tmp_path / ".github" / "home.py", f"{home}/"], check=True)
+    found = LINK.findall((tmp_path / "README.md").read_text(encoding="utf-8"))
+    before = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    places = {"": f"{home}/blob/main/", "!": f"{home}/raw/main/"}
+    assert found == [(kind, target if "://" in target else places[kind] + target) for kind, target in before]
+    assert ("!", f"{home}/raw/main/docs/pictures/speedup.svg") in found
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    assert urls["Source"] == home and all(url.startswith(home) for url in urls.values())
 
 
 def test_the_readme_fits_a_screen():

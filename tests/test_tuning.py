@@ -10,7 +10,7 @@ import pytest
 from harness import assert_allclose
 
 import jax_mfa
-from jax_mfa import bench_models, blockwise, tuned, tuning
+from jax_mfa import bench_models, bench_problems, blockwise, tuned, tuning
 from jax_mfa.__main__ import main
 from jax_mfa.arguments import specify_abstract
 
@@ -48,6 +48,7 @@ def taken():
     return blockwise.tiling_of(spec, operands, backward=False)
 
 
+SMALL_DECODING = {**bench_problems.SWEEP, "lengths": [1500], "heads": [2], "masks": ["padding"], "passes": ["decode"]}
 USUAL = blockwise.Tiling(1, 2, 96, 96)
 
 
@@ -210,3 +211,30 @@ def test_the_command_prints_a_line_for_each_plan_and_keeps_what_it_found(file, c
     with pytest.raises(SystemExit):
         main(["tune", "--models", "nobody"])
     assert "--models: no problem" in capsys.readouterr().err
+
+
+def test_problems_of_models_keep_their_caps_and_decoding_is_tuned_forward_only(capsys, monkeypatch):
+    seen = {}
+
+    def of_problem(spec, operands, passes, tries, rounds):
+        seen[spec.summary(operands)] = passes
+        return iter(())
+
+    monkeypatch.setattr(tuning, "_of_problem", of_problem)
+    assert main(["tune", "--models", "gemma"]) == main(["tune", "--models", "decoding, llama"]) == 0
+    assert seen == {
+        "B1 T2048 S2048 N8 K4 H256 V256 float32 causal cap": tuning.PASSES,
+        "B1 T1 S1024 N32 K8 H128 V128 float32 causal query_offset key_lengths": ("forward",),
+    }
+    assert "nothing is kept" in capsys.readouterr().out
+
+
+def test_blockwise_decoding_is_tuned_as_a_call_names_it(file, monkeypatch):
+    monkeypatch.setattr(bench_models, "timed", lambda programs, *_: {x: [1.0] for x in programs})
+    (problem,) = (p for p in bench_problems.sweep(SMALL_DECODING))
+    (found,) = jax_mfa.tune(bench_models.arguments(problem), passes=("forward",), tries=3)
+    assert (found.plan, found.wrong) == ("blockwise forward", 0) and found.tried == 3
+    q, k, v, _ = bench_models.arrays(problem)
+    with jax_mfa.record() as seen:
+        jax_mfa.decode_attention(q, k, v, jnp.asarray(problem.lengths), implementation="blockwise")
+    assert list(seen.problems) == [found.problem]

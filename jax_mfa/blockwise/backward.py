@@ -13,7 +13,7 @@ from jax_mfa import whole_rows
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step, add, finite
 from jax_mfa.blockwise.tiling import backward_tiling
-from jax_mfa.specification import Operands, Specification, reduce_rows, row_index
+from jax_mfa.specification import Operands, Specification, reduce_rows, row_index, sees_nothing
 
 
 def backward(
@@ -42,7 +42,7 @@ def backward(
     acc = p.acc
     d_rows, shift, found_sum = d_out.astype(acc), whole_rows.shift(out, d_out, d_lse, acc), row_sum
     if not spec.every_row_sees(operands):
-        empty = row_sum == 0
+        empty = sees_nothing(row_sum)
         row_sum = jnp.where(empty, acc.type(1), row_sum)
         shift = jnp.where(empty, acc.type(0), shift)
         d_rows = jnp.where(empty[..., None], acc.type(0), d_rows)

@@ -19,9 +19,9 @@ def forward(spec: Specification, operands: Operands) -> tuple[Array, Array, Arra
 
     Returns:
       out: [B, T, N, V] of the query's dtype.
-      row_max: [B, T, N], the largest score of a row, its sink included; 0 where that is −∞ or the row sees nothing.
-      row_sum: [B, T, N], the sum of exp(score − row_max); 0 for a row that sees nothing, NaN for one whose softmax is
-        not defined. Both are float32 (float64).
+      row_max: [B, T, N], the largest score of a row, its sink included.
+      row_sum: [B, T, N], the sum of exp(score − row_max). Both are float32 (float64); `sees_nothing` says what they are
+        of rows without a softmax.
     """
     operands = with_columns(spec, operands)
     few_rows = operands.query.shape[1] * operands.query.shape[2] <= FEW_ROWS

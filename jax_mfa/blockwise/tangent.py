@@ -12,7 +12,7 @@ from jax_mfa import whole_rows
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step
 from jax_mfa.blockwise.tiling import forward_tiling
-from jax_mfa.specification import Operands, Specification
+from jax_mfa.specification import Operands, Specification, sees_nothing
 
 
 def tangent(
@@ -39,7 +39,7 @@ def tangent(
     operands = with_columns(spec, operands)
     p = Problem(spec, operands, forward_tiling(spec, operands))
     acc, t = p.acc, Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
-    empty = row_sum == 0
+    empty = sees_nothing(row_sum)
     inverse = 1 / jnp.where(empty, acc.type(1), row_sum)
 
     def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, rows: Any, columns: Any) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_mfa.specification import Operands, Specification
+from jax_mfa.specification import Operands, Specification, sees_nothing
 from jax_mfa.whole_rows import per_batch_row
 
 Partial: TypeAlias = tuple[Any, Any, Any]  # sums [B, T, N, V], and of each row its maximum and sum
@@ -17,10 +17,10 @@ Partial: TypeAlias = tuple[Any, Any, Any]  # sums [B, T, N, V], and of each row 
 def weighed(out: Array, row_max: Array, row_sum: Array, acc: Any) -> tuple[Array, Array, Array]:
     """A partial result as sums: of weighted values, the maximum, −∞ where no score is above that, and of weights.
 
-    A row that sees scores of −∞ alone has the sum NaN beside a finite maximum; other columns may yet define its
+    A row that sees scores of −∞ alone keeps the sum NaN, as `sees_nothing` says; other columns may yet define its
     softmax.
     """
-    lost = (row_sum == 0) | (jnp.isnan(row_sum) & jnp.isfinite(row_max))
+    lost = sees_nothing(row_sum) | (jnp.isnan(row_sum) & jnp.isfinite(row_max))
     sums = jnp.where(lost[..., None], acc.type(0), out.astype(acc) * row_sum[..., None])
     return sums, jnp.where(lost, acc.type(-np.inf), row_max), row_sum
 
@@ -48,5 +48,5 @@ def finished(spec: Specification, operands: Operands, whole: Partial) -> tuple[A
         seen = (row_max != -np.inf) | jnp.isnan(row_sum)
         sink = jnp.zeros_like(sums), jnp.where(seen, sinks, -np.inf), jnp.where(seen, acc(1), acc(0))
         sums, row_max, row_sum = merged(whole, sink)
-    out = sums / jnp.where(row_sum == 0, acc(1), row_sum)[..., None]
+    out = sums / jnp.where(sees_nothing(row_sum), acc(1), row_sum)[..., None]
     return out.astype(operands.query.dtype), jnp.where(row_max == -np.inf, acc(0), row_max), row_sum

@@ -16,7 +16,8 @@ from jax import Array
 from jax_mfa import tuned, whole_rows
 from jax_mfa.metal import crossover, kernels, operands, runtime, tiles
 from jax_mfa.metal.plan import Plan
-from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS, Tiles
+from jax_mfa.metal.problem import Problem
+from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
 from jax_mfa.specification import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
 from jax_mfa.storage import stored
 
@@ -78,8 +79,8 @@ def described(spec: Specification, o: Operands) -> str:
         where += f" ({VIRTUAL})"
     if found is None:
         return where
-    all_the_same = "" if found.pays or crossover.applies() else "; JAX_MFA_DEVICE=emulator takes it all the same"
-    return f"{where}: {found}{all_the_same}"
+    taken = "" if found.pays or crossover.applies() else f"; JAX_MFA_DEVICE={runtime.named()[0]} takes it all the same"
+    return f"{where}: {found}{taken}"
 
 
 def declined(spec: Specification, o: Operands) -> str:
@@ -111,11 +112,15 @@ def launch_arrays(spec: Specification, o: Operands) -> dict[str, Any]:
     return {name: carried(name) for name in operands.CARRIED if getattr(o, name) is not None}
 
 
+def _launch_shapes(spec: Specification, o: Operands) -> dict[str, Any]:
+    return jax.eval_shape(lambda o: launch_arrays(spec, o), o)
+
+
 def plan_of(
     spec: Specification, o: Operands, of_pass: str, variant: kernels.Variant, wanted: tuple[str, ...] | None = None
 ) -> Plan:
     """The plan of a pass as it is made here, of abstract operands too; with all gradients unless some are `wanted`."""
-    arrays = jax.eval_shape(lambda o: launch_arrays(spec, o), o)
+    arrays = _launch_shapes(spec, o)
     if of_pass == "forward":
         return kernels.forward(spec, arrays, variant=variant)
     if wanted is None:
@@ -124,18 +129,27 @@ def plan_of(
     return kernels.backward(spec, arrays, wanted=wanted, variant=variant)
 
 
-# the tiles that each pass takes from a table, and the gradients that show one at work
+# the tiles that each pass takes, and the gradients that show them at work
 PARTS: dict[str, dict[str, tuple[str, ...] | None]] = {
-    "forward": {"forward": None},
+    "forward": {"forward": None, "decode": None},
     "backward": {"d_query": ("query",), "d_key_value": ("key", "value")},
 }
 
 
 def candidates(spec: Specification, o: Operands, part: str) -> list[tuple[int, ...]]:
-    """Tiles of a part of `Tiles` that `tune` may take for a problem, the usual ones first; none where it has none."""
+    """Tiles of a part of `Tiles` that `tune` may take for a problem, the usual ones first; none where it has none.
+
+    Of "decode" they are one number, the columns of a split.
+    """
     variant = runtime.get().variant
-    if variant not in VARIANTS or (part == "forward" and kernels.decodes(spec, o.query.shape[1], o.key.shape[1])):
+    if variant not in VARIANTS:
         return []
+    if part in PARTS["forward"]:
+        few = kernels.decoding(Problem.of(spec, _launch_shapes(spec, o)))
+        if part == "decode":
+            return [(x,) for x in tiles.splits(few[0].s, few[1].keys)] if few else []
+        if few:
+            return []
     if variant in tiles.EMULATED_BFLOAT and o.query.dtype.name == "bfloat16":
         return []
     sizes = o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize
@@ -153,8 +167,9 @@ def tiles_of(spec: Specification, o: Operands, of_pass: str) -> kernels.Variant:
             won[part] = found
     if not won:
         return variant
+    if "decode" in won:
+        return tiles.Split(variant, *won["decode"])
     base = tiles.select(variant, o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize)
-    assert isinstance(base, Tiles)
     return dataclasses.replace(base, **{part: _typed(getattr(base, part), numbers) for part, numbers in won.items()})
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 import warnings
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jax_mfa import kept
+from jax_mfa.metal import runtime
 from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import stored
 
@@ -117,8 +117,9 @@ def estimate(spec: Specification, o: Operands, device: str) -> Estimate | None:
 
 
 def applies() -> bool:
-    """Whether small problems stay away from Metal: not where JAX_MFA_DEVICE=emulator asks for its kernels to run."""
-    return os.environ.get("JAX_MFA_DEVICE") != "emulator"
+    """Whether small problems stay away from Metal: not where JAX_MFA_DEVICE names a module and no machine to act as."""
+    module, machine = runtime.named()
+    return not module or machine is not None
 
 
 # --- what was measured, kept for each chip

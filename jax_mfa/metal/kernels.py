@@ -16,7 +16,8 @@ from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Plan
 from jax_mfa.metal.problem import PLAIN, Problem, Rules
 from jax_mfa.specification import Specification
 
-Variant = str | tiles.Tiles | tiles.Portable
+Variant = str | tiles.Split | tiles.Tiles
+Decoder = tiles.DecodeTiles | tiles.DecodeRows
 
 
 def _named(*buffers: Buffer) -> dict[str, str]:
@@ -24,8 +25,8 @@ def _named(*buffers: Buffer) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward(x: Problem, chosen: tiles.Tiles | tiles.Portable) -> Plan:
-    launch, results = launches.family(x, chosen).forward(), x.results("output")
+def _forward(x: Problem, chosen: tiles.Tiles) -> Plan:
+    launch, results = launches.Launches(x, chosen).forward(), x.results("output")
     return Plan(
         "attention_forward",
         source.base_hash(),
@@ -35,8 +36,7 @@ def _forward(x: Problem, chosen: tiles.Tiles | tiles.Portable) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _decode(x: Problem, tile: tiles.DecodeTiles | tiles.DecodeRows) -> Plan:
-    length = tiles.split_keys(x.s, tile.keys)
+def _decode(x: Problem, tile: Decoder, length: int) -> Plan:
     splits = -(-x.s // length)
     group = x.n // x.k * x.t
     attend, merge = launches.decode(x, tile, splits)
@@ -52,8 +52,8 @@ def _decode(x: Problem, tile: tiles.DecodeTiles | tiles.DecodeRows) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles | tiles.Portable) -> Plan:
-    family = launches.family(x, chosen)
+def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
+    all_of = launches.Launches(x, chosen)
     given = (*x.results("input"), x.like_out("d_out", "input"), x.rows("d_lse", "input"))
     results: list[Buffer] = []
     dispatches: list[Dispatch] = []
@@ -63,24 +63,24 @@ def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles | tiles.P
         dispatches.extend(launch.dispatches(x, _named(*given, *results)))
 
     delta = x.rows("delta", "output" if "sinks" in wanted else "scratch")
-    add(family.delta(), delta, x.rows("row_states", "scratch", 2))
+    add(all_of.delta(), delta, x.rows("row_states", "scratch", 2))
     scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
     if "query" in wanted or scale or slopes:
         sums = [x.rows("score_sums", "output", 2)] if scale or slopes else []
-        add(family.d_query(wants_sums=scale or slopes), x.like_query("d_query", "output"), *sums)
+        add(all_of.d_query(wants_sums=scale or slopes), x.like_query("d_query", "output"), *sums)
     if "key" in wanted or "value" in wanted:
         add(
-            family.d_key_value(),
+            all_of.d_key_value(),
             Buffer("d_key", "output", x.dtype, (x.b, x.s, x.k, x.h)),
             Buffer("d_value", "output", x.dtype, (x.b, x.s, x.k, x.v)),
         )
     if "bias" in wanted:
         bias = x.by_name["bias"]
-        add(family.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
+        add(all_of.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
     return Plan("attention_backward", source.base_hash(), (*x.inputs, *given, *results), tuple(dispatches))
 
 
-def _select(variant: Variant, x: Problem) -> tiles.Tiles | tiles.Portable:
+def _select(variant: str | tiles.Tiles, x: Problem) -> tiles.Tiles:
     if not isinstance(variant, str):
         return variant
     # what is decoded is decoded once for all simdgroups
@@ -88,9 +88,14 @@ def _select(variant: Variant, x: Problem) -> tiles.Tiles | tiles.Portable:
     return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.operand])
 
 
-def decodes(spec: Specification, t: int, s: int) -> bool:
-    """Whether a forward pass is that of a few queries against many keys."""
-    return t <= tiles.DECODE_QUERIES and s >= tiles.DECODE_KEYS and not spec.dropout_rate
+def decoding(x: Problem) -> tuple[Problem, Decoder] | None:
+    """A forward pass of few queries against many keys, as its kernel takes it, and the tile; None of any other, and
+    where registers do not suffice."""
+    if x.t > tiles.DECODE_QUERIES or x.s < tiles.DECODE_KEYS or x.spec.dropout_rate:
+        return None
+    wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
+    tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand])
+    return None if tile is None else (wide, tile)
 
 
 def forward(
@@ -100,15 +105,17 @@ def forward(
 
     Args:
       arrays: arrays or shapes by their names in `operands.CARRIED`, which says what each is.
-      variant: a key of `tiles.VARIANTS`, "portable", or tiles of one's own.
+      variant: a key of `tiles.VARIANTS`, also with a split, "portable", or tiles of one's own.
       rules: score and visibility, where they are not those of the specification.
     """
+    split = None
+    if isinstance(variant, tiles.Split):
+        split, variant = variant.columns, variant.variant
     x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
-    if decodes(spec, x.t, x.s) and isinstance(variant, str) and variant in tiles.VARIANTS:
-        wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
-        tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand])
-        if tile is not None:
-            return _decode(wide, tile)
+    few = decoding(x) if isinstance(variant, str) and variant in tiles.VARIANTS else None
+    if few:
+        wide, tile = few
+        return _decode(wide, tile, split or tiles.split_keys(wide.s, tile.keys))
     return _forward(x, _select(variant, x))
 
 
@@ -124,5 +131,7 @@ def backward(
 
     Its inputs are those of the forward pass, then out, row_max, row_sum, d_out, d_lse.
     """
+    if isinstance(variant, tiles.Split):
+        variant = variant.variant
     x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
     return _backward(x, wanted, _select(variant, x))

@@ -13,12 +13,9 @@ from jax_mfa.metal import operands, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Kernel
 from jax_mfa.metal.problem import Problem
 
-ROW_SIMDGROUPS = 8  # of kernels with a simdgroup for each row
-BIAS_COLUMNS = 4  # fragments side by side in attention_d_bias
 LISTED = ("mask", "block_mask", "query_segment_ids", "key_ranges")  # what makes a plan list visible tiles first
 LIST_THREADS = 64
 IN_LANES = ("attention_decode", "attention_decode_rows")  # kernels that read keys and values straight to lanes
-PORTABLE_COST = 16  # multiply-accumulates of the matrix unit in the time of one without it: a guess, rather too high
 
 Grid = tuple[int, int, int]
 
@@ -107,92 +104,93 @@ def _tiled(name: str, x: Problem, tile: Any, lists: TileLists | None = None, **m
     item = ITEM_SIZES[x.operand]
     sizes = (tile.threadgroup_memory(x.h, x.v, item), tile.fragment_bytes(x.h, x.v, item))
     constants = {**(lists.constants if lists else {}), **more}
-    return _kernel(name, x, tile.simdgroups * 32, tuple(vars(tile).values()), *sizes, **constants)
+    return _kernel(name, x, tile.threads, tuple(vars(tile).values()), *sizes, **constants)
 
 
-def _by_rows(name: str, x: Problem) -> Kernel:
-    return _kernel(name, x, ROW_SIMDGROUPS * 32, (ROW_SIMDGROUPS,))
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Of a kernel that walks over no tiles: its threads, its template's argument, and what a threadgroup has of a
+    result."""
+
+    threads: int
+    argument: int
+    rows: int = 1
+    columns: int = 1
 
 
-class Matrices:
-    """Kernels on simdgroup matrices, with the tiles of a table."""
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Kernels of the same names and operands, and what of a launch tiles do not say.
+
+    Attributes:
+      name: what the names of its kernels begin with.
+      rows_first: whether rows vary fastest in the grid and not heads. Where each row has a threadgroup they may be too
+        many for any axis but the first.
+      cost: of a multiply-accumulate, in those of the matrix unit.
+    """
+
+    name: str
+    delta: Share
+    d_bias: Share
+    rows_first: bool = False
+    cost: int = 1
+
+
+ROWS = Share(8 * 32, 8, rows=8)  # of kernels with a simdgroup for each row
+MATRICES = Family("attention", delta=ROWS, d_bias=Share(32, 4, rows=8, columns=4 * 8))
+_ALONE = Share(tiles.RowTiles().threads, tiles.RowTiles().threads)
+# without the matrix unit a multiply-accumulate takes sixteen times as long: a guess, rather too high
+PORTABLE = Family("portable", delta=_ALONE, d_bias=_ALONE, rows_first=True, cost=16)
+
+
+def _shared(name: str, x: Problem, share: Share) -> Kernel:
+    return _kernel(name, x, share.threads, (share.argument,))
+
+
+class Launches:
+    """The kernels of a problem with these tiles."""
 
     def __init__(self, x: Problem, chosen: tiles.Tiles) -> None:
         self.x, self.chosen = x, chosen
+        self.family = PORTABLE if isinstance(chosen.forward, tiles.RowTiles) else MATRICES
 
-    def _over_rows(self, name: str, tile: tiles.ForwardTiles | tiles.QueryTiles, per_pair: int, **more: Any) -> Launch:
-        x, lists = self.x, TileLists.wanted(self.x, tile.rows, tile.keys, True)
-        grid = (x.n, -(-x.t // tile.rows) * tile.slices, x.b)
-        return Launch(_tiled(name, x, tile, lists, **more), grid, x.pairs * per_pair, lists)
+    def _walking(
+        self, name: str, tile: Any, length: int, heads: int, per_pair: int, lists: TileLists | None, **more: Any
+    ) -> Launch:
+        kernel = _tiled(f"{self.family.name}_{name}", self.x, tile, lists, **more)
+        groups = -(-length // tile.rows) * tile.slices
+        grid = (groups, heads, self.x.b) if self.family.rows_first else (heads, groups, self.x.b)
+        return Launch(kernel, grid, self.x.pairs * per_pair * self.family.cost, lists)
+
+    def _sharing(self, name: str, share: Share, grid: Grid, work: int) -> Launch:
+        return Launch(_shared(f"{self.family.name}_{name}", self.x, share), grid, work * self.family.cost)
+
+    def _over_rows(self, name: str, tile: Any, per_pair: int, **more: Any) -> Launch:
+        x, lists = self.x, TileLists.wanted(self.x, tile.listed_rows, tile.keys, True)
+        return self._walking(name, tile, x.t, x.n, per_pair, lists, **more)
 
     def forward(self) -> Launch:
         x, tile = self.x, self.chosen.forward
-        return self._over_rows("attention_forward", tile, tile.slices * x.h + x.v)
+        return self._over_rows("forward", tile, tile.slices * x.h + x.v)
 
     def delta(self) -> Launch:
-        x = self.x
-        grid = (-(-x.t * x.n // ROW_SIMDGROUPS), 1, x.b)
-        return Launch(_by_rows("attention_delta", x), grid, x.b * x.t * x.n * x.v)
+        x, share = self.x, self.family.delta
+        return self._sharing("delta", share, (-(-x.t * x.n // share.rows), 1, x.b), x.b * x.t * x.n * x.v)
 
     def d_query(self, **wants: bool) -> Launch:
         x, tile = self.x, self.chosen.d_query
-        return self._over_rows("attention_d_query", tile, tile.slices * (x.h + x.v) + x.h, **wants)
+        return self._over_rows("d_query", tile, tile.slices * (x.h + x.v) + x.h, **wants)
 
     def d_key_value(self) -> Launch:
         x, tile = self.x, self.chosen.d_key_value
-        lists = TileLists.wanted(x, tile.queries, tile.rows, False)
-        grid = (x.k, -(-x.s // tile.rows) * tile.slices, x.b)
-        work = x.pairs * (tile.slices + 1) * (x.h + x.v)
-        return Launch(_tiled("attention_d_key_value", x, tile, lists), grid, work, lists)
+        lists = TileLists.wanted(x, tile.queries, tile.listed_rows, False)
+        return self._walking("d_key_value", tile, x.s, x.k, (tile.slices + 1) * (x.h + x.v), lists)
 
     def d_bias(self) -> Launch:
-        x = self.x
+        x, share = self.x, self.family.d_bias
         rows, heads, t, s = x.shape("bias")
-        grid = (-(-s // (8 * BIAS_COLUMNS)), -(-t // 8), rows * heads)
-        return Launch(_kernel("attention_d_bias", x, 32, (BIAS_COLUMNS,)), grid, x.pairs * (x.h + x.v))
-
-
-class Portable:
-    """The same without simdgroup matrices."""
-
-    def __init__(self, x: Problem, chosen: tiles.Portable) -> None:
-        self.x, self.chosen = x, chosen
-
-    def _launch(self, name: str, grid: Grid, work: int) -> Launch:
-        threads = self.chosen.threads
-        return Launch(_kernel(name, self.x, threads, (threads,)), grid, work * PORTABLE_COST)
-
-    def _walking(self, name: str, grid: Grid, for_rows: bool, per_pair: int, **more: Any) -> Launch:
-        tile = (self.chosen.rows, self.chosen.threads)
-        lists = TileLists.wanted(self.x, *(tile if for_rows else tile[::-1]), for_rows)
-        constants = {**(lists.constants if lists else {}), **more}
-        kernel = _kernel(name, self.x, self.chosen.threads, (self.chosen.threads, self.chosen.rows), **constants)
-        return Launch(kernel, grid, self.x.pairs * per_pair * PORTABLE_COST, lists)
-
-    def forward(self) -> Launch:
-        x = self.x
-        return self._walking("portable_forward", (x.t, x.n, x.b), True, x.h + x.v)
-
-    def delta(self) -> Launch:
-        x = self.x
-        return self._launch("portable_delta", (x.t * x.n, 1, x.b), x.b * x.t * x.n * x.v)
-
-    def d_query(self, **wants: bool) -> Launch:
-        x = self.x
-        return self._walking("portable_d_query", (x.t, x.n, x.b), True, 2 * x.h + x.v, **wants)
-
-    def d_key_value(self) -> Launch:
-        x = self.x
-        return self._walking("portable_d_key_value", (x.s, x.k, x.b), False, 2 * (x.h + x.v))
-
-    def d_bias(self) -> Launch:
-        x = self.x
-        rows, heads, t, s = x.shape("bias")
-        return self._launch("portable_d_bias", (s, t, rows * heads), x.pairs * (x.h + x.v))
-
-
-def family(x: Problem, chosen: tiles.Tiles | tiles.Portable) -> Matrices | Portable:
-    return Portable(x, chosen) if isinstance(chosen, tiles.Portable) else Matrices(x, chosen)
+        grid = (-(-s // share.columns), -(-t // share.rows), rows * heads)
+        return self._sharing("d_bias", share, grid, x.pairs * (x.h + x.v))
 
 
 def decode(x: Problem, tile: tiles.DecodeTiles | tiles.DecodeRows, splits: int) -> tuple[Launch, Launch]:
@@ -204,8 +202,8 @@ def decode(x: Problem, tile: tiles.DecodeTiles | tiles.DecodeRows, splits: int) 
         x.pairs * (tile.slices * x.h + x.v),
     )
     merge = Launch(
-        _by_rows("attention_merge", x),
-        (-(-group // ROW_SIMDGROUPS), x.k, x.b),
+        _shared("attention_merge", x, ROWS),
+        (-(-group // ROWS.rows), x.k, x.b),
         x.b * x.t * x.n * x.v * splits,
     )
     return attend, merge

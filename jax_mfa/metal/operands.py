@@ -192,13 +192,8 @@ _TABLE = (
     ),
     _own("grid", "Grid", (), "which part of the whole grid this launch is"),
     _own("out", "typename Types::T", _OUT, "softmax(scale * q k^T) v; zeros where a row sees nothing"),
-    _own("row_max", "float", _ROWS, "largest score of a row, its sink included; finite, 0 where there is none"),
-    _own(
-        "row_sum",
-        "float",
-        _ROWS,
-        "sum of exp(score - row_max); 0 where a row sees nothing, NaN where it has no softmax",
-    ),
+    _own("row_max", "float", _ROWS, "largest score of a row, its sink included"),
+    _own("row_sum", "float", _ROWS, "sum of exp(score - row_max); sees_nothing of jax_mfa/specification.py"),
     _own("d_out", "typename Types::Cotangent::Storage", _OUT, "cotangent of out"),
     _own(
         "d_lse",
@@ -220,7 +215,7 @@ _TABLE = (
         "wants_sums",
     ),
     _own("split_out", "float", (*_SPLITS, "V"), "of each split of the keys, not normalised"),
-    _own("split_state", "float", (*_SPLITS, "2"), "maximum, sum; -0 where nothing is visible"),
+    _own("split_state", "float", (*_SPLITS, "2"), "maximum, sum; absent_weight where nothing is visible"),
     _own("splits", "int", (), "how many"),
     _own("split_keys", "int", (), "columns of a split, a multiple of those of a tile"),
 )

@@ -1,8 +1,9 @@
 """The native module, found and started once per process: which device, whether it can be used, and calls onto it.
 
 `JAX_MFA_DEVICE` chooses: unset, the module built into the package (macOS on Apple silicon); `none`, no Metal;
-`emulator`, in a source checkout, the same C++ and the same kernels on an emulated device; `emulator:NAME`, one that
-acts as the machine of that name in `tests/emulator/profiles`.
+`MODULE[:MACHINE]`, what that Python module's `jax_mfa_native(machine)` returns, a native module of the same interface;
+`machine` is None where none is named. `emulator` of a source checkout is such a module: the same C++ and kernels on an
+emulated device, which `emulator:m3` makes act as that Mac.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from jax_mfa.metal.plan import Plan
 TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward", "jax_mfa_append")
 NOT_APPLE = "this host has no Metal: the native module is built on macOS for Apple silicon only"
 ROSETTA = "this Python is built for Intel and runs under Rosetta: Metal needs one built for Apple silicon (arm64)"
-_EMULATOR = pathlib.Path(__file__).resolve().parents[2] / "tests" / "emulator"
+HOOK = "jax_mfa_native"  # what a module that JAX_MFA_DEVICE names offers
 _lock = threading.Lock()
 _chosen: list[str] = []  # tile tables named by `variant`, in place of the chip's own
 
@@ -71,17 +72,24 @@ class Runtime:
         return "direct" if "apple9" in families else "staged"
 
 
+def named() -> tuple[str, str | None]:
+    """The module and the machine that JAX_MFA_DEVICE names; "" and None where it is unset or `none`."""
+    name, _, machine = os.environ.get("JAX_MFA_DEVICE", "").partition(":")
+    return ("" if name == "none" else name), machine or None
+
+
 def _load(chosen: str) -> Any:
     if not chosen:
         return importlib.import_module("jax_mfa._metal")
-    if not _EMULATOR.exists():
-        raise RuntimeError("JAX_MFA_DEVICE=emulator needs a source checkout, with its folder tests/emulator")
-    if str(_EMULATOR.parent) not in sys.path:
-        sys.path.append(str(_EMULATOR.parent))
-    module = importlib.import_module("emulator.host_module").load()
-    if ":" in chosen:
-        importlib.import_module("emulator.device").load().act_as(chosen.partition(":")[2])
-    return module
+    expected = f"JAX_MFA_DEVICE must be unset, 'none', or MODULE[:MACHINE] where MODULE offers {HOOK}(machine)"
+    found = re.fullmatch(r"(\w+(?:\.\w+)*)(?::(\w+))?", chosen)
+    if found is None:
+        raise ValueError(f"{expected}, got {chosen!r}")
+    try:
+        native = getattr(importlib.import_module(found[1]), HOOK)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{expected}, got {chosen!r}: {error}") from error
+    return native(found[2])
 
 
 def _translated() -> bool:
@@ -108,8 +116,6 @@ def _registered(chosen: str) -> Runtime:
     """The native module with its handlers known to XLA and the kernels' text known to it; no device is started."""
     if chosen == "none":
         return Runtime(reason="JAX_MFA_DEVICE=none forbids Metal", expected=True)
-    if chosen and not re.fullmatch(r"emulator(:\w+)?", chosen):
-        raise ValueError(f"JAX_MFA_DEVICE must be unset, 'none' or 'emulator', got {chosen!r}")
     try:
         module = _load(chosen)
     except ModuleNotFoundError as error:
@@ -128,7 +134,7 @@ def _registered(chosen: str) -> Runtime:
     for target in TARGETS:
         versions.ffi.register_ffi_target(target, module.handler(), platform="cpu")
     module.add_source(source.base_hash(), source.base())
-    module.keep_pipelines(kept.pipelines(emulated=bool(chosen)), _version())
+    module.keep_pipelines(kept.pipelines(by_default=not chosen), _version())
     return Runtime(module)
 
 

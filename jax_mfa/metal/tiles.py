@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 REGISTER_BYTES = 512
 FRAGMENT_BUDGET = 448
@@ -48,21 +48,29 @@ def _fragments(rows: int, columns: int, item: int) -> int:
     return rows * columns * item // 32
 
 
-class _RowTiles:
-    """What kernels share whose simdgroups have rows of queries and walk over tiles of keys and values."""
+class _Blocks:
+    """What kernels share whose simdgroups have rows of queries, or of keys, and walk over tiles of the others."""
 
     blocks: int
     simdgroups: int
-    keys: int
-    buffers: int
+
+    @property
+    def threads(self) -> int:
+        return self.simdgroups * 32
 
     @property
     def rows(self) -> int:
+        """Of a threadgroup."""
         return self.blocks * self.simdgroups * 8
+
+    @property
+    def listed_rows(self) -> int:
+        """That share a list of visible tiles."""
+        return self.rows
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardTiles(_RowTiles):
+class ForwardTiles(_Blocks):
     """Template arguments of `attention_forward`, in its order."""
 
     blocks: int
@@ -98,6 +106,10 @@ class DecodeTiles:
     slices: int
 
     @property
+    def threads(self) -> int:
+        return self.simdgroups * 32
+
+    @property
     def rows(self) -> int:
         return self.blocks * 8
 
@@ -117,10 +129,11 @@ class DecodeRows:
     rows: int
     simdgroups: int
     keys: int
+    slices: ClassVar[int] = 1
 
     @property
-    def slices(self) -> int:
-        return 1
+    def threads(self) -> int:
+        return self.simdgroups * 32
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
         """Eight lanes share a query and an output, in float32 both."""
@@ -152,8 +165,23 @@ def split_keys(keys: int, step: int) -> int:
     return -(-max(256, -(-keys // 64)) // step) * step
 
 
+def splits(keys: int, step: int) -> list[int]:
+    """Columns of a split that `tune` may take: those of `split_keys`, then halves and doubles, the nearest first."""
+    usual = split_keys(keys, step)
+    others = (usual // 2, usual * 2, usual // 4, usual * 4, usual // 8, usual * 8)
+    return list(dict.fromkeys(-(-min(x, keys) // step) * step for x in (usual, *others)))
+
+
 @dataclasses.dataclass(frozen=True)
-class QueryTiles(_RowTiles):
+class Split:
+    """In place of a table's name: that table, and so many columns of a split where a problem is one of decoding."""
+
+    variant: str
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryTiles(_Blocks):
     """Template arguments of `attention_d_query`, in its order."""
 
     blocks: int
@@ -176,7 +204,7 @@ class QueryTiles(_RowTiles):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyTiles:
+class KeyTiles(_Blocks):
     """Template arguments of `attention_d_key_value`, in its order."""
 
     blocks: int
@@ -187,10 +215,6 @@ class KeyTiles:
     cache_k: bool
     cache_v: bool
     slices: int = 1
-
-    @property
-    def rows(self) -> int:
-        return self.blocks * self.simdgroups * 8
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
         rows = self.blocks * 8
@@ -205,10 +229,35 @@ class KeyTiles:
 
 
 @dataclasses.dataclass(frozen=True)
+class RowTiles:
+    """Template arguments of kernels without simdgroup matrices, in their order: a threadgroup for each query (or key),
+    and in it a thread for each one of a tile of the others."""
+
+    threads: int = 64  # a power of two
+    listed_rows: int = 16
+    rows: ClassVar[int] = 1
+    slices: ClassVar[int] = 1
+
+    @property
+    def keys(self) -> int:
+        return self.threads
+
+    @property
+    def queries(self) -> int:
+        return self.threads
+
+    def fragment_bytes(self, h: int, v: int, item: int) -> int:
+        return 0
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Tiles:
-    forward: ForwardTiles
-    d_query: QueryTiles
-    d_key_value: KeyTiles
+    forward: ForwardTiles | RowTiles
+    d_query: QueryTiles | RowTiles
+    d_key_value: KeyTiles | RowTiles
 
 
 # Larger heads: no simdgroup can hold a row of output, so several threadgroups share it, and each computes the scores.
@@ -309,13 +358,7 @@ def candidates(usual: Any, h: int, v: int, item: int) -> list[Any]:
     return [usual, *sorted(others, key=differing)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Portable:
-    """In place of tiles: kernels without simdgroup matrices, with this many threads for each row, a power of two."""
-
-    threads: int = 64
-    rows: int = 16  # that share a list of visible tiles
-
+PORTABLE = Tiles(RowTiles(), RowTiles(), RowTiles())  # without simdgroup matrices, for any head size
 
 VARIANTS = {"staged": STAGED, "direct": DIRECT}
 # of chips before family 9, which emulate bfloat16: it goes to the matrix unit as float32, as in metal-flash-attention
@@ -323,11 +366,11 @@ EMULATED_BFLOAT = ("staged",)
 NAMES = (*VARIANTS, "portable")
 
 
-def select(variant: str, h: int, v: int, item: int) -> Tiles | Portable:
+def select(variant: str, h: int, v: int, item: int) -> Tiles:
     """The tiles for head sizes H and V of `item` bytes an element."""
     most = max(h, v)
     if variant == "portable" and most <= MAX_HEAD:
-        return Portable()
+        return PORTABLE
     for (limit, size), tiles in VARIANTS.get(variant, {}).items():
         if size == item and most <= limit:
             return tiles

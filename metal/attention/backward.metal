@@ -26,11 +26,7 @@ template <typename Types, int SIMDGROUPS>
     return;
   }
   const ulong at = group.z * rows + row;
-  float sum = 0;
-  for (int i = lane; i < V; i += 32) {
-    sum += float(d_out[at * V + i]) * float(out[at * V + i]);
-  }
-  sum = simd_sum(sum);
+  const float sum = simd_sum(part_of_delta<V, 32>(out + at * V, d_out + at * V, lane));
   if (lane == 0) {
     store_gradient_row(delta, row_states, at, row_max[at], row_sum[at], sum - d_lse[at]);
   }
@@ -73,10 +69,7 @@ struct QueryGradient {
           Pair pair;
           if (!MASKED || whole || visibility.visible(row, at)) {
             pair = Pair(score, row, at, product, d_p[block][c].thread_elements()[e], row_state[block], keep[c][e]);
-            if (wants_sums && !is_absent(pair.d_score)) {
-              scale_sum[block] += pair.d_score * product;
-              slope_sum[block] += pair.d_score * score.distance(row, at);
-            }
+            pair.add_to(scale_sum[block], slope_sum[block], score, row, at, product);
           }
           s[block][c].thread_elements()[e] = pair.d_score;
         }
@@ -142,7 +135,7 @@ template <
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = min(gradient.first + block * 8, p.queries - 1);
-    gradient.row_state[block] = RowState(row_states, delta, (ulong(batch) * p.queries + row) * p.heads + head);
+    gradient.row_state[block] = RowState(row_states, delta, row_place(p, batch, row, head));
     gradient.scale_sum[block] = 0;
     gradient.slope_sum[block] = 0;
   }
@@ -198,7 +191,7 @@ template <
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     const int left = p.queries - first - block * 8;
-    const ulong at_row = (ulong(batch) * p.queries + first + block * 8 + lane.row) * p.heads + head;
+    const ulong at_row = row_place(p, batch, first + block * 8 + lane.row, head);
     if (wants_sums) {
       const float2 found = float2(sum_along_row(gradient.scale_sum[block]), sum_along_row(gradient.slope_sum[block]));
       if (slice == 0 && lane.column == 0 && lane.row < left) {
@@ -597,14 +590,9 @@ template <typename Types, int COLUMNS>
   const Features features = FEATURES;
   const uint3 group = place_in(grid, launched);
   const Lane lane(lane_index);
-  const int bias_row = int(group.z) / p.bias.heads;
-  const int bias_head = int(group.z) % p.bias.heads;
   const int first_row = int(group.y) * 8;
   const int first_column = int(group.x) * width;
-  const int last_row = p.bias.queries > 1 ? first_row : p.queries - 1;
-  const int last_column = p.bias.keys > 1 ? first_column : p.keys - 1;
-  const int low_head = p.bias.heads > 1 ? bias_head : 0;
-  const int high_head = p.bias.heads > 1 ? bias_head : p.heads - 1;
+  const BiasShare share(p, group.z, first_row, first_column);
   float sums[COLUMNS][2];
   UNROLLED
   for (int c = 0; c < COLUMNS; ++c) {
@@ -613,25 +601,24 @@ template <typename Types, int COLUMNS>
   }
 
   for (int batch = 0; batch < p.batch; ++batch) {
-    if (mapped_row(p.bias.map, batch) != bias_row) {
+    if (!share.has(p, batch)) {
       continue;
     }
-    for (int head = low_head; head <= high_head; ++head) {
+    for (int head = share.first_head; head <= share.last_head; ++head) {
       const int key_head = head / (p.heads / p.key_heads);
       const typename Types::Visibility visibility(features, batch, head, lane_index);
       const typename Types::Score score(features, batch, head, visibility.offset);
       const Dropout drop(features, batch, head);
       const auto keys = keys_of<Types>(features, key, batch, key_head, visibility.columns);
       const auto values = values_of<Types>(features, value, batch, key_head, visibility.columns);
-      for (int row = first_row; row <= last_row; row += 8) {
+      for (int row = first_row; row <= share.last_row; row += 8) {
         const OwnRows<typename Types::Query, Operand, 1, false> q(
             queries_of<Types>(features, query, batch, head, p.queries), row, lane);
         const OwnRows<typename Types::Cotangent, Operand, 1, false> d_o(
             cotangents_of<Types>(features, d_out, batch, head, p.queries), row, lane);
         const int own_row = row + lane.row;
-        const RowState state(
-            row_states, delta, (ulong(batch) * p.queries + min(own_row, p.queries - 1)) * p.heads + head);
-        for (int column = first_column; column <= last_column; column += width) {
+        const RowState state(row_states, delta, row_place(p, batch, min(own_row, p.queries - 1), head));
+        for (int column = first_column; column <= share.last_column; column += width) {
           if (visibility.of_tile(row, 8, column, width) == none_visible) {
             continue;
           }

@@ -123,16 +123,17 @@ template <
 
   const uint out_stride = uint(heads) * uint(V);
   device T* out_rows = out + head_offset(batch, queries, heads, head, V) + ulong(uint(first)) * out_stride;
-  UNROLLED
+  ROLLED
   for (int block = 0; block < BLOCKS; ++block) {
-    const FinishedRow row(running.row_max[block], sum_along_row(running.row_sum[block]), score.sink(head));
+    const FinishedRow row(running.row_max[0], sum_along_row(running.row_sum[0]), score.sink(head));
     const int left = queries - first - block * 8;
     if (lane.row < left) {
       store_row<V>(
-          running.sums[block], row.factor, out_rows + uint(block * 8 + lane.row) * out_stride, slice * v_fragments, lane);
+          running.sums[0], row.factor, out_rows + uint(block * 8 + lane.row) * out_stride, slice * v_fragments, lane);
     }
     if (slice == 0 && lane.column == 0 && lane.row < left) {
       row.store(row_max, row_sum, (ulong(batch) * queries + first + block * 8 + lane.row) * heads + head);
     }
+    running.turn();
   }
 }

@@ -91,8 +91,9 @@ template <typename Types, int THREADS, int ROWS>
     }
     // a maximum passes over NaN; the sum does not
     const float largest = max(running_max, reduce<THREADS, true>(scratch, x, thread_index));
-    const float shrink = weight_of(running_max, or_zero(largest));
-    float weight = visible ? weight_of(x, or_zero(largest)) : absent_weight();
+    const float from = or_zero(largest);
+    const float shrink = weight_of(running_max, from);
+    float weight = visible ? weight_of(x, from) : absent_weight();
     running_sum = running_sum * shrink + reduce<THREADS, false>(scratch, weight, thread_index);
     running_max = largest;
     if (has_dropout) {
@@ -116,7 +117,7 @@ template <typename Types, int THREADS, int ROWS>
   }
 
   const FinishedRow finished(running_max, running_sum, score.sink(head));
-  const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
+  const ulong at_row = row_place(p, batch, row, head);
   for (int i = 0; i < own; ++i) {
     const int element = thread_index + i * THREADS;
     if (element < V) {
@@ -136,11 +137,8 @@ template <typename Types, int THREADS>
   constexpr int V = Types::V;
   threadgroup float scratch[THREADS];
   const ulong at = group.z * (ulong(p.queries) * p.heads) + group.x;
-  float sum = 0;
-  for (int i = thread_index; i < V; i += THREADS) {
-    sum += float(d_out[at * V + i]) * float(out[at * V + i]);
-  }
-  sum = reduce<THREADS, false>(scratch, sum, thread_index);
+  const float own = part_of_delta<V, THREADS>(out + at * V, d_out + at * V, thread_index);
+  const float sum = reduce<THREADS, false>(scratch, own, thread_index);
   if (thread_index == 0) {
     store_gradient_row(delta, row_states, at, row_max[at], row_sum[at], sum - d_lse[at]);
   }
@@ -169,7 +167,7 @@ template <typename Types, int THREADS, int ROWS>
   const Dropout drop(features, batch, head);
   const auto keys = keys_of<Types>(features, key, batch, key_head, visibility.columns);
   const auto values = values_of<Types>(features, value, batch, key_head, visibility.columns);
-  const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
+  const ulong at_row = row_place(p, batch, row, head);
   keep_row<H, THREADS>(q_row, queries_of<Types>(features, query, batch, head, p.queries).tile(row), thread_index);
   keep_row<V, THREADS>(do_row, cotangents_of<Types>(features, d_out, batch, head, p.queries).tile(row), thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -191,11 +189,9 @@ template <typename Types, int THREADS, int ROWS>
     if (visibility.visible(row, at)) {
       const float product = dot_rows<H>(q_row, keys.tile(at));
       const float d_weight = dot_rows<V>(do_row, values.tile(at));
-      d = Pair(score, row, at, product, d_weight, RowState(row_states, delta, at_row), drop.factor(row, at)).d_score;
-      if (!is_absent(d)) {
-        scale_sum += d * product;
-        slope_sum += d * score.distance(row, at);
-      }
+      const Pair pair(score, row, at, product, d_weight, RowState(row_states, delta, at_row), drop.factor(row, at));
+      pair.add_to(scale_sum, slope_sum, score, row, at, product);
+      d = pair.d_score;
     }
     weights[thread_index] = d;
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -273,7 +269,7 @@ template <typename Types, int THREADS, int ROWS>
     for (int turn = 0; turn < walk.count; ++turn) {
       const int row = walk.tile(turn) * THREADS;
       const int own_row = row + thread_index;
-      const ulong at_row = (ulong(batch) * p.queries + own_row) * p.heads + head;
+      const ulong at_row = row_place(p, batch, own_row, head);
       Pair pair;
       if (visibility.visible(own_row, column)) {
         const float product = dot_rows<H>(k_row, queries.tile(own_row));
@@ -330,18 +326,15 @@ template <typename Types, int THREADS>
   threadgroup float q_row[H];
   threadgroup float do_row[V];
   threadgroup float scratch[THREADS];
-  const int bias_row = int(group.z) / p.bias.heads;
-  const int bias_head = int(group.z) % p.bias.heads;
   const int first_row = group.y;
-  const int last_row = p.bias.queries > 1 ? first_row : p.queries - 1;
   const int first_column = group.x;
-  const int last_column = p.bias.keys > 1 ? first_column : p.keys - 1;
+  const BiasShare share(p, group.z, first_row, first_column);
   float sum = 0;
   for (int batch = 0; batch < p.batch; ++batch) {
-    if (mapped_row(p.bias.map, batch) != bias_row) {
+    if (!share.has(p, batch)) {
       continue;
     }
-    for (int head = p.bias.heads > 1 ? bias_head : 0; head <= (p.bias.heads > 1 ? bias_head : p.heads - 1); ++head) {
+    for (int head = share.first_head; head <= share.last_head; ++head) {
       const int key_head = head / (p.heads / p.key_heads);
       const typename Types::Visibility visibility(features, batch, head, thread_index);
       const typename Types::Score score(features, batch, head, visibility.offset);
@@ -350,12 +343,12 @@ template <typename Types, int THREADS>
       const auto values = values_of<Types>(features, value, batch, key_head, visibility.columns);
       const auto queries = queries_of<Types>(features, query, batch, head, p.queries);
       const auto cotangents = cotangents_of<Types>(features, d_out, batch, head, p.queries);
-      for (int row = first_row; row <= last_row; ++row) {
-        const ulong at_row = (ulong(batch) * p.queries + row) * p.heads + head;
+      for (int row = first_row; row <= share.last_row; ++row) {
+        const ulong at_row = row_place(p, batch, row, head);
         keep_row<H, THREADS>(q_row, queries.tile(row), thread_index);
         keep_row<V, THREADS>(do_row, cotangents.tile(row), thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        for (int column = first_column + thread_index; column <= last_column; column += THREADS) {
+        for (int column = first_column + thread_index; column <= share.last_column; column += THREADS) {
           if (visibility.visible(row, column)) {
             const float product = dot_rows<H>(q_row, keys.tile(column));
             const float d_weight = dot_rows<V>(do_row, values.tile(column));

@@ -13,8 +13,8 @@ INLINED float or_zero(float largest) {
   return largest == -INFINITY ? 0.0f : largest;
 }
 
-// A row from its running maximum and sum of weights, -0 where it sees nothing. Its output is the sum of
-// weighted values times `factor`.
+// A row from its running maximum and sum of weights, which is absent where it sees nothing. Its output is the sum of weighted
+// values times `factor`.
 struct FinishedRow {
   float row_max;
   float row_sum;
@@ -29,9 +29,8 @@ struct FinishedRow {
     factor = empty ? 0.0f : shrink / row_sum;
   }
 
-  // As the backward pass is told: the largest score, 0 where that is infinite or there is none, and the sum of weights: 0 where
-  // the row sees nothing, NaN where its softmax is not defined. The sum alone has not the digits of scores that are huge all, nor
-  // has their log-sum-exp. Of scores that are NaN the largest is too: further columns, on other devices, leave it so.
+  // As `sees_nothing` of jax_mfa/specification.py has it. The sum alone has not the digits of scores that are huge all, nor has
+  // their log-sum-exp. Of scores that are NaN the largest is too: further columns, on other devices, leave it so.
   INLINED void store(device float* row_maxima, device float* row_sums, ulong at) const {
     const float undefined_or_finite = row_sum != row_sum ? NAN : (is_finite(row_max) ? row_max : 0.0f);
     row_maxima[at] = empty ? 0.0f : undefined_or_finite;
@@ -44,7 +43,7 @@ template <int BLOCKS, int COUNT>
 struct Running {
   Fragment<float> sums[BLOCKS][COUNT];  // of weights times values
   float row_max[BLOCKS];
-  float row_sum[BLOCKS];  // of the lane's own columns; -0 where none is visible
+  float row_sum[BLOCKS];  // of the lane's own columns; absent where none is visible
 
   INLINED Running() {
     clear(sums);
@@ -52,6 +51,19 @@ struct Running {
     for (int block = 0; block < BLOCKS; ++block) {
       row_max[block] = -INFINITY;
       row_sum[block] = absent_weight();
+    }
+  }
+
+  // The first block becomes the last, for a loop over them that is not unrolled.
+  INLINED void turn() {
+    UNROLLED
+    for (int block = 0; block + 1 < BLOCKS; ++block) {
+      UNROLLED
+      for (int i = 0; i < COUNT; ++i) {
+        exchange(sums[block][i], sums[block + 1][i]);
+      }
+      exchange(row_max[block], row_max[block + 1]);
+      exchange(row_sum[block], row_sum[block + 1]);
     }
   }
 

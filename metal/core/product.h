@@ -4,7 +4,8 @@
 #include "core/source.h"
 
 // A weight of -0 marks an absent pair: in a product it adds nothing, and the slow product can tell it from 0. A sum of weights
-// that starts from -0 is -0 only if all were absent.
+// that starts from -0 is -0 only if all were absent: so a kernel tells a row that sees nothing (`sees_nothing` of
+// jax_mfa/specification.py says what is stored of it).
 constant constexpr uint absent_bits = 0x80000000u;
 
 INLINED float absent_weight() {
@@ -31,6 +32,13 @@ INLINED void clear(thread Fragment<float> (&sums)[BLOCKS][COUNT]) {
   }
 }
 
+template <typename T>
+INLINED void exchange(thread T& x, thread T& y) {
+  const T first = x;
+  x = y;
+  y = first;
+}
+
 // The first of each block becomes the last. By swapping: a loop of copies would become a copy of memory.
 template <int BLOCKS, int COUNT>
 INLINED void rotate(thread Fragment<float> (&x)[BLOCKS][COUNT]) {
@@ -38,9 +46,7 @@ INLINED void rotate(thread Fragment<float> (&x)[BLOCKS][COUNT]) {
   for (int block = 0; block < BLOCKS; ++block) {
     UNROLLED
     for (int i = 0; i + 1 < COUNT; ++i) {
-      const Fragment<float> first = x[block][i];
-      x[block][i] = x[block][i + 1];
-      x[block][i + 1] = first;
+      exchange(x[block][i], x[block][i + 1]);
     }
   }
 }

@@ -40,7 +40,7 @@ struct DenseTile {
   template <int COUNT>
   INLINED vec<T, 4> load(int i, int column) const {
     if (COUNT == 4) {
-      return *reinterpret_cast<device const vec<T, 4>*>(row(i) + column);
+      return *reinterpret_cast<device const vec<T, 4>*>(rows + column + min(uint(i) * stride, uint(last) * stride));
     }
     vec<T, 4> result = vec<T, 4>(T(0));
     result[0] = row(i)[column];
@@ -126,9 +126,17 @@ struct Staged {
   threadgroup Operand* tiles;
   ushort thread_index;
   Lane lane;
+  uint row[count];  // of the thread's units, for all places that fetch and put
+  uint column[count];
   typename Source::Fetched fetched[count][together];
 
-  INLINED Staged(threadgroup Operand* tiles, ushort thread_index, Lane lane) : tiles(tiles), thread_index(thread_index), lane(lane) {}
+  INLINED Staged(threadgroup Operand* tiles, ushort thread_index, Lane lane) : tiles(tiles), thread_index(thread_index), lane(lane) {
+    UNROLLED
+    for (int i = 0; i < count; ++i) {
+      row[i] = row_of(thread_index + i * THREADS);
+      column[i] = column_of(thread_index + i * THREADS);
+    }
+  }
 
   INLINED static int row_of(int unit) {
     if (together == 1) {
@@ -149,12 +157,11 @@ struct Staged {
     UNROLLED
     for (int i = 0; i < count; ++i) {
       const int unit = thread_index + i * THREADS;
-      const int column = column_of(unit);
       UNROLLED
       for (int r = 0; r < together; ++r) {
         fetched[i][r] = {};
-        if ((units % THREADS == 0 || unit < units) && (size == width || column < size)) {
-          fetched[i][r] = tile.template fetch<wide>(row_of(unit) + r, column);
+        if ((units % THREADS == 0 || unit < units) && (size == width || column[i] < size)) {
+          fetched[i][r] = tile.template fetch<wide>(row[i] + r, column[i]);
         }
       }
     }
@@ -165,8 +172,6 @@ struct Staged {
     UNROLLED
     for (int i = 0; i < count; ++i) {
       const int unit = thread_index + i * THREADS;
-      const int row = row_of(unit);
-      const int column = column_of(unit);
       if (units % THREADS != 0 && unit >= units) {
         continue;
       }
@@ -176,24 +181,24 @@ struct Staged {
         x[r] = Source::template elements<wide>(fetched[i][r]);
       }
       if (FORMS & straight_form) {
-        threadgroup Operand* first = to + (row * straight_stride + column);
+        threadgroup Operand* first = to + (row[i] * straight_stride + column[i]);
         UNROLLED
         for (int r = 0; r < together; ++r) {
           threadgroup Operand* at = first + r * straight_stride;
           if (wide == 4) {
-            vec<Operand, 4> row;
+            vec<Operand, 4> four;
             UNROLLED
             for (int e = 0; e < 4; ++e) {
-              row[e] = Operand(x[r][e]);
+              four[e] = Operand(x[r][e]);
             }
-            *reinterpret_cast<threadgroup vec<Operand, 4>*>(at) = row;
+            *reinterpret_cast<threadgroup vec<Operand, 4>*>(at) = four;
           } else {
             at[0] = Operand(x[r][0]);
           }
         }
       }
       if (FORMS & transposed_form) {
-        threadgroup Operand* first = to + (straight_room + column * transposed_stride + row);
+        threadgroup Operand* first = to + (straight_room + column[i] * transposed_stride + row[i]);
         UNROLLED
         for (int e = 0; e < wide; ++e) {
           vec<Operand, 2> both;
@@ -233,7 +238,7 @@ struct Staged {
       float zero = 0;  // or NaN
       FEW
       for (int turn = 0; turn < (fours + 31) / 32; ++turn) {
-        const int i = min(turn * 32 + lane, fours - 1);
+        const int i = fours % 32 == 0 ? turn * 32 + lane % 32 : min(turn * 32 + lane, fours - 1);
         const vec<Operand, 4> x = *reinterpret_cast<threadgroup const vec<Operand, 4>*>(
             rows + i / (width / 4) * straight_stride + i % (width / 4) * 4);
         UNROLLED

@@ -15,6 +15,7 @@ import dataclasses
 import enum
 import functools
 import pathlib
+import types
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -163,6 +164,7 @@ class _DispatchOptions(c.Structure):
         ("max_reports", c.c_uint32),
         ("time_limit", c.c_double),
         ("cancel", c.c_void_p),
+        ("count_lines", c.c_int32),
     ]
 
 
@@ -205,6 +207,7 @@ _COUNTERS = (
     "divergences",
     "threads",
     "threadgroups",
+    "device_lines_loaded",
 )
 
 
@@ -279,7 +282,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Counters:
-    """What a dispatch did, exact and repeatable. Byte counts need a checked run."""
+    """What a dispatch did, exact and repeatable. Byte counts need a checked run, and lines one with `count_lines`."""
 
     matrix_multiply_accumulates: int
     exponentials: int
@@ -294,6 +297,7 @@ class Counters:
     divergences: int
     threads: int
     threadgroups: int
+    device_lines_loaded: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,6 +427,7 @@ class Kernel:
         time_limit: float = 0.0,
         in_place: bool = False,
         vary_private: bool = False,
+        count_lines: bool = False,
         _zeros: bool = False,
     ) -> Result:
         """Runs the kernel.
@@ -442,6 +447,7 @@ class Kernel:
           in_place: bind the arrays' own memory; otherwise a checked run works on copies with free space around each.
           vary_private: run a second time, on one host thread, with private variables that start as zeros in place of a
             pattern. Output that differs came from a variable without a value, be it an integer: reported as such.
+          count_lines: count `device_lines_loaded` in a checked run, which takes a little longer.
 
         Raises:
           DispatchError: the dispatch was refused, for example for too many threads.
@@ -509,6 +515,7 @@ class Kernel:
             max_reports,
             time_limit,
             None,
+            count_lines,
         )
         api = _api()
         handle = api.emu_dispatch(self._handle, options)
@@ -696,6 +703,21 @@ def strict_check(
         source.encode(), _compile_options(language_version, fast_math, macros, file_name, include_paths), error
     )
     return _take_string(error)
+
+
+def jax_mfa_native(machine: str | None) -> types.ModuleType:
+    """What `JAX_MFA_DEVICE=emulator[:MACHINE]` asks for: the project's native module over the emulated device.
+
+    Raises:
+      host_module.Unavailable: something that the build needs cannot be had.
+      ValueError: there is no profile of that name.
+    """
+    from . import device, host_module
+
+    native = host_module.load()
+    if machine is not None:
+        device.load().act_as(machine)
+    return native
 
 
 def compile(

@@ -126,6 +126,8 @@ STANDARD = "c++17"
 
 def _metal_cpp() -> None:
     """Asks for metal-cpp's headers, which are fetched where they are not there."""
+    if not CSRC.is_dir():
+        raise Unavailable(f"the host code, {CSRC}, is not there: it is part of a source checkout")
     try:
         device.build.metal_cpp.include_dir()
     except device.build.metal_cpp.NoHeaders as reason:

@@ -9,6 +9,8 @@ they run only where tiles or heads change. Branches not taken are counted, so sh
 
 `CYCLES` are public figures for Apple's M1, in cycles of a scheduler for 32 lanes. The predicted share of the matrix
 unit counts issue only: no waiting for memory, no barriers. Not seen on Apple hardware.
+
+`PYTHONPATH=tests:tests/metal python -m jax_mfa bench --predict compiled` asks for the share of its problems' kernels.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 from emulator import build  # noqa: E402
-from plans import Problem  # noqa: E402
 
+from jax_mfa import metal  # noqa: E402
+from jax_mfa.arguments import specify_abstract  # noqa: E402
 from jax_mfa.metal import show, tiles  # noqa: E402
 from jax_mfa.metal.plan import ITEM_SIZES, Dispatch, Kernel, Plan  # noqa: E402
 
@@ -387,15 +392,23 @@ def alternatives(h: int, dtype: str) -> str:
     return "\n".join(lines)
 
 
-def kernels_of(variant: str | tiles.Tiles, h: int, dtype: str = "float16", **more) -> list[tuple[Plan, Dispatch]]:
+def matrix_shares(plan: Plan) -> dict[str, float]:
+    """Predicted, of each kernel of a plan whose interior loop is counted."""
+    found = {d.kernel.template[0]: compiled(plan, d) for d in plan.dispatches if d.kernel.template[0] in SCORES}
+    return {name: x.share for name, x in found.items() if x.interior}
+
+
+def kernels_of(variant: str | tiles.Tiles, h: int, dtype: str = "float16", **masks) -> list[tuple[Plan, Dispatch]]:
     """Those of both passes of a dense problem."""
-    problem = Problem(T=512, S=512, H=h, B=1, N=1, K=1, dtype=dtype, variant=variant, **more)
-    found = [(plan, d) for plan in map(problem.plan, ("forward", "backward")) for d in plan.dispatches]
-    return [(plan, d) for plan, d in found if d.kernel.template[0] in KERNELS]
+    x = jax.ShapeDtypeStruct((1, 512, 1, h), jnp.dtype(dtype))
+    problem = specify_abstract(query=x, key=x, value=x, **masks)
+    plans = [metal.plan_of(*problem, of_pass, variant) for of_pass in ("forward", "backward")]
+    return [(plan, d) for plan in plans for d in plan.dispatches if d.kernel.template[0] in KERNELS]
 
 
 def decoding(h: int, dtype: str = "float16", rows: int = 8) -> tuple[Plan, Dispatch]:
-    plan = Problem(T=rows // 2, S=1024, H=h, B=1, N=2, K=1, dtype=dtype).plan()
+    query, key = (jax.ShapeDtypeStruct((1, t, n, h), jnp.dtype(dtype)) for t, n in ((rows // 2, 2), (1024, 1)))
+    plan = metal.plan_of(*specify_abstract(query=query, key=key, value=key), "forward", "staged")
     return plan, plan.dispatches[0]
 
 

@@ -18,6 +18,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import plans  # noqa: E402
+import runners  # noqa: E402
 import serving  # noqa: E402
 from plans import Problem  # noqa: E402
 
@@ -30,6 +31,7 @@ YARDSTICK = {"device": 33.0, "threadgroup": 144.0, "barriers": 66.0}
 BOUND = {"device": 0.55, "threadgroup": 0.6, "barriers": 0.5}
 THREADGROUP_OF_8_ROWS = 0.9
 KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value")
+LINE = 128  # bytes of a cache line, see emu_counters
 # multiply-accumulates of a head in units of T·S·H/512, where V = H
 PRODUCTS = {"attention_forward": 2, "attention_d_query": 3, "attention_d_key_value": 4}
 
@@ -41,11 +43,14 @@ class Cost:
     Attributes:
       products: 8×8×8 multiply-accumulates.
       device, threadgroup: bytes loaded from there per multiply-accumulate.
+      lines: bytes of different lines of 128 that a threadgroup loads from the device, per multiply-accumulate: what is
+        fetched if a cache keeps them all as long as the threadgroup runs, and nothing for the next.
       barriers: per threadgroup.
     """
 
     products: int
     device: float
+    lines: float
     threadgroup: float
     barriers: float
     exponentials: int
@@ -61,10 +66,11 @@ def dense(h: int, length: int = 512, variant: str = "staged", dtype: str = "floa
 def measure(problem: Problem, backward: bool = True) -> dict[str, Cost]:
     """By kernel. Runs the problem under the checker."""
     chosen = [problem.plan(), problem.plan("backward")] if backward else [problem.plan()]
+    on = runners.Core(lines=True)
     if backward:
-        ran = plans.evaluate(problem)
+        ran = plans.evaluate(problem, on=on)
     else:
-        ran = plans.run(chosen[0], problem.arrays(problem.arguments()))
+        ran = plans.run(chosen[0], problem.arrays(problem.arguments()), on=on)
     assert ran.reports == []
     kernels = {d.kernel.template[0]: d.kernel for plan in chosen for d in plan.dispatches}
     found = {}
@@ -74,6 +80,7 @@ def measure(problem: Problem, backward: bool = True) -> dict[str, Cost]:
             found[name] = Cost(
                 products,
                 c.device_bytes_loaded / products,
+                c.device_lines_loaded * LINE / products,
                 c.threadgroup_bytes_loaded / products,
                 c.barriers / c.threadgroups,
                 c.exponentials,
@@ -88,9 +95,9 @@ def table(sizes: list[int], length: int, dtype: str) -> str:
     lines = [
         f"T = S = {length}, {dtype}; a unit is T·S·H/512 multiply-accumulates (MAC)",
         "",
-        "| variant | kernel | H | units | device B/MAC | threadgroup B/MAC | barriers/threadgroup | causal/dense "
-        "| threadgroup memory | fragments B/thread |",
-        "|---" * 10 + "|",
+        "| variant | kernel | H | units | device B/MAC | in lines | threadgroup B/MAC | barriers/threadgroup "
+        "| causal/dense | threadgroup memory | fragments B/thread |",
+        "|---" * 11 + "|",
     ]
     for variant in tiles.VARIANTS:
         for h in sizes:
@@ -101,8 +108,8 @@ def table(sizes: list[int], length: int, dtype: str) -> str:
                 unit = length * length * tiles.padded(h) / 512
                 lines.append(
                     f"| {variant} | {name.removeprefix('attention_')} | {h} | {c.products / unit:.2f} | {c.device:.1f} "
-                    f"| {c.threadgroup:.1f} | {c.barriers:.0f} | {half[name].products / c.products:.3f} "
-                    f"| {c.threadgroup_memory} | {c.fragment_bytes} |"
+                    f"| {c.lines:.1f} | {c.threadgroup:.1f} | {c.barriers:.0f} "
+                    f"| {half[name].products / c.products:.3f} | {c.threadgroup_memory} | {c.fragment_bytes} |"
                 )
     yardstick = ", ".join(f"{name} {value:g} (bound {value * BOUND[name]:.4g})" for name, value in YARDSTICK.items())
     return "\n".join([*lines, "", f"yardstick, forward at H = 64: {yardstick}"])

@@ -67,8 +67,12 @@ def library(text: str) -> emulator.Library:
     return emulator.compile(text, fast_math=False)
 
 
+@dataclasses.dataclass(frozen=True)
 class Core:
-    """Dispatch by dispatch on the emulator core, without JAX's runtime or the launcher."""
+    """Dispatch by dispatch on the emulator core, without JAX's runtime or the launcher; with `lines` cache lines are
+    counted too."""
+
+    lines: bool = False
 
     def run(self, plan: Plan, inputs: dict[str, np.ndarray], text: str | None, seed: int) -> Ran:
         chosen = library(show.program(plan) if text is None else text + "\n" + plan.instantiations)
@@ -91,6 +95,7 @@ class Core:
                 outputs=whole,
                 uninitialised=fresh,
                 seed=seed,
+                count_lines=self.lines,
             )
             done.append((dispatch.kernel.template[0], result))
             written |= {a.buffer for a in dispatch.arguments if a.buffer}

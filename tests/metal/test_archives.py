@@ -263,25 +263,25 @@ def test_attention_of_a_later_process_compiles_nothing_whatever_its_lengths(on_d
 def test_the_folder_is_in_the_cache_and_can_be_named_or_left_out(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(kept.PIPELINES, raising=False)
-    assert kept.pipelines(emulated=True) == "" and not list(tmp_path.iterdir())
-    assert kept.pipelines(emulated=False) == str(tmp_path / "cache" / "jax_mfa" / "pipelines")
+    assert kept.pipelines(by_default=False) == "" and not list(tmp_path.iterdir())
+    assert kept.pipelines(by_default=True) == str(tmp_path / "cache" / "jax_mfa" / "pipelines")
     monkeypatch.setenv(kept.PIPELINES, str(tmp_path / "named"))
-    for emulated in (False, True):
-        assert kept.pipelines(emulated) == str(tmp_path / "named") and (tmp_path / "named").is_dir()
+    for by_default in (True, False):
+        assert kept.pipelines(by_default) == str(tmp_path / "named") and (tmp_path / "named").is_dir()
     monkeypatch.setenv(kept.PIPELINES, "none")
-    assert kept.pipelines(emulated=False) == ""
+    assert kept.pipelines(by_default=True) == ""
 
 
 def test_a_folder_that_cannot_be_made_is_left_out(monkeypatch, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(kept.PIPELINES, str(tmp_path / "file"))
-    assert kept.pipelines(emulated=False) == ""
+    assert kept.pipelines(by_default=True) == ""
     monkeypatch.delenv(kept.PIPELINES)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert kept.pipelines(emulated=False) == ""
+    assert kept.pipelines(by_default=True) == ""
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(pathlib.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert kept.pipelines(emulated=False) == ""
+    assert kept.pipelines(by_default=True) == ""
 
 
 def test_what_nobody_has_made_for_long_goes(monkeypatch, tmp_path) -> None:
@@ -290,7 +290,7 @@ def test_what_nobody_has_made_for_long_goes(monkeypatch, tmp_path) -> None:
     for name, old in (("a.metallib", True), ("b.metallib", False), ("c.part", True), ("letter.txt", True)):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (ago, ago) if old else None)
-    assert kept.pipelines(emulated=False) == str(tmp_path)
+    assert kept.pipelines(by_default=True) == str(tmp_path)
     assert sorted(x.name for x in tmp_path.iterdir()) == ["b.metallib", "letter.txt"]
 
 

@@ -29,7 +29,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def command(device: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_MFA_DEVICE": device, **settings}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": paths, "JAX_MFA_DEVICE": device, **settings}
     line = [sys.executable, "-m", "jax_mfa", "check", *arguments]
     return subprocess.run(line, capture_output=True, text=True, encoding="utf-8", env=environment)
 
@@ -110,11 +111,13 @@ def test_without_metal_it_says_so_and_checks_blockwise():
 
 def test_a_device_that_there_is_not_is_a_finding():
     done = command("bogus", "--quick")
-    assert done.returncode == 2 and not done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("asking bogus for a native module")
+    assert done.stderr.count("\n") == 1
     last = done.stdout.splitlines()[-1]
     assert last.split(None, 1) == [
         "FAILED",
-        "ValueError: JAX_MFA_DEVICE must be unset, 'none' or 'emulator', got 'bogus'",
+        "ValueError: JAX_MFA_DEVICE must be unset, 'none', or MODULE[:MACHINE] where MODULE offers "
+        "jax_mfa_native(machine), got 'bogus': No module named 'bogus'",
     ]
 
 
@@ -167,7 +170,7 @@ def test_what_may_have_to_be_built_is_said_before(monkeypatch, capsys, passing):
     monkeypatch.setattr(runtime, "get", get)
     monkeypatch.setenv("JAX_MFA_DEVICE", "emulator")
     assert check.run(options()) == 1
-    assert said[0].startswith("building the emulated Metal device")
+    assert said[0].startswith("asking emulator for a native module, which it may have to build")
 
 
 def test_a_row_names_its_problem_before_it_runs(monkeypatch, capsys, passing):

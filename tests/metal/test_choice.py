@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 import warnings
 
 import jax
@@ -150,14 +151,28 @@ def test_metal_can_be_forbidden():
     assert "→ blockwise" in said and said.count("JAX_MFA_DEVICE=none forbids Metal") == 2
 
 
-def test_an_unknown_device_is_named():
-    code = "import jax, jax_mfa; x = jax.numpy.ones((1, 4, 1, 8)); jax_mfa.explain(x, x, x)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "JAX_MFA_DEVICE": "gpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode and "JAX_MFA_DEVICE must be unset, 'none' or 'emulator', got 'gpu'" in done.stderr
+@pytest.mark.parametrize(
+    ("device", "seen"),
+    [
+        ("a_gpu", "No module named 'a_gpu'"),
+        ("json", "module 'json' has no attribute 'jax_mfa_native'"),
+        ("emulator:", ""),
+        ("./emulator", ""),
+    ],
+)
+def test_a_device_that_there_is_not_is_named(monkeypatch, device, seen):
+    monkeypatch.setenv("JAX_MFA_DEVICE", device)
+    with pytest.raises(ValueError) as error:
+        runtime.start()
+    expected = "JAX_MFA_DEVICE must be unset, 'none', or MODULE[:MACHINE] where MODULE offers jax_mfa_native(machine)"
+    assert str(error.value) == f"{expected}, got {device!r}" + (f": {seen}" if seen else "")
+
+
+@pytest.mark.parametrize("machine", [None, "m9"])
+def test_any_module_may_offer_a_device(monkeypatch, machine):
+    def refuses(machine):
+        raise RuntimeError(f"asked for {machine}")
+
+    monkeypatch.setitem(sys.modules, "a_device_of_its_own", types.SimpleNamespace(jax_mfa_native=refuses))
+    monkeypatch.setenv("JAX_MFA_DEVICE", "a_device_of_its_own" + (f":{machine}" if machine else ""))
+    assert runtime.start().reason == f"the native module could not be loaded: asked for {machine}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import compiled
 import pytest
 from serving import Serving
 
-from jax_mfa import Scheme
+from jax_mfa import Scheme, bench, bench_models
+from jax_mfa.__main__ import main
 from jax_mfa.metal import tiles
 
 ENTRIES = [
@@ -52,6 +55,21 @@ def test_most_cycles_of_the_interior_are_spent_in_products(h):
         found = compiled.compiled(plan, dispatch)
         assert found.share >= LEAST[dispatch.kernel.template[0]], found
         assert found.code * compiled.BYTES <= 12 * 1024  # what the instruction cache of an M1 holds
+
+
+def test_bench_prints_the_predicted_shares_of_its_problems(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "SHORTEST", 0.0)
+    monkeypatch.setattr(bench_models, "OTHERS", {})
+    sweep = ["--lengths", "512", "--heads", "2", "--masks", "causal", "--passes", "forward,forward+backward,decode"]
+    arguments = ["--implementations", "blockwise", "--no-stock", "--rounds", "1", "--out", str(tmp_path)]
+    assert main(["bench", *sweep, *arguments, "--dtypes", "float16", "--predict", "compiled"]) == 0
+    names = [f"attention_{name}" for name in ("forward", "d_query", "d_key_value")]
+    shares = [x.get("predicted") for x in json.loads((tmp_path / "bench.json").read_text())["rows"]]
+    assert [list(x) for x in shares] == [names[:1], names, []]  # decoding waits for memory
+    assert all(LEAST[name] <= share < 1 for x in shares for name, share in x.items())
+    said = capsys.readouterr().out
+    assert "Predicted for an M1 from public figures, never seen on Apple hardware" in said
+    assert f"B1 T512 N2 H64 causal float16 forward: attention_forward {shares[0][names[0]]:.0%}" in said
 
 
 def test_a_rolled_loop_over_fragments_is_noticed():

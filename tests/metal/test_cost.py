@@ -78,6 +78,18 @@ def test_staged_forward_moves_little_and_waits_seldom(h):
         assert getattr(found, name) <= bound[name] * value, name
 
 
+@pytest.mark.parametrize("variant", tiles.VARIANTS)
+def test_a_threadgroup_loads_each_line_of_keys_and_values_and_its_own_queries(variant):
+    """A row of 64 in float16 is a line. Beside them there are the numbers of the launch, in a few more."""
+    problem = cost.dense(64, 256, variant)
+    found = cost.measure(problem, backward=False)["attention_forward"]
+    tile = tiles.select(variant, 64, 64, 2).forward
+    groups, often = 256 // tile.rows, 1 if tile.buffers else tile.simdgroups
+    lines, needed = found.lines * found.products / cost.LINE, groups * 2 * 256 + 256
+    assert needed <= lines <= needed + 4 * groups
+    assert (often - 0.5) * found.lines < found.device < (often + 0.5) * found.lines
+
+
 @pytest.mark.parametrize("variant, limit, item", ENTRIES)
 def test_threadgroup_memory_is_what_the_table_says(variant, limit, item):
     # a head size of its own entry that compiles fast: the arithmetic is linear in it

@@ -199,7 +199,7 @@ def test_padding_that_a_mask_describes_costs_nothing(variant):
 def test_the_portable_family_skips_tiles_too():
     """Each thread of a row takes two exponentials for a tile that it meets, and some at the end."""
     ran = plans.run_call(arguments(("padding mask",), ""), variant="portable")
-    threads = tiles.Portable().threads
+    threads = tiles.RowTiles().threads
     met = sum(-(-n // threads) for n in PADDED)
     assert met < 0.5 * B * -(-S // threads)
     assert ran.counters["portable_forward"].exponentials <= T * N * threads * (2 * met + B)

@@ -249,6 +249,12 @@ void Machine::device_cells(Region *region, unsigned char *p, size_t size, bool w
   }
 }
 
+void Machine::count_lines(const Binding &b, const unsigned char *p, size_t size) {
+  std::vector<uint64_t> &last = lines_[(size_t)(&b - d->bindings.data())];
+  for (size_t i = (size_t)(p - b.begin) / kLine; i <= (size_t)(p + size - 1 - b.begin) / kLine; i++)
+    if (last[i] != threadgroup_index + 1) last[i] = threadgroup_index + 1, counters.device_lines_loaded++;
+}
+
 // The second of two unordered writes has happened by now: did it change anything?
 void Machine::settle() {
   pending.set = false;
@@ -306,6 +312,7 @@ void Machine::access(uintptr_t address, size_t size, bool write, bool atomic, co
     }
   if (EMU_LIKELY(b != nullptr)) {
     (write ? counters.device_bytes_stored : counters.device_bytes_loaded) += size;
+    if (!write) loaded_lines(*b, p, size);
     if (b->region) device_cells(b->region, p, size, write, atomic, t, pc, b);
     return;
   }

@@ -188,6 +188,7 @@ typedef struct emu_dispatch_options {
   uint32_t max_reports;               // 0: 64
   double time_limit;                  // seconds of wall clock; 0: 60
   const volatile int32_t *cancel;     // NULL, or the dispatch stops (EMU_STATUS_CANCELLED) once it is nonzero
+  int32_t count_lines;                // 1: counts device_lines_loaded too, in checked mode
 } emu_dispatch_options;
 
 typedef enum emu_status {
@@ -250,6 +251,9 @@ typedef struct emu_counters {
   uint64_t simdgroup_operations;          // shuffles, reductions, ... per simdgroup
   uint64_t divergences;                   // simdgroup or quad functions that not all living threads reached together
   uint64_t threads, threadgroups;
+  // Different lines of 128 bytes of device memory that a threadgroup loads, added up over threadgroups: what a cache must fetch
+  // that keeps whatever a threadgroup has loaded, and knows nothing of the others. A binding begins at a line. Where asked for.
+  uint64_t device_lines_loaded;
 } emu_counters;
 
 // Never NULL unless memory runs out. Buffers are written in place.

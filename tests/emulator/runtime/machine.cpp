@@ -390,6 +390,9 @@ void Machine::run(Dispatch *dispatch, Image *im) {
     shared_write_pc = (uint32_t *)calloc(im->arena_size / 16 + 1, 4);
   }
   arena_size = im->arena_size;
+  lines_.clear();
+  if (checked && d->options->count_lines)
+    for (const Binding &b : d->bindings) lines_.emplace_back(((size_t)(b.end - b.begin) + kLine - 1) / kLine);
   Machine *outer = machine;
   machine = this;
   uint64_t n = d->threadgroups, seed = d->options->seed;

@@ -20,6 +20,7 @@ namespace emu {
 
 constexpr unsigned kMaxThreads = EMU_MAX_THREADS_PER_THREADGROUP;
 constexpr size_t kStackSize = 256 << 10;
+constexpr size_t kLine = 128;  // bytes of a cache line
 constexpr uintptr_t kStackShadow = 1ull << 44;  // what clang adds to address / 8 for a shadow byte's; see compile.cpp
 
 #define EMU_ALWAYS_INLINE inline __attribute__((always_inline))
@@ -179,6 +180,9 @@ class Machine {
   void matrix_multiply(Simdgroup &g, uint64_t mask);
   void simd(Simdgroup &g, uint64_t mask, bool divergent);
   void shared_cells(uint32_t offset, uint32_t size, bool write, bool atomic, Thread *t, const void *pc);
+  void loaded_lines(const Binding &b, const unsigned char *p, size_t size) {
+    if (EMU_UNLIKELY(!lines_.empty())) count_lines(b, p, size);
+  }
   void device_cells(Region *r, unsigned char *p, size_t size, bool write, bool atomic, Thread *t, const void *pc, const Binding *b);
   void endless(int reason);
   [[noreturn]] void finish_fiber();
@@ -193,6 +197,8 @@ class Machine {
   void purge_shared();
   void purge_shared(uint32_t group);
   void bump_simdgroup_epoch(Simdgroup &g, uint32_t flags);
+  void count_lines(const Binding &b, const unsigned char *p, size_t size);
+  std::vector<std::vector<uint64_t>> lines_;  // by binding, of each line the last threadgroup to load it; empty: not asked for
   std::unordered_map<uint64_t, uint64_t> seen_;  // (class, pc) → occurrences not yet added up
   void flush_seen();
   bool abandoned_ = false, stack_shadow_dirty_ = false;

@@ -205,6 +205,7 @@ static void check_block(Machine &m, Simdgroup &g, uint64_t mask, const Block &b,
         for (unsigned c = 0; c < 8; c++) m.shared_cells((uint32_t)(offset + c * e), e, write, false, &lanes[lane_of(c, row)], pc);
     } else {
       (write ? m.counters.device_bytes_stored : m.counters.device_bytes_loaded) += row_bytes;
+      if (!write) m.loaded_lines(*binding, p, row_bytes);
       if (binding->region)
         for (unsigned c = 0; c < 8; c++) m.device_cells(binding->region, p + c * e, e, write, false, &lanes[b.transposed ? lane_of(c, row) : lane_of(row, c)], pc, binding);
     }

@@ -371,6 +371,22 @@ def test_counters_are_exact_and_repeatable():
     ) == (1024, 256, 1024, 128, 1, 2)
 
 
+def test_each_threadgroup_counts_the_lines_that_it_loads_once():
+    """Two lines of its own, and one that all share."""
+    source = (
+        HEADER
+        + """kernel void f(device float *o [[buffer(0)]], device const float *x [[buffer(1)]],
+  uint i [[thread_position_in_grid]]) { o[i] = x[i] + x[1024]; }"""
+    )
+    kernel = emulator.compile(source).kernel()
+    x = np.zeros(2048, np.float32)
+    run = lambda **how: kernel([np.zeros(256, np.float32), x], threads=256, threadgroup=64, **how).counters
+    for seed in (0, 3):
+        assert run(count_lines=True, seed=seed).device_lines_loaded == 4 * 3
+    assert run().device_lines_loaded == 0
+    assert run(count_lines=True).device_bytes_loaded == run().device_bytes_loaded
+
+
 def test_dispatches_that_metal_refuses():
     kernel = emulator.compile(
         HEADER

@@ -1,0 +1,175 @@
+"""The problems of `python -m jax_mfa bench`: those of models and of kinds of models, and sweeps over sizes and masks.
+
+What is asked of the attention of a model, or of a kind of model, with the lengths that its users meet, is data; those
+of `models.json` name their source. Knows which columns a row sees; runs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+FORWARD, TRAINING, DECODE = "forward", "forward+backward", "decode"
+TANGENT, COMPILING = "forward mode", "compile 24 layers"
+BOTH = (FORWARD, TRAINING)
+MASKS = ("none", "causal", "window", "padding")
+WINDOW = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One attention problem: T queries of N heads on S columns of K heads, all of head size H.
+
+    Attributes:
+      mask: of `MASKS`. A row of "window" sees `window` columns up to its own; in "padding" the batch rows have from
+        half to all of the columns, three quarters on average.
+      passes: what is timed; the queries of "decode" stand at the end of what the columns hold.
+    """
+
+    name: str
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    mask: str = "none"
+    dtype: str = "float32"
+    passes: tuple[str, ...] = BOTH
+    soft_cap: float | None = None
+    window: int | None = None
+
+    @property
+    def decodes(self) -> bool:
+        return DECODE in self.passes
+
+    @property
+    def is_causal(self) -> bool:
+        return self.mask in ("causal", "window")
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """`[B]`, the columns of each batch row that are no padding."""
+        share = (self.B + 0.5 + np.arange(self.B)) / (2 * self.B) if self.mask == "padding" else np.ones(self.B)
+        return np.ceil(self.S * share).astype(np.int32)
+
+    @property
+    def columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """`[B, T]`, the first column that each row sees, and the one after its last."""
+        lengths = self.lengths[:, None]
+        after = np.arange(1, self.T + 1) + (lengths - self.T if self.decodes else np.zeros_like(lengths))
+        end = np.minimum(after, lengths) if self.is_causal or self.decodes else np.broadcast_to(lengths, after.shape)
+        begin = np.zeros_like(after) if self.window is None else np.maximum(after - self.window, 0)
+        return begin, end
+
+    @property
+    def visible(self) -> np.ndarray:
+        """The same as a mask, `[B, 1, T, S]`, or `[1, 1, T, S]` where all batch rows are alike."""
+        begin, end = (x[: None if self.mask == "padding" else 1, None, :, None] for x in self.columns)
+        column = np.arange(self.S)
+        return (column >= begin) & (column < end)
+
+    @property
+    def heads(self) -> str:
+        return f"{self.N}" if self.K == self.N else f"{self.N}/{self.K}"
+
+    def __str__(self) -> str:
+        heads = f"N{self.N}" if self.K == self.N else f"N{self.N} K{self.K}"
+        length = f"T{self.T}" if self.T == self.S else f"T{self.T} S{self.S}"
+        facts = [f"B{self.B}", length, heads, f"H{self.H}"]
+        facts += [f"{self.mask}{self.window or ''}"] * (self.mask != "none")
+        facts += ["cap"] * (self.soft_cap is not None) + [self.dtype] * (self.dtype != "float32")
+        return " ".join(facts)
+
+
+def _square(name: str, B: int, T: int, N: int, H: int, **other: Any) -> Problem:
+    return Problem(name, B, T, T, N, other.pop("K", N), H, **other)
+
+
+def _decode(name: str, B: int, S: int, N: int, K: int, H: int, **other: Any) -> Problem:
+    return Problem(name, B, 1, S, N, K, H, passes=(DECODE,), **other)
+
+
+# the values that a sweep goes through, by option; `None` of key_value_heads: as many as there are query heads
+SWEEP: dict[str, list[Any]] = {
+    "lengths": [256, 512, 1024, 2048, 4096],
+    "batches": [1],
+    "heads": [8],
+    "key_value_heads": [None],
+    "head_sizes": [64],
+    "dtypes": ["float32"],
+    "masks": ["none", "causal"],
+    "passes": list(BOTH),
+}
+# 48 short problems, where what a call costs by itself shows
+PRESET = {
+    "lengths": [64, 128, 256, 512],
+    "batches": [1, 2, 4, 8],
+    "head_sizes": [32, 64, 128],
+    "masks": ["none"],
+}
+
+
+def sweep(values: Mapping[str, list[Any]], window: int = WINDOW) -> list[Problem]:
+    """Every combination of the values for the keys of `SWEEP`.
+
+    Decoding is a query against each length, alike without a mask and with a causal one.
+    """
+    passes = tuple(x for x in values["passes"] if x != DECODE)
+    names = ("dtypes", "heads", "key_value_heads", "head_sizes", "batches", "lengths", "masks")
+    found = []
+    for dtype, n, k, h, b, length, mask in itertools.product(*(values[name] for name in names)):
+        other = dict(K=k or n, mask=mask, dtype=dtype, window=window if mask == "window" else None)
+        if passes:
+            found.append(_square("", b, length, n, h, passes=passes, **other))
+        if DECODE in values["passes"]:
+            found.append(_decode("", b, length, n, H=h, **{**other, "mask": "none" if mask == "causal" else mask}))
+    return list(dict.fromkeys(found))
+
+
+def _of_models() -> tuple[Problem, ...]:
+    """Those of `models.json`."""
+    found = []
+    for model in json.loads(importlib.resources.files("jax_mfa").joinpath("models.json").read_text(encoding="utf-8")):
+        sizes = {"B": 1, "S": model["T"]} | {name: x for name, x in model.items() if name != "source"}
+        found.append(Problem(**sizes))
+    return tuple(found)
+
+
+PROBLEMS = (
+    *_of_models(),
+    # lengths that no power of two divides
+    _square("one token more than a tile", 1, 513, 8, 64, mask="causal"),
+    _square("ViT-B/16 at 384 pixels", 1, 577, 12, 64),
+    _square("640 tokens", 1, 640, 8, 64),
+    _square("ViT at 512 pixels", 1, 1025, 8, 64),
+    _square("DINOv2 ViT-L/14 at 518 pixels", 1, 1370, 16, 64),
+    _square("Whisper base, encoder", 1, 1500, 8, 64),
+    Problem("Whisper base, cross attention", 1, 1, 1500, 8, 8, 64),
+    # one token at a time
+    _decode("decoding, Llama 3 8B", 1, 1024, 32, 8, 128),
+    _decode("decoding", 1, 4096, 8, 8, 64),
+    _decode("decoding", 1, 4096, 8, 8, 64, dtype="bfloat16"),
+    _decode("decoding, one key head", 8, 4096, 8, 1, 64),
+    # many small ones
+    _square("pixels of a patch", 512, 16, 4, 32),
+    _square("short sentences", 256, 32, 4, 32),
+    _square("Swin, windows of 7 × 7", 64, 49, 4, 32),
+    _square("CLIP, text encoder", 16, 77, 8, 64, mask="causal"),
+    _square("a line of text", 1, 32, 8, 64, mask="causal"),
+    _square("a line of text", 1, 64, 8, 64, mask="causal"),
+    # long ones
+    _square("GPT-2", 1, 1024, 12, 64, mask="causal", passes=(*BOTH, TANGENT, COMPILING)),
+    _square("Llama 3 8B", 1, 2048, 32, 128, K=8, mask="causal"),
+)
+
+
+def select(pattern: str) -> list[Problem]:
+    """The problems of models whose name or shape contains `pattern`, whatever its case."""
+    return [p for p in PROBLEMS if pattern.lower() in f"{p.name} {p}".lower()]
