@@ -9,6 +9,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import assert_allclose
 
 from jax_mfa import bench, bench_devices, bench_figures, bench_models, bench_problems
 from jax_mfa.__main__ import main
@@ -97,12 +98,12 @@ def test_all_candidates_compute_the_same(mask, kind):
         if run is not None:  # it is installed
             results[name] = np.asarray(run()).transpose(0, 2, 1, 3)
     for name, x in results.items():
-        np.testing.assert_allclose(x, results["reference"], rtol=0, atol=1e-5, err_msg=name)
+        assert_allclose(x, results["reference"], rtol=0, atol=1e-5, err_msg=name)
     q, k, v = (np.asarray(x, np.float64) for x in arrays[:3])
     x = np.einsum("btnh,bsnh->bnts", q, k.repeat(2, 2)) / 8
     weights = np.exp(np.where(problem.visible, x, -np.inf))
     expected = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v.repeat(2, 2))
-    np.testing.assert_allclose(results["reference"], expected, rtol=0, atol=1e-5)
+    assert_allclose(results["reference"], expected, rtol=0, atol=1e-5)
     assert bench_figures.scores(problem) == 4 * np.broadcast_to(problem.visible, (3, *problem.visible.shape[1:])).sum()
 
 

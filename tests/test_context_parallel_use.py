@@ -91,7 +91,7 @@ def test_modules_and_attention_fn_take_an_axis_for_the_sequence():
 
     mesh = mesh_of(2, 2, names=("data", "sequence"))
     (x,) = arrays((2, 8, 8))
-    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=5e-6)
+    close = functools.partial(assert_allclose, rtol=0, atol=5e-6)
     one = ours.linen.FlashMultiHeadAttention(num_heads=4, num_kv_heads=2, rotary_base=100.0, is_causal=True)
     parameters = quick_jit(one.init)(jax.random.key(0), x)
     wanted = quick_jit(one.apply)(parameters, x)

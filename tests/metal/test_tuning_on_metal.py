@@ -94,7 +94,7 @@ def test_splits_of_any_size_give_the_same_result(on_device):
         assert sum(seen.as_dict()["metal"]["kernels"].values()) == 2  # it attends, and merges
     reference = jax_mfa.decode_attention(x[:, :1], x, x, jnp.asarray([S, 700]), implementation="reference")
     for result in results:
-        np.testing.assert_allclose(result, reference, rtol=0, atol=1e-5)
+        assert_allclose(result, reference, rtol=0, atol=1e-5)
 
 
 def test_decoding_is_tuned_and_its_winner_taken(on_device, tmp_path, monkeypatch):
