@@ -147,7 +147,7 @@ def sees_nothing(row_sum: Any) -> Any:
 
                                              row_max       row_sum    log-sum-exp
       it sees nothing, sink or not           0             0          −∞
-      it sees −∞ alone, and has no sink      0             NaN        NaN
+      it sees −∞ alone, and has no sink      0 or −∞       NaN        NaN
       it sees NaN or ∞                       not finite    NaN        NaN
       any other row                          finite        positive   finite
 

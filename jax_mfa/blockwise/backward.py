@@ -101,7 +101,8 @@ def backward(
         columns = [p.columns_by_head(x) for x in (operands.key, operands.value)]
         return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, transposed, columns), init)
 
-    # the gradients by the scaled product; the scale itself follows outside
+    # the gradients by the scaled product; the scale itself follows outside, in the layout of the results: in that of
+    # the scores XLA may take both for one array of scales, and keep that
     (d_query, d_key, d_value), (d_slopes, d_bias) = p.mended(run)
 
     def scaled(x: Any) -> Array:  # [B, ...]
@@ -113,9 +114,9 @@ def backward(
     def cotangent(name: str) -> Any:
         operand, repeat = getattr(operands, name), getattr(p.repeats, name)
         if name == "query":
-            x = p.by_token(scaled(d_query))
+            x = scaled(p.by_token(d_query))
         elif name == "key":
-            x = jnp.moveaxis(scaled(d_key), 3, 1)
+            x = scaled(jnp.moveaxis(d_key, 3, 1))
         elif name == "value":
             x = jnp.moveaxis(d_value, 3, 1)
         elif name == "bias":

@@ -29,7 +29,7 @@ def forward(spec: Specification, operands: Operands) -> tuple[Array, Array, Arra
     acc = p.acc
     every_row_sees = operands.sinks is None and spec.every_row_sees(operands)
     # a row is met once, and its scores may be −∞ all: ∞ − ∞ is NaN, which its softmax is. Nothing else stands between a
-    # compiler and one kernel for all of it.
+    # compiler and one kernel for all of it, and the backward pass finds the same exponentials again.
     plain = p.rows_once and every_row_sees
 
     def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, query: Any, key: Any, value: Any) -> Any:
@@ -69,7 +69,7 @@ def forward(spec: Specification, operands: Operands) -> tuple[Array, Array, Arra
     (sums,), (high, total) = p.mended(run)
 
     if plain:
-        out, row_max, row_sum = sums / total[..., None], jnp.where(high == -np.inf, acc.type(0), high), total
+        out, row_max, row_sum = sums / total[..., None], high, total
     else:
         lost = total == 0  # rows that have met no score above −∞
         row_max = high if p.rows_once else jnp.where(lost, acc.type(0), high)

@@ -20,7 +20,7 @@ def weighed(out: Array, row_max: Array, row_sum: Array, acc: Any) -> tuple[Array
     A row that sees scores of −∞ alone keeps the sum NaN, as `sees_nothing` says; other columns may yet define its
     softmax.
     """
-    lost = sees_nothing(row_sum) | (jnp.isnan(row_sum) & jnp.isfinite(row_max))
+    lost = sees_nothing(row_sum) | (jnp.isnan(row_sum) & (row_max < np.inf))
     sums = jnp.where(lost[..., None], acc.type(0), out.astype(acc) * row_sum[..., None])
     return sums, jnp.where(lost, acc.type(-np.inf), row_max), row_sum
 
