@@ -167,8 +167,8 @@ MISTAKES = {
         DECODE,
     ),
     "splits merged without their maxima": Mistake(
-        "x += split_out[((first + split) * rows + r) * V + i] * shrink;",
-        "x += split_out[((first + split) * rows + r) * V + i];",
+        "part[i * 32 + lane] * weight : 0.0f",
+        "part[i * 32 + lane] : 0.0f",
         DECODE,
     ),
     # loads
