@@ -83,6 +83,7 @@ exec "{zig}" c++ -target {target} "$@"
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("ninja")), reason="needs cmake and ninja")
 def test_cmake_builds_the_same_module(native: types.ModuleType, tmp_path: pathlib.Path) -> None:
     zig = device.build.core.zig()

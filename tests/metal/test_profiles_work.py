@@ -37,11 +37,23 @@ def test_no_command_buffer_of_a_long_sequence_is_long(profile: str, of_pass: str
     assert sum(seconds) * rate == pytest.approx(counted, rel=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["staged", "direct"])
-@pytest.mark.parametrize("h", [64, 128, 256, 320])
-@pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"local_window_size": (64, 0)}], ids=["dense", "causal", "window"]
-)
+MASKS: dict[str, dict] = {"dense": {}, "causal": {"is_causal": True}, "window": {"local_window_size": (64, 0)}}
+# staged and dense of every size, all else of the least and the largest; sweeps have them all
+ESTIMATED = [
+    pytest.param(
+        variant,
+        h,
+        MASKS[mask],
+        id=f"{mask}-{h}-{variant}",
+        marks=() if h in (64, 320) or (mask, variant) == ("dense", "staged") else pytest.mark.sweep,
+    )
+    for mask in MASKS
+    for h in (64, 128, 256, 320)
+    for variant in ("staged", "direct")
+]
+
+
+@pytest.mark.parametrize("variant,h,options", ESTIMATED)
 def test_estimates_are_bounds(variant: str, h: int, options: dict, metal: device.Control) -> None:
     problem = plans.Problem(T=256, S=256, H=h, B=1, N=2, K=1, dtype="float16", variant=variant, **options)
     counted = plans.evaluate(problem).counters
