@@ -86,12 +86,12 @@ def _evaluated(problem: Problem, implementation: Any, dtype: Any = None) -> dict
     arrays = {name: x for name, x in given.items() if isinstance(x, np.ndarray | QuantizedArray | PagedArray)}
     static = {name: x for name, x in given.items() if name not in arrays}
     moving: dict[str, Any] = {name: arrays.pop(name) for name in GRADIENTS if isinstance(arrays.get(name), np.ndarray)}
-    if not problem.decoding:  # what is quantised passes its gradient on to what it was made of
+    backward = not problem.decoding  # the backward pass of decoding is that of any other problem
+    if backward:  # what is quantised passes its gradient on to what it was made of
         moving |= {name: x.dequantize() for name, x in arrays.items() if isinstance(x, QuantizedArray)}
-    # a plain decoding problem has no gradient: its backward pass is that of any other
     # of the reference nobody asks for speed, and LLVM's optimiser takes most of a small program's time
     options = {"xla_backend_optimization_level": 0} if implementation == "reference" else {}
-    program = jax.jit(_both(implementation, not problem.decoding, **static), compiler_options=options)
+    program = jax.jit(_both(implementation, backward, **static), compiler_options=options)
     results = program(moving, arrays, *cotangents)
     return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
 

@@ -170,6 +170,13 @@ def _kept(key: Scheme | None, value: Scheme | None, paged: bool = False) -> _Fea
     return feature
 
 
+_KEPT = {  # ways to store keys and values
+    "int8": _kept(Scheme("int8"), Scheme("int8", True)),
+    "int4": _kept(Scheme("int4", channels=None, center=64), Scheme("int4", channels=32)),
+    "fp8": _kept(Scheme("fp8", True), Scheme("fp8", True)),
+    "pages": _kept(None, None, True),
+    "pages of int8": _kept(Scheme("int8"), Scheme("int4"), True),
+}
 FEATURES: dict[str, _Feature] = {
     "dense": lambda p, rng: {},
     "causal": _causal,
@@ -183,15 +190,10 @@ FEATURES: dict[str, _Feature] = {
     "score": _score,
     "dropout": _dropout,
     "everything": _everything,
-    "int8": _kept(Scheme("int8"), Scheme("int8", True)),
-    "int4": _kept(Scheme("int4", channels=None, center=64), Scheme("int4", channels=32)),
-    "fp8": _kept(Scheme("fp8", True), Scheme("fp8", True)),
-    "pages": _kept(None, None, True),
-    "pages of int8": _kept(Scheme("int8"), Scheme("int4"), True),
+    **_KEPT,
 }
 _EACH_TILE = ("dense", "causal")
 _EACH_DTYPE = ("bias", "everything")  # kernels of their own, and all function constants
-_KEPT = ("int8", "int4", "fp8", "pages", "pages of int8")  # ways to store keys and values
 
 
 def head_sizes(variant: str, dtype: str) -> list[tuple[int, int]]:
@@ -215,7 +217,7 @@ def decode_sizes(dtype: str) -> list[tuple[int, int, int]]:
 
 
 def _of_variant(variant: str) -> list[Problem]:
-    found = []
+    found, kept = [], list(_KEPT)
     rotating = [x for x in FEATURES if x not in (*_EACH_TILE, *_EACH_DTYPE, *_KEPT, "mask")]
     for at, dtype in enumerate(DTYPES):
         for i, (h, v) in enumerate(head_sizes(variant, dtype)):
@@ -224,17 +226,18 @@ def _of_variant(variant: str) -> list[Problem]:
             if variant in tiles.VARIANTS and dtype != "bfloat16":  # lists know tiles, and no dtype
                 features.append("mask")
             if i == 0 and variant in tiles.NAMES:
-                features += [*_EACH_DTYPE, *rotating[at :: len(DTYPES)], *(_KEPT if at == 0 else _KEPT[at::3])]
+                features += [*_EACH_DTYPE, *rotating[at :: len(DTYPES)]]
+                features += kept if at == 0 else kept[at :: len(DTYPES)]
             found += [Problem(variant, dtype, h, v, feature) for feature in features]
     return found
 
 
 def _decoding(variant: str) -> list[Problem]:
-    found = []
+    found, kept = [], list(_KEPT)
     for dtype in DTYPES:
         sizes = decode_sizes(dtype)
         few = next(size for size in sizes if size[0] == 2)  # without the matrix unit
-        features = ("everything", "dense", *(_KEPT[1:] if dtype == DTYPES[0] else _KEPT[-1:]))
+        features = ("everything", "dense", *(kept[1:] if dtype == DTYPES[0] else kept[-1:]))
         some = [(*size, feature) for size in (sizes[0], few) for feature in features]
         some += [(*size, "causal") for size in sizes]
         found += [Problem(variant, dtype, h, v, feature, t, tiles.DECODE_KEYS + 18) for t, h, v, feature in some]
