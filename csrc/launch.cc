@@ -112,8 +112,10 @@ void encode(const Flight& flight, const Piece& piece, MTL::ComputeCommandEncoder
   encoder->setComputePipelineState(flight.prepared->pipelines[piece.dispatch]->state.get());
   for (const ArgumentPlan& argument : dispatch.arguments) {
     if (argument.index == dispatch.grid_argument) {
-      const GridBytes bytes = grid_bytes(dispatch, piece);
-      encoder->setBytes(bytes.data(), sizeof bytes, argument.index);
+      const GridBytes part = grid_bytes(dispatch, piece);
+      std::string bytes = argument.bytes;
+      std::memcpy(bytes.data(), part.data(), sizeof part);
+      encoder->setBytes(bytes.data(), bytes.size(), argument.index);
     } else if (argument.buffer == ArgumentPlan::kBytes) {
       encoder->setBytes(argument.bytes.data(), argument.bytes.size(), argument.index);
     } else {

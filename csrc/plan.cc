@@ -190,9 +190,9 @@ DispatchPlan read_dispatch(const Node& node, const std::vector<BufferPlan>& buff
   if (node.optional("grid_argument")) {
     const auto index = static_cast<uint32_t>(node.at("grid_argument").integer(0, kMostBindings - 1));
     const bool there = std::any_of(out.arguments.begin(), out.arguments.end(), [&](const ArgumentPlan& argument) {
-      return argument.index == index && argument.bytes.size() == sizeof(GridBytes);
+      return argument.index == index && argument.bytes.size() >= sizeof(GridBytes);
     });
-    if (!there) node.at("grid_argument").fail("is no argument of " + std::to_string(sizeof(GridBytes)) + " bytes");
+    if (!there) node.at("grid_argument").fail("is no argument of " + std::to_string(sizeof(GridBytes)) + " bytes or more");
     out.grid_argument = index;
   }
   return out;

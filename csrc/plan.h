@@ -62,7 +62,7 @@ struct DispatchPlan {
   std::vector<uint32_t> threadgroup_memory;
   std::vector<ArgumentPlan> arguments;
   double multiply_accumulates = 0;        // an estimate, for the whole grid
-  std::optional<uint32_t> grid_argument;  // index of the bytes that say which part of which grid is launched, see GridBytes
+  std::optional<uint32_t> grid_argument;  // index of the bytes that begin with GridBytes
   bool empty() const { return threadgroups[0] == 0 || threadgroups[1] == 0 || threadgroups[2] == 0; }
 };
 

@@ -70,8 +70,9 @@ class TileLists:
             definitions=x.rules.definitions,
         )
         batch, heads, own, _ = self.buffer.shape
-        bound = x.bound(name, {"lists": self.buffer.name})
-        return Dispatch(kernel, (own, heads, batch), bound, batch * heads * x.t * x.s)
+        grid = own, heads, batch
+        bound = x.bound(name, grid, {"lists": self.buffer.name})
+        return Dispatch(kernel, grid, bound, batch * heads * x.t * x.s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +91,14 @@ class Launch:
     def dispatches(self, x: Problem, own: Mapping[str, str | bytes]) -> tuple[Dispatch, ...]:
         """The kernel with its `own` operands by name, and before it the one that makes its lists."""
         name = self.kernel.template[0]
-        names = operands.signature(name).names
-        index = names.index("grid") if "grid" in names else None
-        sizes = zip(("x", "y", "z", "width", "height", "depth"), (0, 0, 0, *self.grid))
-        known = {**own, "grid": operands.packed("Grid", dict(sizes))}
-        if self.lists:
-            known["lists"] = self.lists.buffer.name
+        known = operands.signature(name)
+        lists = {"lists": self.lists.buffer.name} if self.lists else {}
+        bound = x.bound(name, self.grid, {**own, **lists})
         made = (self.lists.dispatch(x),) if self.lists else ()
-        return (*made, Dispatch(self.kernel, self.grid, x.bound(name, known), self.work, index))
+        return (
+            *made,
+            Dispatch(self.kernel, self.grid, bound, self.work, known.names.index("p") if known.in_parts else None),
+        )
 
 
 def _tiled(name: str, x: Problem, tile: Any, lists: TileLists | None = None, **more: Any) -> Kernel:

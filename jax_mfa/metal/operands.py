@@ -29,7 +29,17 @@ STRUCTS = {
     "RowMap": (Field("int", "rows"), Field("int", "repeat")),
     # an operand [rows, 1|heads, 1|queries, 1|keys]; an axis of size 1 serves all
     "Broadcast": (Field("RowMap", "map"), Field("int", "heads"), Field("int", "queries"), Field("int", "keys")),
+    # a grid may be launched in parts
+    "Grid": (
+        Field("uint", "x", "the first threadgroup of this launch"),
+        Field("uint", "y"),
+        Field("uint", "z"),
+        Field("uint", "width", "threadgroups of all launches together"),
+        Field("uint", "height"),
+        Field("uint", "depth"),
+    ),
     "Parameters": (
+        Field("Grid", "grid", "which part of the whole grid a launch is: the launcher writes these first bytes"),
         Field("int", "queries", "T"),
         Field("int", "keys", "S"),
         Field("int", "heads", "N"),
@@ -49,15 +59,6 @@ STRUCTS = {
         Field("float", "cap"),
         Field("uint", "drop_below", "random words below this drop a probability"),
         Field("float", "keep_factor", "1 / (1 - rate)"),
-    ),
-    # a grid may be launched in parts
-    "Grid": (
-        Field("uint", "x", "the first threadgroup of this launch"),
-        Field("uint", "y"),
-        Field("uint", "z"),
-        Field("uint", "width", "threadgroups of all launches together"),
-        Field("uint", "height"),
-        Field("uint", "depth"),
     ),
 }
 
@@ -154,7 +155,6 @@ _TABLE = (
     ),
     _feature("scale", "float", ("B",), "has_scale", "factor of the products"),
     _feature("alibi_slopes", "float", ("B", "N"), "has_slopes", "what a score gains for each column"),
-    _feature("sinks", "float", ("B", "N"), "has_sinks", "logit of the column without a value"),
     _feature("bias", "uchar", _SCORES, "has_bias", f"added to the scaled scores; of bias_type; {_MAPPED}"),
     _feature(
         "dropout",
@@ -190,7 +190,7 @@ _TABLE = (
         "two numbers, and where each run begins",
         "has_lists",
     ),
-    _own("grid", "Grid", (), "which part of the whole grid this launch is"),
+    _own("sinks", "float", ("B", "N"), "logit of the column without a value", "has_sinks"),
     _own("out", "typename Types::T", _OUT, "softmax(scale * q k^T) v; zeros where a row sees nothing"),
     _own("row_max", "float", _ROWS, "largest score of a row, its sink included"),
     _own("row_sum", "float", _ROWS, "sum of exp(score - row_max); sees_nothing of jax_mfa/specification.py"),
@@ -222,20 +222,26 @@ _TABLE = (
 OPERANDS = {x.name: x for x in _TABLE}
 FEATURES = tuple(x.name for x in _TABLE if x.room == "feature")
 # what a launch may carry of a problem's operands, in the order of a plan's inputs
-CARRIED = ("query", "key", "value", *FEATURES[1:])
+CARRIED = ("query", "key", "value", *FEATURES[1:], "sinks")
 DTYPES = {"int": "int32", "uint": "uint32", "float": "float32"}  # that carried arrays are given; others keep theirs
 
-_EXTENT = ("query", "key", "value", "lists", "grid")
-_GRADIENT = (*_EXTENT, "d_out", "row_states", "delta")
+_COLUMNS = ("query", "key", "value", "lists")
+_GRADIENT = (*_COLUMNS, "d_out", "row_states", "delta")
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a kernel reads beside the features, and what it writes."""
+    """What a kernel reads beside the features, and what it writes.
+
+    Attributes:
+      features: whether it may ask for them.
+      in_parts: whether it reads `p.grid`, so that its grid may be launched in parts.
+    """
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     features: bool = True
+    in_parts: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -243,16 +249,22 @@ class Signature:
         return (*(FEATURES if self.features else FEATURES[:1]), *self.reads, *self.writes)
 
 
+def _walking(reads: tuple[str, ...], *writes: str) -> Signature:
+    """Of a kernel that goes over rows and columns, which may take long."""
+    return Signature(reads, writes, in_parts=True)
+
+
+_DECODING = _walking((*_COLUMNS, "splits", "split_keys"), "split_out", "split_state")
 SIGNATURES = {
     "tile_lists": Signature((), ("lists",)),
-    "forward": Signature(_EXTENT, ("out", "row_max", "row_sum")),
-    "decode": Signature((*_EXTENT, "splits", "split_keys"), ("split_out", "split_state")),
-    "decode_rows": Signature((*_EXTENT, "splits", "split_keys"), ("split_out", "split_state")),
-    "merge": Signature(("split_out", "split_state", "splits"), ("out", "row_max", "row_sum")),
+    "forward": _walking((*_COLUMNS, "sinks"), "out", "row_max", "row_sum"),
+    "decode": _DECODING,
+    "decode_rows": _DECODING,
+    "merge": Signature(("split_out", "split_state", "splits", "sinks"), ("out", "row_max", "row_sum")),
     "delta": Signature(("out", "d_out", "row_max", "row_sum", "d_lse"), ("delta", "row_states"), features=False),
-    "d_query": Signature(_GRADIENT, ("d_query", "score_sums")),
-    "d_key_value": Signature(_GRADIENT, ("d_key", "d_value")),
-    "d_bias": Signature(_GRADIENT, ("d_bias",)),
+    "d_query": _walking(_GRADIENT, "d_query", "score_sums"),
+    "d_key_value": _walking(_GRADIENT, "d_key", "d_value"),
+    "d_bias": _walking(_GRADIENT, "d_bias"),
 }
 assert all(len(x.names) <= MOST_BUFFERS for x in SIGNATURES.values())
 

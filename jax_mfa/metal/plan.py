@@ -81,8 +81,8 @@ class Dispatch:
     Attributes:
       multiply_accumulates: an estimate from above for the whole grid, in those of the matrix unit, by which the
         launcher keeps command buffers short.
-      grid_argument: the index of 24 bytes that say which part of its grid a launch is: x, y and z of the first
-        threadgroup, then the extents of the whole. A kernel that has them may be launched in parts.
+      grid_argument: the index of bytes whose first 24 say which part of its grid a launch is: x, y and z of the
+        first threadgroup, then the extents of the whole. A kernel that has them may be launched in parts.
     """
 
     kernel: Kernel

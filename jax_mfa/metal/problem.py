@@ -174,13 +174,14 @@ class Problem:
         """What the launch carries."""
         return tuple(Buffer(name, "input", x.dtype.name, x.shape) for name, x in self.arrays)
 
-    @functools.cached_property
-    def parameters(self) -> bytes:
+    def parameters(self, grid: tuple[int, int, int]) -> bytes:
+        """`Parameters` of the MSL text, for a kernel over this grid of threadgroups."""
         spec = self.spec
         left, right = spec.band
         repeats = Operands(*spec.repeats)
         block_rows, block_columns = spec.mask_block or (1, 1)
         values: dict[str, Any] = {
+            **dict(zip((f"grid.{x}" for x in ("x", "y", "z", "width", "height", "depth")), (0, 0, 0, *grid))),
             "queries": self.t,
             "keys": self.s,
             "heads": self.n,
@@ -208,7 +209,7 @@ class Problem:
     def constants(self, **more: Any) -> tuple[tuple[int, str, str, Any], ...]:
         """Function constants: which features there are, and `more` by name."""
         left, right = self.spec.band
-        known = (operands.OPERANDS[name] for name in operands.FEATURES)
+        known = (operands.OPERANDS[name] for name in operands.CARRIED)
         values = {x.flag: x.name in self for x in known if x.flag} | {
             "has_left": left is not None,
             "has_right": right is not None,
@@ -219,9 +220,9 @@ class Problem:
         }
         return operands.constants(values | more)
 
-    def bound(self, function: str, own: Mapping[str, str | bytes]) -> tuple[Argument, ...]:
+    def bound(self, function: str, grid: tuple[int, int, int], own: Mapping[str, str | bytes]) -> tuple[Argument, ...]:
         """A kernel's arguments: what the launch carries, and `own` buffers of the plan or bytes by name."""
-        found = {"p": self.parameters} | {name: name for name, _ in self.arrays} | dict(own)
+        found = {"p": self.parameters(grid)} | {name: name for name, _ in self.arrays} | dict(own)
         arguments = []
         for index, name in enumerate(operands.signature(function).names):
             x = found.get(name)

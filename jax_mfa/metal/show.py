@@ -57,7 +57,7 @@ def described(plan: Plan) -> dict[str, Any]:
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "note": f"source: sha256 of the text without its instantiations; MSL {major}.{minor}, fast math off",
     }
-    notes = {}
+    notes = {name: operands.OPERANDS[name].note for name in operands.CARRIED}  # also what no kernel of the pass reads
     for dispatch, known in zip(body["dispatches"], plan.dispatches):
         function, *arguments = known.kernel.template
         signature = operands.signature(function)

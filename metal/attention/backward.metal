@@ -112,13 +112,13 @@ template <
   threadgroup Operand v_room[BUFFERS > 0 ? BUFFERS * Tiles::Values::room : 1];
 
   const Features features = FEATURES;
-  const uint3 group = place_in(grid, launched);
+  const uint3 group = place_in(p.grid, launched);
   const Lane lane(lane_index);
   const int head = group.x;
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
   const int slice = int(group.y) % SLICES;
-  const int group_row = int((grid.height - 1 - group.y) / SLICES) * rows_of_group;
+  const int group_row = int((p.grid.height - 1 - group.y) / SLICES) * rows_of_group;
   const int first = group_row + simdgroup * BLOCKS * 8;
   const typename Types::Visibility visibility(features, batch, head, lane_index);
   const typename Types::Score score(features, batch, head, visibility.offset);
@@ -525,7 +525,7 @@ template <
   threadgroup float state_room[BUFFERS > 0 ? BUFFERS * 3 * QUERIES : 1];
 
   const Features features = FEATURES;
-  const uint3 group = place_in(grid, launched);
+  const uint3 group = place_in(p.grid, launched);
   const Lane lane(lane_index);
   const int key_head = group.x;
   const int batch = group.z;
@@ -588,7 +588,7 @@ template <typename Types, int COLUMNS>
   using Operand = typename Types::Operand;
   constexpr int width = COLUMNS * 8;
   const Features features = FEATURES;
-  const uint3 group = place_in(grid, launched);
+  const uint3 group = place_in(p.grid, launched);
   const Lane lane(lane_index);
   const int first_row = int(group.y) * 8;
   const int first_column = int(group.x) * width;

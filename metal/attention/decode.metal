@@ -65,7 +65,7 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   using Keys = LaneKeys<typename Types::Key, Operand, KEYS / 8>;
   using Values = LaneValues<typename Types::Value, Operand, KEYS / 8>;
   const Features features = FEATURES;
-  const uint3 group = place_in(grid, launched);
+  const uint3 group = place_in(p.grid, launched);
   const Lane lane(lane_index);
   const int split = int(group.x) * SIMDGROUPS + simdgroup;
   const int slice = int(group.y) % SLICES;
@@ -158,7 +158,7 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
   using KeyRun = Run<typename Types::Key, 8>;
   using ValueRun = Run<typename Types::Value, 8>;
   const Features features = FEATURES;
-  const uint3 group = place_in(grid, launched);
+  const uint3 group = place_in(p.grid, launched);
   const int split = int(group.x) * SIMDGROUPS + simdgroup;
   const int first = int(group.y) * ROWS;
   const int key_head = int(group.z) % p.key_heads;
@@ -334,7 +334,6 @@ template <typename Types, int SIMDGROUPS>
     ushort lane [[thread_index_in_simdgroup]]) {
   using T = typename Types::T;
   constexpr int V = Types::V;
-  const Features features = FEATURES;
   const int key_head = group.y;
   const int batch = group.z;
   const int rows = p.heads / p.key_heads * p.queries;
@@ -373,7 +372,7 @@ template <typename Types, int SIMDGROUPS>
       }
     }
   }
-  const FinishedRow row(largest, sum, typename Types::Score(features, batch, own.head, 0).sink(own.head));
+  const FinishedRow row(largest, sum, sink_of(p, sinks, batch, own.head));
   const ulong at = (ulong(batch) * p.queries + own.row) * p.heads + own.head;
   UNROLLED
   for (int i = 0; i < width; ++i) {

@@ -60,7 +60,7 @@ template <
   threadgroup Operand v_room[BUFFERS > 0 ? BUFFERS * Tiles::Values::room : 1];
 
   const Features features = FEATURES;
-  const uint3 group = place_in(grid, launched);
+  const uint3 group = place_in(p.grid, launched);
   const Lane lane(lane_index);
   const int queries = p.queries;  // loaded once: what is stored might be taken for parameters
   const int heads = p.heads;
@@ -68,7 +68,7 @@ template <
   const int batch = group.z;
   const int key_head = head / (p.heads / p.key_heads);
   const int slice = int(group.y) % SLICES;
-  const int group_row = int((grid.height - 1 - group.y) / SLICES) * rows_of_group;  // under a causal mask the longest go first
+  const int group_row = int((p.grid.height - 1 - group.y) / SLICES) * rows_of_group;  // under a causal mask the longest go first
   const int first = group_row + simdgroup * BLOCKS * 8;
   const typename Types::Visibility visibility(features, batch, head, lane_index);
   const typename Types::Score score(features, batch, head, visibility.offset);
@@ -125,7 +125,7 @@ template <
   device T* out_rows = out + head_offset(batch, queries, heads, head, V) + ulong(uint(first)) * out_stride;
   ROLLED
   for (int block = 0; block < BLOCKS; ++block) {
-    const FinishedRow row(running.row_max[0], sum_along_row(running.row_sum[0]), score.sink(head));
+    const FinishedRow row(running.row_max[0], sum_along_row(running.row_sum[0]), sink_of(p, sinks, batch, head));
     const int left = queries - first - block * 8;
     if (lane.row < left) {
       store_row<V>(

@@ -48,6 +48,11 @@ INLINED ulong broadcast_index(constant Broadcast& x, int row, int column) {
   return ulong(x.queries > 1 ? row : 0) * ulong(x.keys) + ulong(x.keys > 1 ? column : 0);
 }
 
+// Where a number of a head lies.
+INLINED ulong head_place(constant Parameters& p, int batch, int head) {
+  return ulong(batch) * ulong(p.heads) + ulong(head);
+}
+
 // Where a number of a query row lies.
 INLINED ulong row_place(constant Parameters& p, int batch, int row, int head) {
   return (ulong(batch) * ulong(p.queries) + ulong(row)) * ulong(p.heads) + ulong(head);

@@ -55,7 +55,7 @@ template <typename Types, int THREADS, int ROWS>
   constexpr int H = Types::H;
   constexpr int V = Types::V;
   const Features features = FEATURES;
-  const uint3 group = place_in(grid, launched);
+  const uint3 group = place_in(p.grid, launched);
   threadgroup float q_row[H];
   threadgroup float weights[THREADS];
   threadgroup float scratch[THREADS];
@@ -116,7 +116,7 @@ template <typename Types, int THREADS, int ROWS>
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  const FinishedRow finished(running_max, running_sum, score.sink(head));
+  const FinishedRow finished(running_max, running_sum, sink_of(p, sinks, batch, head));
   const ulong at_row = row_place(p, batch, row, head);
   for (int i = 0; i < own; ++i) {
     const int element = thread_index + i * THREADS;
@@ -153,7 +153,7 @@ template <typename Types, int THREADS, int ROWS>
   constexpr int H = Types::H;
   constexpr int V = Types::V;
   const Features features = FEATURES;
-  const uint3 group = place_in(grid, launched);
+  const uint3 group = place_in(p.grid, launched);
   threadgroup float q_row[H];
   threadgroup float do_row[V];
   threadgroup float weights[THREADS];
@@ -232,7 +232,7 @@ template <typename Types, int THREADS, int ROWS>
   constexpr int H = Types::H;
   constexpr int V = Types::V;
   const Features features = FEATURES;
-  const uint3 group = place_in(grid, launched);
+  const uint3 group = place_in(p.grid, launched);
   threadgroup float k_row[H];
   threadgroup float v_row[V];
   threadgroup float weights[THREADS];
@@ -322,7 +322,7 @@ template <typename Types, int THREADS>
   constexpr int H = Types::H;
   constexpr int V = Types::V;
   const Features features = FEATURES;
-  const uint3 group = place_in(grid, launched);
+  const uint3 group = place_in(p.grid, launched);
   threadgroup float q_row[H];
   threadgroup float do_row[V];
   threadgroup float scratch[THREADS];

@@ -8,7 +8,6 @@
 struct Score {
   constant Parameters* p;
   device const float* slopes;
-  device const float* sinks;
   device const uchar* bias;
   ulong bias_offset;
   int batch;
@@ -19,22 +18,14 @@ struct Score {
   Score() = default;
 
   INLINED Score(const thread Features& x, int batch, int head, int offset)
-      : p(x.p), slopes(x.alibi_slopes), sinks(x.sinks), bias(x.bias), batch(batch), offset(offset) {
+      : p(x.p), slopes(x.alibi_slopes), bias(x.bias), batch(batch), offset(offset) {
     scale = has_scale ? x.scale[batch] : p->scale;
     turn_to(head);
   }
 
-  INLINED ulong at_head(int head) const {
-    return ulong(batch) * ulong(p->heads) + ulong(head);
-  }
-
   INLINED void turn_to(int head) {
-    slope = has_slopes ? slopes[at_head(head)] : 0.0f;
+    slope = has_slopes ? slopes[head_place(*p, batch, head)] : 0.0f;
     bias_offset = has_bias ? broadcast_offset(p->bias, batch, head) : 0;
-  }
-
-  INLINED float sink(int head) const {
-    return has_sinks ? sinks[at_head(head)] : -INFINITY;
   }
 
   // A row or column that does not exist, which may be asked for where nothing is masked, has what the last has.

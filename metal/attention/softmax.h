@@ -13,6 +13,10 @@ INLINED float or_zero(float largest) {
   return largest == -INFINITY ? 0.0f : largest;
 }
 
+INLINED float sink_of(constant Parameters& p, device const float* sinks, int batch, int head) {
+  return has_sinks ? sinks[head_place(p, batch, head)] : -INFINITY;
+}
+
 // A row from its running maximum and sum of weights, which is absent where it sees nothing. Its output is the sum of weighted
 // values times `factor`.
 struct FinishedRow {

@@ -248,8 +248,8 @@ def test_time_of_a_command_buffer_must_be_a_number(
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"grid_argument": 2}, "grid_argument is no argument of 24 bytes"),
-        ({"grid_argument": 7}, "grid_argument is no argument of 24 bytes"),
+        ({"grid_argument": 2}, "grid_argument is no argument of 24 bytes or more"),
+        ({"grid_argument": 7}, "grid_argument is no argument of 24 bytes or more"),
         ({"multiply_accumulates": -1}, "must be a finite number from 0"),
         ({"multiply_accumulates": "many"}, "must be a number"),
     ],
