@@ -65,7 +65,7 @@ MISTAKES = {
         call(alibi_slopes=SLOPES, query_offset=9, sinks=SLOPES),
     ),
     "one slope for all heads": Mistake(
-        "slopes[head_place(*p, batch, head)] : 0.0f", "slopes[head_place(*p, batch, 0)] : 0.0f", call(alibi_slopes=SLOPES)
+        "slopes[head_place(*p, batch, head)]", "slopes[head_place(*p, batch, 0)]", call(alibi_slopes=SLOPES)
     ),
     "a sink left out of the sum": Mistake(
         "has_sinks ? weight_of(sink, row_max) : 0.0f", "0.0f", call(sinks=SLOPES)
