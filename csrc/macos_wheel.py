@@ -30,17 +30,19 @@ MODULE = f"jax_mfa/_metal.cpython-{sys.version_info.major}{sys.version_info.mino
 _ENVIRONMENT = {"SOURCE_DATE_EPOCH": "315532800", **os.environ}
 
 
-def cross_module(output: pathlib.Path) -> pathlib.Path:
-    """The extension module as an arm64 Mach-O file; only names of the interpreter are left to be found at load time."""
+def cross_module(output: pathlib.Path, with_cxx: bool = True) -> pathlib.Path:
+    """The extension module as an arm64 Mach-O file; only names of the interpreter are left to be found at load time.
+    Without the C++ library, and then not optimised, it is made sooner, to be looked at alone."""
     return macos.cross_link(
         host_module.sources(),
         output,
         host_module.include_dirs(),
         host_module.DEFINES,
         kind="bundle",
-        flags=host_module.FLAGS,
+        flags=[*host_module.FLAGS, *([] if with_cxx else ["-O0"])],
         allow_undefined=macos.PYTHON,
         std=host_module.STANDARD,
+        with_cxx=with_cxx,
     )
 
 

@@ -39,6 +39,12 @@ def options(**given: bool) -> argparse.Namespace:
     return argparse.Namespace(**{"quick": True, "calibrate": False, **given})
 
 
+@pytest.fixture(autouse=True)
+def fewer_steps(monkeypatch):
+    """Without LLVM's optimiser 1,000 steps take as long as the kernels beside them."""
+    monkeypatch.setattr(check_lines, "STEPS", 1000)
+
+
 class Lines:
     """A native module, as far as staging goes."""
 

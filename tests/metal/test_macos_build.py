@@ -35,15 +35,17 @@ def load_script() -> types.ModuleType:
 script = load_script()
 
 
-@pytest.fixture(scope="module")
-def module(native: types.ModuleType, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return script.cross_module(tmp_path_factory.mktemp("macos") / pathlib.Path(script.MODULE).name)
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.sweep)], ids=["alone", "with C++"])
+def module(
+    native: types.ModuleType, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> pathlib.Path:
+    return script.cross_module(tmp_path_factory.mktemp("macos") / pathlib.Path(script.MODULE).name, request.param)
 
 
 def check_image(image: macos.Image) -> None:
     assert image.minimum_os == (14, 0) and image.signed
     taken = dict(image.undefined)
-    loose = [name for name, library in taken.items() if library is None]
+    loose = [name for name, library in taken.items() if library is None and not re.fullmatch(macos.CXX, name)]
     assert loose and all(re.fullmatch(r"__?Py\w+", name) for name in loose), loose
     assert taken["_MTLCreateSystemDefaultDevice"].endswith("/Metal")
     assert all(library.startswith(("/usr/lib/lib", "/System/Library/Frameworks/")) for library in image.libraries)

@@ -139,7 +139,7 @@ std::vector<std::string> clang_base(const Settings &s) {
 std::vector<std::string> language_flags(const Settings &s, int variant, bool fast_math) {
   std::vector<std::string> a = clang_base(s);
   for (const char *f : {"-O2", "-fPIC", "-gline-tables-only", "-fdeclspec", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing",
-                        "-fno-threadsafe-statics", "-fno-math-errno", "-fno-optimize-sibling-calls", "-fno-finite-loops", "-fno-stack-protector", "-fno-asynchronous-unwind-tables",
+                        "-fno-threadsafe-statics", "-fno-math-errno", "-fno-optimize-sibling-calls", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops", "-fno-finite-loops", "-fno-stack-protector", "-fno-asynchronous-unwind-tables",
                         "-fno-omit-frame-pointer", "-fwrapv", "-ftemplate-depth=2048", "-fconstexpr-steps=10000000", "-Xclang", "-fsycl-is-device",
                         "-Xclang", "-ffloat16-excess-precision=none", "-mllvm", "-tail-dup-placement=0", "-mllvm", "-disable-tail-duplicate",
                         "-mllvm", "-disable-early-taildup", "-mllvm", "-inline-threshold=2000",

@@ -21,6 +21,8 @@ from .. import metal_cpp
 ROOT = pathlib.Path(__file__).resolve().parent
 TARGET = "aarch64-macos.14.0"
 PYTHON = r"_?_Py.*"  # what an extension module takes from the interpreter that loads it
+# what host code takes from the C++ library: std, its run-time type information, new and delete, exceptions
+CXX = r"__Z(T[ISTV])?N?K?St.*|__ZT[ISV](N10__cxxabiv1.*|\w{1,3})|__Z(n[wa]|d[la])\w+|___cxa_\w+|___gxx_personality_v0"
 
 # What each library is known to export, beyond the constants that metal-cpp's own headers name.
 LIBRARIES = {
@@ -118,6 +120,7 @@ def cross_link(
     extra_symbols: dict[str, Sequence[str]] | None = None,
     std: str = "c++20",
     target: str = TARGET,
+    with_cxx: bool = True,
 ) -> pathlib.Path:
     """Compiles and strictly links C++ for macOS arm64.
 
@@ -127,6 +130,8 @@ def cross_link(
       kind: "dylib", "bundle" (what Python loads) or "executable".
       allow_undefined: pattern of whole symbol names that may stay undefined, for example `PYTHON`; nothing by default.
       extra_symbols: {"Metal": [...], ...} known to exist on a Mac, which this room's lists lack.
+      with_cxx: put the C++ library in, as what is loaded needs it. zig compiles it first, for most of a minute; without
+        it names that match `CXX` stay undefined.
 
     Raises:
       LinkError: with the compiler's text, or naming every symbol that nothing defines.
@@ -169,7 +174,8 @@ def cross_link(
                 f"compiling {source.name} for macOS",
             )
         linked = f"{work}/{output.name}"
-        lenient = ["-Wl,-undefined,dynamic_lookup"] if allow_undefined else []
+        loosely = "|".join(filter(None, [allow_undefined, None if with_cxx else CXX]))
+        lenient = ["-Wl,-undefined,dynamic_lookup"] if loosely else []
         _run(
             [
                 core.zig(),
@@ -179,6 +185,7 @@ def cross_link(
                 "-O2",
                 "-fno-sanitize=undefined",
                 *kinds[kind],
+                *([] if with_cxx else ["-nostdlib++"]),
                 *objects,
                 f"-L{stubs}",
                 f"-F{stubs}",
@@ -195,7 +202,7 @@ def cross_link(
         loose = [
             name
             for name, library in image.undefined
-            if library is None and not (allow_undefined and re.fullmatch(allow_undefined, name))
+            if library is None and not (loosely and re.fullmatch(loosely, name))
         ]
         if loose:
             raise LinkError(f"{output.name}: no library is known to define " + ", ".join(sorted(loose)))
