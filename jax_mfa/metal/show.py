@@ -69,7 +69,8 @@ def described(plan: Plan) -> dict[str, Any]:
             argument["parameter"] = {"name": operand.name, "type": kind, "note": operand.note}
             if bound.buffer is None:
                 argument["fields"] = _decoded(bound.bytes, operand.msl)
-            notes[bound.buffer] = operand.note
+            else:
+                notes[bound.buffer] = operand.note
     for buffer in body["buffers"]:
         buffer["bytes"] = ITEM_SIZES[buffer["dtype"]] * math.prod(buffer["shape"])
         buffer["note"] = notes[buffer["name"]]
