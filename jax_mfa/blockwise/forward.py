@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step
-from jax_mfa.blockwise.tiling import FEW_ROWS, forward_tiling
+from jax_mfa.blockwise.tiling import DIVIDED_FIRST, FEW_ROWS, forward_tiling
 from jax_mfa.specification import Operands, Specification
 
 
@@ -31,6 +31,7 @@ def forward(spec: Specification, operands: Operands) -> tuple[Array, Array, Arra
     # a row is met once, and its scores may be −∞ all: ∞ − ∞ is NaN, which its softmax is. Nothing else stands between a
     # compiler and one kernel for all of it, and the backward pass finds the same exponentials again.
     plain = p.rows_once and every_row_sees
+    divided_first = plain and p.whole and p.batch == 1 and p.t * p.n * p.v <= DIVIDED_FIRST
 
     def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, query: Any, key: Any, value: Any) -> Any:
         p = w.p
@@ -44,6 +45,8 @@ def forward(spec: Specification, operands: Operands) -> tuple[Array, Array, Arra
             shift = new_high if plain else jnp.where(new_high == -np.inf, acc.type(0), new_high)
             probability = p.weights(x, shift)
             new_total = probability.sum(-1)
+            if divided_first:
+                probability = probability / new_total[..., None]
             probability = w.dropped(probability, i, j)
             (new_sums,) = w.sums([(w.product, probability, lambda: w.columns_of("value", value, j))], i, j, careful)
             if p.rows_once:
@@ -69,7 +72,7 @@ def forward(spec: Specification, operands: Operands) -> tuple[Array, Array, Arra
     (sums,), (high, total) = p.mended(run)
 
     if plain:
-        out, row_max, row_sum = sums / total[..., None], high, total
+        out, row_max, row_sum = sums if divided_first else sums / total[..., None], high, total
     else:
         lost = total == 0  # rows that have met no score above −∞
         row_max = high if p.rows_once else jnp.where(lost, acc.type(0), high)

@@ -21,6 +21,9 @@ ROWS = COLUMNS = 512
 # So few rows, over all heads, are multiplied with the keys of all heads: keys and values are then read once, as they
 # lie, and reading is what takes the time.
 FEW_ROWS = 16
+# Of one batch row with no more outputs than this, probabilities are divided by their sum and not outputs, which JAX
+# 0.12 divides and lays out again in one slow loop (64 µs became 49 at T = 32). More batch rows are faster without.
+DIVIDED_FIRST = 2**15
 # Several heads share a step up to this many scores; the backward pass, which holds twice as many tiles at a time, is
 # faster with half of them.
 FORWARD_SCORES = 2**20
