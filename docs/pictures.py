@@ -44,7 +44,7 @@ def speedup_data() -> list[list[Any]]:
 
 
 def draw_speedup(data: list[list[Any]]):
-    figure, axis = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(8, 0.8 + 0.3 * len(data)), layout="constrained")
     place = np.arange(len(data))[::-1]
     for i, what in enumerate(("forward", "forward and backward")):
         axis.barh(place + 0.2 - 0.4 * i, [x[1 + i] for x in data], 0.38, color=COLORS[i], label=what)
