@@ -36,16 +36,21 @@ script = load_script()
 
 
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.sweep)], ids=["alone", "with C++"])
-def module(
-    native: types.ModuleType, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> pathlib.Path:
-    return script.cross_module(tmp_path_factory.mktemp("macos") / pathlib.Path(script.MODULE).name, request.param)
+def with_cxx(request: pytest.FixtureRequest) -> bool:
+    return request.param
 
 
-def check_image(image: macos.Image) -> None:
+@pytest.fixture(scope="module")
+def module(native: types.ModuleType, tmp_path_factory: pytest.TempPathFactory, with_cxx: bool) -> pathlib.Path:
+    return script.cross_module(tmp_path_factory.mktemp("macos") / pathlib.Path(script.MODULE).name, with_cxx)
+
+
+def check_image(image: macos.Image, with_cxx: bool = True) -> None:
     assert image.minimum_os == (14, 0) and image.signed
     taken = dict(image.undefined)
-    loose = [name for name, library in taken.items() if library is None and not re.fullmatch(macos.CXX, name)]
+    loose = [name for name, library in taken.items() if library is None]
+    if not with_cxx:
+        loose = [name for name in loose if not re.fullmatch(macos.CXX, name)]
     assert loose and all(re.fullmatch(r"__?Py\w+", name) for name in loose), loose
     assert taken["_MTLCreateSystemDefaultDevice"].endswith("/Metal")
     assert all(library.startswith(("/usr/lib/lib", "/System/Library/Frameworks/")) for library in image.libraries)
@@ -56,8 +61,8 @@ def check_image(image: macos.Image) -> None:
     assert shown == ["_PyInit__metal"]
 
 
-def test_module_links_strictly_for_apple_silicon(module: pathlib.Path) -> None:
-    check_image(macos.Image(module.read_bytes()))
+def test_module_links_strictly_for_apple_silicon(module: pathlib.Path, with_cxx: bool) -> None:
+    check_image(macos.Image(module.read_bytes()), with_cxx)
 
 
 def test_cmake_and_the_emulators_build_agree_on_what_the_code_needs() -> None:
@@ -148,7 +153,9 @@ def test_wheel_for_other_machines_is_pure_and_has_the_kernels(pure: pathlib.Path
     assert not [name for name in names if name.endswith((".so", ".dylib", ".cc")) or name.startswith("tests/")]
 
 
-def test_wheel_for_a_mac_installs_there(pure: pathlib.Path, module: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_wheel_for_a_mac_installs_there(
+    pure: pathlib.Path, module: pathlib.Path, with_cxx: bool, tmp_path: pathlib.Path
+) -> None:
     made = script.assemble(pure, module, tmp_path / "dist")
     interpreter = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert made.name.endswith(f"-{interpreter}-{interpreter}-macosx_14_0_arm64.whl")
@@ -174,5 +181,5 @@ def test_wheel_for_a_mac_installs_there(pure: pathlib.Path, module: pathlib.Path
     command += ["--platform", "macosx_14_0_arm64", "--python-version", python, "--implementation", "cp"]
     done = subprocess.run([*command, "--target", str(tmp_path / "site"), str(made)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    check_image(macos.Image((tmp_path / "site" / script.MODULE).read_bytes()))
+    check_image(macos.Image((tmp_path / "site" / script.MODULE).read_bytes()), with_cxx)
     assert (tmp_path / "site" / "jax_mfa" / "_msl").is_dir()
