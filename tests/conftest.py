@@ -102,12 +102,16 @@ HALVED = {
         "test_a_row_that_sees_nothing_gives_zeros_and_no_gradient",
         "test_any_two_features_work_together",
         "test_lengths_of_more_than_one_tile",
+        "test_positions_and_windows_may_be_huge_together",
+        "test_the_gradient_of_a_broadcast_bias_is_summed_over_the_broadcast_axes",
+        "test_values_and_gradients_are_right",
         "test_what_a_mask_hides_reaches_neither_output_nor_gradient",
     },
     "test_cost.py": {
         "test_dense_backward_does_at_most_seven_products",
         "test_threadgroup_memory_is_what_the_table_says",
     },
+    "test_jax_parity.py": {"test_equals_jax_nn_wherever_a_row_sees_something"},
     "test_kernels.py": {
         "test_any_head_size_and_length",
         "test_masks",
@@ -116,6 +120,7 @@ HALVED = {
     },
     "test_known_mistakes.py": {"test_a_known_mistake_is_noticed"},
     "test_launcher_concurrency.py": {"test_process_may_end_while_calls_are_in_flight"},
+    "test_philox.py": {"test_a_tile_anywhere_holds_the_same_bits"},
     "test_profiles_work.py": {"test_attention_in_parts_is_the_same", "test_estimates_are_bounds"},
     "test_sharding.py": {
         "test_answers_are_those_of_one_device",
@@ -152,6 +157,13 @@ def pytest_collection_modifyitems(items):
         quick = item.path.name in QUICK_FILES and item.originalname not in NOT_QUICK
         if quick and implementation in ("", "blockwise"):
             item.add_marker("quick")
+
+
+def pytest_collection_finish():
+    """What is there now stays: Python's collector, which JAX's many small objects call often, need not look at it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 50)
 
 
 def pytest_configure(config):
