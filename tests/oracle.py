@@ -19,6 +19,8 @@ class Answer:
     gradients: dict[str, np.ndarray]
     largest_score: float  # largest magnitude among the rows' largest scores
     sizes: dict[str, float]  # for gradients that sum over many scores: the root of the sum of the terms' squares
+    # the same for all but sinks, each derivative by a score counted as large as what it is a difference of
+    cancelled: dict[str, float]
 
 
 def philox(key, counter):
@@ -111,6 +113,8 @@ def attention(
     dq, dk, dv, d_bias = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape), np.zeros((B, N, T, S))
     d_scale, d_slopes, d_sinks, largest = 0.0, np.zeros((B, N)), np.zeros((B, N)), 0.0
     squares = dict.fromkeys(("bias", "scale", "alibi_slopes", "sinks"), 0.0)
+    cancelled = dict.fromkeys(("bias", "scale", "alibi_slopes"), 0.0)
+    entries = {"query": np.zeros(q.shape), "key": np.zeros(k.shape), "value": np.zeros(v.shape)}  # squares of each
 
     for b, n, t in np.ndindex(B, N, T):
         head, position, column = n // (N // K), t + int(offset[b]), np.arange(S)
@@ -163,15 +167,21 @@ def attention(
             d_sink = np.exp(sink[b, n] - high) / total * (dl - p @ d_p)
             d_sinks[b, n] += d_sink
             squares["sinks"] += d_sink**2
-        d_x = d_y if logits_soft_cap is None else d_y * (1 - (y / logits_soft_cap) ** 2)
+        d_cap = 1 if logits_soft_cap is None else 1 / np.cosh(np.clip(x / logits_soft_cap, -300, 300)) ** 2
+        d_x = d_y * d_cap
         dq[b, t, n] += factor * (d_x @ keys)
         dk[b, see, head] += factor * np.outer(d_x, q[b, t, n])
         d_bias[b, n, t, see] += d_x
         d_scale += d_x @ product
         d_slopes[b, n] += d_x @ (column - position)
-        squares["bias"] += d_x @ d_x
-        squares["scale"] += (d_x * product) @ (d_x * product)
-        squares["alibi_slopes"] += (d_x * (column - position)) @ (d_x * (column - position))
+        term = p * (abs(d_p) + abs(p @ d_p) + abs(dl)) * d_cap
+        entries["query"][b, t, n] += factor**2 * (term**2 @ keys**2)
+        entries["key"][b, see, head] += factor**2 * np.outer(term**2, q[b, t, n] ** 2)
+        entries["value"][b, see, head] += np.outer((p * keep) ** 2, do**2)
+        for found, x in ((squares, d_x), (cancelled, term)):
+            found["bias"] += x @ x
+            found["scale"] += (x * product) @ (x * product)
+            found["alibi_slopes"] += (x * (column - position)) @ (x * (column - position))
 
     gradients = {}
     if d_out is not None:
@@ -191,4 +201,5 @@ def attention(
         gradients,
         largest,
         {name: x**0.5 for name, x in squares.items()},
+        {name: np.max(x, initial=0.0) ** 0.5 for name, x in (cancelled | entries).items()},
     )

@@ -253,6 +253,20 @@ def test_what_a_mask_hides_reaches_neither_output_nor_gradient(implementation, b
             near(gradient, clean[2][which], gradient=True, what=f"{name}: d{which}")
 
 
+def test_gradients_keep_their_digits_where_the_soft_cap_is_nearly_reached(implementation):
+    """1 − tanh² would have three of them left. One key, so that nothing larger stands beside."""
+    q, k, v = qkv(B=4, T=1, S=1, K=4)
+    score = np.einsum("btnh,bsnh->bn", q, k)
+    q = q * (np.linspace(1.5, 2.5, 16, dtype="float32").reshape(score.shape) / score)[:, None, :, None]
+    # small values: the cotangent of the log-sum-exp, which alone counts where one key is seen, keeps its own digits
+    arguments = {"query": q, "key": k, "value": v / 1024, "scale": 1.0, "logits_soft_cap": 0.5}
+    d_out, d_lse = cotangents(arguments)
+    got = evaluate(implementation, arguments, d_out, d_lse)[2]
+    expected = oracle.attention(**arguments, d_out=d_out, d_lse=d_lse)
+    for name in ("query", "key"):
+        assert_allclose(got[name], expected.gradients[name], rtol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("spoil", ["nan", "inf"])
 @pytest.mark.parametrize("where", ["query", "key", "value", "all"])
 def test_a_document_that_is_not_finite_does_not_touch_its_neighbour(implementation, where, spoil):

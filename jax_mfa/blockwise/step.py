@@ -53,6 +53,20 @@ def _barrier(x: Any) -> Any:
 _barrier.defjvp(lambda primals, tangents: (_barrier(*primals), *tangents))
 
 
+@jax.custom_jvp
+def _derivative_of_tanh(x: Any) -> Any:
+    """1 / cosh²; 1 − tanh² would cancel where |x| is large."""
+    e = jnp.exp(-2 * jnp.abs(x))
+    return 4 * e / jnp.square(1 + e)
+
+
+@_derivative_of_tanh.defjvp
+def _derivative_of_tanh_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x,), (t_x,) = primals, tangents
+    y = _derivative_of_tanh(x)
+    return y, -2 * jnp.tanh(x) * y * t_x
+
+
 def _divmod(a: Array, b: Array) -> tuple[Array, Array]:
     """Quotient and remainder of what is not negative."""
     if isinstance(b, (int, np.integer)) and b == 1:
@@ -615,8 +629,8 @@ class Step:
             x = jnp.where(bias == -np.inf, bias, x)
         cap, d_cap = self.p.spec.logits_soft_cap, None
         if cap is not None:
-            y = jnp.tanh(x / cap)
-            x, d_cap = cap * y, 1 - y * y
+            x = x / cap
+            x, d_cap = cap * jnp.tanh(x), _derivative_of_tanh(x)
         if self.slopes is not None or cap is not None:
             # a compiler that contracts the last product differently for a row's maximum and for the exponent would
             # shift huge scores against each other

@@ -57,7 +57,7 @@ struct Pair {
     if (score.of(product, row, column, x)) {
       const float p = probability(x, state);
       weight = p * keep;
-      d_score = score.derivative(p * (d_weight * keep - state.delta), x) + 0.0f;
+      d_score = p * (d_weight * keep - state.delta) * score.derivative(product, row, column) + 0.0f;
     }
   }
 

@@ -44,21 +44,27 @@ struct Score {
     return float(column - (row + offset));
   }
 
-  // The score `x` of a pair that the masks allow. Returns whether its bias leaves it visible: minus infinity hides a pair,
-  // whatever the product; its score is then minus infinity too. Under a soft cap it hides nothing.
-  INLINED bool of(float product, int row, int column, thread float& x) const {
-    x = product * scale;
+  // The score before the cap, given its bias where it has one.
+  INLINED float uncapped(float product, float bias, int row, int column) const {
+    float x = product * scale;
     if (has_bias) {
-      const float bias = bias_at(row, column);
-      if (may_be_masked() && bias == -INFINITY) {
-        x = -INFINITY;
-        return false;
-      }
       x += bias;
     }
     if (has_slopes) {
       x += slope * distance(row, column);
     }
+    return x;
+  }
+
+  // The score `x` of a pair that the masks allow. Returns whether its bias leaves it visible: minus infinity hides a pair,
+  // whatever the product; its score is then minus infinity too. Under a soft cap it hides nothing.
+  INLINED bool of(float product, int row, int column, thread float& x) const {
+    const float bias = has_bias ? bias_at(row, column) : 0.0f;
+    if (may_be_masked() && bias == -INFINITY) {
+      x = -INFINITY;
+      return false;
+    }
+    x = uncapped(product, bias, row, column);
     if (has_cap) {
       x = p->cap * precise::tanh(x / p->cap);
     }
@@ -70,13 +76,15 @@ struct Score {
     return has_bias && !has_cap;
   }
 
-  // The derivative by the score before the cap, given that by the score `x`; dQ and dK still need `scale`.
-  INLINED float derivative(float d_x, float x) const {
-    if (has_cap) {
-      const float y = x / p->cap;
-      return d_x * (1.0f - y * y);
+  // The derivative of the score by the scaled product; dQ and dK still need `scale`.
+  INLINED float derivative(float product, int row, int column) const {
+    if (!has_cap) {
+      return 1.0f;
     }
-    return d_x;
+    const float x = uncapped(product, has_bias ? bias_at(row, column) : 0.0f, row, column);
+    // 1 / cosh²; 1 - tanh² would cancel where the cap is nearly reached
+    const float e = fast::exp2(-2.0f * log2_e * fabs(x / p->cap));
+    return 4.0f * e / ((1.0f + e) * (1.0f + e));
   }
 };
 

@@ -54,7 +54,7 @@ MISTAKES = {
         call(bias=BIAS, logits_soft_cap=1.5),
     ),
     "the soft cap's derivative left out": Mistake(
-        "return d_x * (1.0f - y * y);", "return d_x;", call(logits_soft_cap=1.5)
+        "return 4.0f * e / ((1.0f + e) * (1.0f + e));", "return 1.0f;", call(logits_soft_cap=1.5)
     ),
     "ALiBi with the wrong sign": Mistake(
         "x += slope * distance(row, column)", "x -= slope * distance(row, column)", call(alibi_slopes=SLOPES)

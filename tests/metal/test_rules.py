@@ -24,8 +24,9 @@ struct Capped : Score {
     return true;
   }
 
-  INLINED float derivative(float d_x, float x) const {
-    return d_x * (1.0f - x / 1.5f * (x / 1.5f));
+  INLINED float derivative(float product, int row, int column) const {
+    const float e = fast::exp2(-2.0f * log2_e * fabs(product * scale / 1.5f));
+    return 4.0f * e / ((1.0f + e) * (1.0f + e));
   }
 };
 """
