@@ -89,8 +89,10 @@ def _dtypes(arrays: Any, spec: Specification, names: tuple[str, ...], wanted: tu
 # --- what each primitive computes
 
 
-def _attention(*arrays: Array, spec: Specification, names: tuple[str, ...], **_: Any) -> tuple[Any, Any, Any]:
-    return blockwise.forward(spec, unpack(arrays, names))
+def _attention(
+    *arrays: Array, spec: Specification, names: tuple[str, ...], differentiated: bool, **_: Any
+) -> tuple[Any, Any, Any]:
+    return blockwise.forward(spec, unpack(arrays, names), differentiated)
 
 
 def _attention_on_metal(*arrays: Array, spec: Specification, names: tuple[str, ...], **_: Any) -> tuple[Any, ...]:
@@ -322,10 +324,10 @@ def _batched(rule: Any, shapes: Any) -> Callable[..., Any]:
 
 
 def _attention_batching(
-    arrays: Any, dims: Any, size: int, *, spec: Specification, names: tuple[str, ...], implementation: str | None
+    arrays: Any, dims: Any, size: int, *, spec: Specification, names: tuple[str, ...], **static: Any
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     operands, spec, _ = _fold_operands(arrays, dims, size, spec, names)
-    results = attention_p.bind(*operands, spec=spec, names=names, implementation=implementation)
+    results = attention_p.bind(*operands, spec=spec, names=names, **static)
     return tuple(_unfold(x, size) for x in results), (0,) * len(results)
 
 
@@ -427,10 +429,16 @@ _ORIGINALS = {f"{name}_original": name for name in ("key", "value")}
 
 
 def _attention_jvp(
-    primals: Any, tangents: Any, *, spec: Specification, names: tuple[str, ...], implementation: str | None
+    primals: Any,
+    tangents: Any,
+    *,
+    spec: Specification,
+    names: tuple[str, ...],
+    implementation: str | None,
+    differentiated: bool,
 ) -> tuple[tuple[Any, ...], tuple[Any, Any, Any]]:
     static = {"spec": spec, "names": names, "implementation": implementation}
-    results = attention_p.bind(*primals, **static)
+    results = attention_p.bind(*primals, **static, differentiated=True)
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, RESIDUAL_NAMES))
     # an original's tangent is that of what is stored; itself it is not kept for the backward pass
     moving = [(_ORIGINALS.get(name, name), t) for name, t in zip(names, tangents) if type(t) is not ad.Zero]
@@ -577,7 +585,8 @@ def _primitive(name: str, fun: Callable[..., Any], shapes: Any, batch: Any, stat
 
     def tell(ctx: Any, params: Any, implementation: str, reason: str = "") -> None:
         spec, operands = params["spec"], unpack(ctx.avals_in[: len(params["names"])], params["names"])
-        make = lambda: (_choice(name, spec, operands, params.get("wanted"), implementation, reason), (spec, operands))
+        details = params.get("wanted"), params.get("differentiated", False)
+        make = lambda: (_choice(name, spec, operands, *details, implementation, reason), (spec, operands))
         recording.choose(make)
 
     def portable(ctx: Any, *args: Any, why_not_metal: str, **params: Any) -> Any:
@@ -646,7 +655,13 @@ _CALLS = {
 
 
 def _choice(
-    name: str, spec: Specification, operands: Operands, wanted: tuple[str, ...], implementation: str, reason: str
+    name: str,
+    spec: Specification,
+    operands: Operands,
+    wanted: tuple[str, ...] | None,
+    differentiated: bool,
+    implementation: str,
+    reason: str,
 ) -> recording.Choice:
     """What is told of an attention in a program; its operands are abstract."""
     call = _CALLS[name]
@@ -654,13 +669,18 @@ def _choice(
         plan = metal.plan_of(spec, operands, call, metal.tiles_of(spec, operands, call), wanted)
         text = ", ".join(f"{d.kernel.name} × {d.threadgroups}" for d in plan.dispatches)
     else:
-        text = str(blockwise.tiling_of(spec, operands, backward="backward" in call))
+        text = str(blockwise.tiling_of(spec, operands, "backward" in call, differentiated))
     return recording.Choice(call, spec.summary(stored(spec, operands)), implementation, text, reason)
 
 
 _STATIC = ("spec", "names", "implementation")
 attention_p = _primitive(
-    "jax_mfa_attention", _attention, _attention_shapes, _attention_batching, _STATIC, _attention_on_metal
+    "jax_mfa_attention",
+    _attention,
+    _attention_shapes,
+    _attention_batching,
+    (*_STATIC, "differentiated"),
+    _attention_on_metal,
 )
 transpose_p = _primitive(
     "jax_mfa_attention_transpose",
@@ -700,7 +720,8 @@ def attention(spec: Specification, operands: Operands, implementation: str | Non
     `implementation` is "metal", "blockwise", or None for the best of the two at the place where it is compiled.
     """
     arrays, names = pack(operands)
-    return attention_p.bind(*_vary_alike(arrays), spec=spec, names=names, implementation=implementation)
+    static = {"spec": spec, "names": names, "implementation": implementation}
+    return attention_p.bind(*_vary_alike(arrays), **static, differentiated=False)
 
 
 def attention_transpose(

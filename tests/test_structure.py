@@ -195,14 +195,25 @@ def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs,
     assert done <= share * dense, f"{done / dense:.3f} of dense"
 
 
+@pytest.mark.parametrize("n, products", [(16, 8), (32, 1)])  # few rows are multiplied with the keys of all heads
 @pytest.mark.parametrize("filled", [1, 100, 5000, 16384])
-def test_decoding_costs_what_the_lengths_are_and_not_what_the_cache_is(filled, monkeypatch):
-    size, n, k, h = 16384, 32, 8, 16
+def test_decoding_costs_what_the_lengths_are_and_not_what_the_cache_is(filled, n, products, monkeypatch):
+    size, k, h = 16384, 8, 16
     query, key, value = (x for x in qkv(B=1, T=1, S=size, N=n, K=k, H=h))
     counter = _Counter(monkeypatch)
     decode = lambda: jax_mfa.decode_attention(query, key, value, np.array([filled]), implementation="blockwise")
-    visited = counter.of(decode) / (n * 2 * h)  # columns
+    visited = counter.of(decode) / (products * n * 2 * h)  # columns
     assert filled <= visited < filled + 2048
+
+
+def test_few_rows_meet_the_keys_of_all_heads_unless_a_gradient_follows(monkeypatch):
+    """Keys are then read as they lie; the backward pass shares what the forward pass computes of each head."""
+    inputs = qkv(B=2, T=2, S=400, N=8, K=4)
+    attend = lambda *x: jax_mfa.dot_product_attention(*x, implementation="blockwise")
+    counter = _Counter(monkeypatch)
+    needed = 2 * inputs[0].size * 400
+    assert counter.of(attend, *inputs) == 4 * needed
+    assert counter.of(lambda: jax.vjp(attend, *inputs)) == needed
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])

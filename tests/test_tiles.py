@@ -5,9 +5,10 @@ The only tests that reach into `blockwise`: its tile sizes are module constants.
 
 import jax
 import numpy as np
+import oracle
 import pytest
 from attention_cases import BY_NAME, CASES, Case
-from harness import BY_NAME_OF_IMPLEMENTATION, check_case, cotangents, evaluate
+from harness import BY_NAME_OF_IMPLEMENTATION, assert_close, check_case, cotangents, evaluate, qkv, terms_of
 
 from jax_mfa.blockwise import step, tiling
 
@@ -136,3 +137,21 @@ def test_a_nan_that_is_seen_taints_the_rows_that_see_it_across_tiles(tiles):
     bad[0, 7:, 2:] = True
     np.testing.assert_array_equal(np.isnan(out).any(-1), bad)
     np.testing.assert_array_equal(np.isnan(gradients["query"]).any(-1), bad)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spoil", [np.nan, np.inf])
+def test_few_rows_meet_all_heads_in_one_product(spoil, dtype):
+    """What of one head or behind a length is not finite stays there; without a gradient, which goes another way."""
+    q, k, v = qkv(B=2, T=2, S=400, N=8, K=4, dtype=dtype)
+    arguments = {"key_value_seq_lengths": np.array([390, 400], np.int32), "logits_soft_cap": 2.0}
+    wanted = oracle.attention(q, k, v, **arguments)
+    for x in (k, v):
+        x[0, 390:] = spoil
+    v[1, 7, 3] = spoil
+    out, lse = jax.jit(lambda *x: BLOCKWISE.flash(*x, **arguments))(q, k, v)
+    out, expected = np.asarray(out).astype(np.float64), wanted.out.copy()
+    expected[1, :, 6:] = spoil  # by the heads of one group, in every element of its own
+    common = {"terms": terms_of({"query": q, "key": k, "value": v}), "largest_score": wanted.largest_score}
+    assert_close(out, expected, dtype, what="out", **common)
+    assert_close(lse, wanted.lse, "float32", what="lse", **common)

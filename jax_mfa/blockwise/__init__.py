@@ -20,6 +20,7 @@ from jax_mfa.specification import Operands, Specification
 __all__ = ["backward", "candidates", "forward", "tangent", "tiling_of"]
 
 
-def tiling_of(spec: Specification, operands: Operands, backward: bool) -> Tiling:
+def tiling_of(spec: Specification, operands: Operands, backward: bool, differentiated: bool = False) -> Tiling:
     """The tiles of a pass. Operands may be abstract."""
-    return (backward_tiling if backward else forward_tiling)(spec, with_columns(spec, operands))
+    operands = with_columns(spec, operands)
+    return backward_tiling(spec, operands) if backward else forward_tiling(spec, operands, differentiated)

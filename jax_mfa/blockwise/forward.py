@@ -10,12 +10,16 @@ from jax import Array, lax
 
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step
-from jax_mfa.blockwise.tiling import DIVIDED_FIRST, FEW_ROWS, forward_tiling
+from jax_mfa.blockwise.tiling import DIVIDED_FIRST, forward_tiling, heads_in_one
 from jax_mfa.specification import Operands, Specification
 
 
-def forward(spec: Specification, operands: Operands) -> tuple[Array, Array, Array]:
+def forward(spec: Specification, operands: Operands, differentiated: bool = False) -> tuple[Array, Array, Array]:
     """Attention, and what the backward pass needs of each row.
+
+    Args:
+      differentiated: whether the backward pass may follow in the same program. Of a problem of one tile XLA then shares
+        what both compute, as long as they compute it alike.
 
     Returns:
       out: [B, T, N, V] of the query's dtype.
@@ -24,8 +28,8 @@ def forward(spec: Specification, operands: Operands) -> tuple[Array, Array, Arra
         of rows without a softmax.
     """
     operands = with_columns(spec, operands)
-    few_rows = operands.query.shape[1] * operands.query.shape[2] <= FEW_ROWS
-    p = Problem(spec, operands, forward_tiling(spec, operands), few_rows)
+    tiles = forward_tiling(spec, operands, differentiated)
+    p = Problem(spec, operands, tiles, heads_in_one(operands, tiles, differentiated))
     acc = p.acc
     every_row_sees = operands.sinks is None and spec.every_row_sees(operands)
     # a row is met once, and its scores may be −∞ all: ∞ − ∞ is NaN, which its softmax is. Nothing else stands between a

@@ -172,7 +172,7 @@ class Problem:
     cache but the tiles that are visited.
     """
 
-    def __init__(self, spec: Specification, operands: Operands, tiles: Tiling, few_rows: bool = False) -> None:
+    def __init__(self, spec: Specification, operands: Operands, tiles: Tiling, heads_in_one: bool = False) -> None:
         self.spec, self.operands, self.tiles = spec, operands, tiles
         self.repeats = Operands(*spec.repeats)
         self.batch, self.t, self.n, self.h = operands.query.shape
@@ -187,9 +187,9 @@ class Problem:
         self.batch_steps = self.batch // tiles.batch_rows
         self.head_steps = self.k // tiles.key_heads
         self.whole = self.batch_steps == self.head_steps == self.row_tiles == self.column_tiles == 1
-        self.met_once = self.row_tiles == 1 and not self.whole
-        # few rows: all heads in one product over the columns as they lie, of which only blocks are looked at
-        self.heads_in_one = few_rows and self.met_once and 1 < tiles.key_heads and tiles.key_heads == self.k
+        self.met_once = self.row_tiles == 1 and (heads_in_one or not self.whole)
+        # all heads in one product over the columns as they lie, of which only blocks are looked at
+        self.heads_in_one = heads_in_one
         # whether anything that is not finite may spoil what does not see it
         self.masked = spec.has_mask(operands) or overlap or self.heads_in_one
 
@@ -414,7 +414,9 @@ class Step:
             return self.rows(
                 name, slice_axis(slice_axis(x, self.column_start(j), c.columns, 2), self.head0, c.key_heads, 1)
             )
-        words = slice_axis(as_words(x, j), self.column_start(j), c.columns, 1)
+        # an index that is the same in every turn is no array, and would keep nothing in the loop
+        index = next((n for n in (j, self.head0, self.row0) if isinstance(n, jax.Array)), j)
+        words = slice_axis(as_words(x, index), self.column_start(j), c.columns, 1)
         words = self.rows(name, slice_axis(words, self.head0, c.key_heads, 2))
         columns = as_numbers(words, x.dtype).astype(self.p.acc)
         return columns if self.p.heads_in_one else jnp.moveaxis(columns, 2, 1)

@@ -37,7 +37,7 @@ def tangent(
       [B, T, N, V] of the query's dtype, and [B, T, N] float32 (float64).
     """
     operands = with_columns(spec, operands)
-    p = Problem(spec, operands, forward_tiling(spec, operands))
+    p = Problem(spec, operands, forward_tiling(spec, operands, differentiated=True))
     acc, t = p.acc, Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
     empty = sees_nothing(row_sum)
     inverse = 1 / jnp.where(empty, acc.type(1), row_sum)

@@ -19,8 +19,12 @@ WHOLE_SCORES = 2**20
 # compute more that is hidden.
 ROWS = COLUMNS = 512
 # So few rows, over all heads, are multiplied with the keys of all heads: keys and values are then read once, as they
-# lie, and reading is what takes the time.
+# lie, and reading is what takes the time. Twice as many in one tile, whose heads would be laid out one after the other,
+# if its rows are long.
 FEW_ROWS = 16
+FEW_ROWS_COLUMNS = 384
+# Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them.
+BEYOND_CACHES = 2**21
 # Of one batch row with no more outputs than this, probabilities are divided by their sum and not outputs, which JAX
 # 0.12 divides and lays out again in one slow loop (64 µs became 49 at T = 32). More batch rows are faster without.
 DIVIDED_FIRST = 2**15
@@ -63,17 +67,41 @@ def tile_size(length: int, target: int) -> int:
     return min(-(-size // ALIGNMENT) * ALIGNMENT, length)
 
 
-def forward_tiling(spec: Specification, operands: Operands) -> Tiling:
-    return _chosen("blockwise forward", spec, operands, FORWARD_SCORES)
+def forward_tiling(spec: Specification, operands: Operands, differentiated: bool = False) -> Tiling:
+    """The tiles of the forward pass; `differentiated` as of `forward`."""
+    few_rows = _rows_of(operands) <= 4 * FEW_ROWS and not differentiated
+    return _chosen("blockwise forward", spec, operands, FORWARD_SCORES, few_rows)
 
 
 def backward_tiling(spec: Specification, operands: Operands) -> Tiling:
-    return _chosen("blockwise backward", spec, operands, BACKWARD_SCORES)
+    return _chosen("blockwise backward", spec, operands, BACKWARD_SCORES, False)
 
 
-def _chosen(plan: str, spec: Specification, operands: Operands, scores: int) -> Tiling:
+def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> bool:
+    """Whether a step of the forward pass multiplies all of its heads in one product."""
+    batch, t = operands.query.shape[:2]
+    s, k = operands.value.shape[1:3]
+    if tiles == Tiling(batch, k, t, s):
+        few_rows = _rows_of(operands) <= 2 * FEW_ROWS and s >= FEW_ROWS_COLUMNS and not differentiated
+    else:
+        few_rows = _rows_of(operands) <= FEW_ROWS
+    return few_rows and tiles.rows == t and 1 < k == tiles.key_heads
+
+
+def _rows_of(operands: Operands) -> int:
+    return operands.query.shape[1] * operands.query.shape[2]
+
+
+def _keys_read(operands: Operands) -> int:
+    """Elements of keys, or of values where those are more; of one batch row where nobody knows how many there are."""
+    batch, h = operands.query.shape[0], operands.query.shape[-1]
+    s, k, v = operands.value.shape[1:]
+    return (batch if isinstance(batch, int) else 1) * s * k * max(h, v)
+
+
+def _chosen(plan: str, spec: Specification, operands: Operands, scores: int, few_rows: bool) -> Tiling:
     """What `tune` found for a problem, else `_tiling`."""
-    usual = _tiling(spec, operands, scores)
+    usual = _tiling(spec, operands, scores, few_rows)
     allowed = lambda numbers: numbers in map(dataclasses.astuple, candidates(spec, operands, usual))
     found = tuned.of(plan, lambda: spec.summary(operands), allowed)
     return usual if found is None else Tiling(*found)
@@ -95,19 +123,27 @@ def candidates(spec: Specification, operands: Operands, usual: Tiling) -> list[T
     return sorted((x for x in dict.fromkeys(found) if held(x) <= max(WHOLE_SCORES, held(usual))), key=distance)
 
 
-def _tiling(spec: Specification, operands: Operands, scores: int) -> Tiling:
-    """The tile sizes for a problem; a step has at most `scores` scores, or elements of keys, if a head has no more."""
+def _tiling(spec: Specification, operands: Operands, scores: int, few_rows: bool) -> Tiling:
+    """The tile sizes for a problem; a step has at most `scores` scores, or elements of keys, if a head has no more.
+
+    Args:
+      few_rows: whether no more than four times `FEW_ROWS` meet the keys, in a program that reads those once.
+    """
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
     known = isinstance(batch, int)  # not of a program that is exported for any batch
     cache = operands.key_lengths is not None and s > COLUMNS  # what lies behind its length is not even read
     is_stored = any(isinstance(x, Stored) for x in (operands.key, operands.value))
-    copied = known and is_stored and batch * s * k * max(h, v) > scores  # by a step: a tile is read into an array
+    # what a step reads of keys is laid out anew
+    most = scores if is_stored else BEYOND_CACHES if few_rows else math.inf
+    copied = known and _keys_read(operands) > most
     if known and batch * n * t * s <= WHOLE_SCORES and not cache and not copied:
         return Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
     size = 1 if spec.is_causal or spec.window != (None, None) else 2
     rows = tile_size(t, max(size * ROWS // (n // k), 1))
     columns = 4 * COLUMNS if t * n <= COLUMNS else size * COLUMNS
+    if few_rows and t * n <= FEW_ROWS:  # all heads in a step
+        columns = min(columns, max(scores // (k * max(h, v)), 1))
     if spec.page_size is None:
         columns = tile_size(s, columns)
     else:  # whole pages
