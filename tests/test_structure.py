@@ -195,8 +195,9 @@ def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs,
     assert done <= share * dense, f"{done / dense:.3f} of dense"
 
 
-@pytest.mark.parametrize("n, products", [(16, 8), (32, 1)])  # few rows are multiplied with the keys of all heads
-@pytest.mark.parametrize("filled", [1, 100, 5000, 16384])
+@pytest.mark.parametrize(  # few rows are multiplied with the keys of all heads
+    "filled, n, products", [(1, 16, 8), (100, 32, 1), (5000, 16, 8), (5000, 32, 1), (16384, 16, 8)]
+)
 def test_decoding_costs_what_the_lengths_are_and_not_what_the_cache_is(filled, n, products, monkeypatch):
     size, k, h = 16384, 8, 16
     query, key, value = (x for x in qkv(B=1, T=1, S=size, N=n, K=k, H=h))
