@@ -99,10 +99,17 @@ def _attention_on_metal(*arrays: Array, spec: Specification, names: tuple[str, .
     return metal.forward(spec, unpack(arrays, names))
 
 
-def _transpose(*arrays: Array, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], **_: Any) -> Any:
+def _transpose(
+    *arrays: Array,
+    spec: Specification,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    all_columns: bool,
+    **_: Any,
+) -> tuple[Any, ...]:
     out, row_max, row_sum, d_out, d_lse = arrays[len(names) :]
     operands = unpack(arrays[: len(names)], names)
-    return blockwise.backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted)
+    return blockwise.backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted, all_columns)
 
 
 def _transpose_on_metal(
@@ -122,7 +129,12 @@ def _no_jnp(implementation: str | None) -> None:
 
 
 def _tangent(
-    *arrays: Array, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], implementation: str | None
+    *arrays: Array,
+    spec: Specification,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    implementation: str | None,
+    **_: Any,
 ) -> Any:
     _no_jnp(implementation)
     out, row_max, row_sum, *tangents = arrays[len(names) :]
@@ -144,7 +156,12 @@ def _share(results: Any, rows: Any) -> tuple[Array, Any]:
 
 
 def _differentiable_tangent(
-    *arrays: Array, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], implementation: str | None
+    *arrays: Array,
+    spec: Specification,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    implementation: str | None,
+    **_: Any,
 ) -> tuple[Any, Any]:
     """`_tangent` by the reference, for derivatives of derivatives."""
     _no_jnp(implementation)
@@ -157,7 +174,12 @@ def _differentiable_tangent(
 
 
 def _differentiable_transpose(
-    *arrays: Array, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], implementation: str | None
+    *arrays: Array,
+    spec: Specification,
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    implementation: str | None,
+    **_: Any,
 ) -> tuple[Any, ...]:
     """`_transpose` written with JAX's own derivative of the reference, for derivatives of derivatives."""
     _no_jnp(implementation)
@@ -177,6 +199,7 @@ def _transpose_tangent(
     wanted: tuple[str, ...],
     moving: tuple[str, ...],
     implementation: str | None,
+    all_columns: bool,
 ) -> tuple[Any, ...]:
     """The derivative of `_transpose`. Loops have one in forward mode, in the memory that they have."""
     _no_jnp(implementation)
@@ -190,7 +213,7 @@ def _transpose_tangent(
         now = {**given, **dict(zip(moving, varying))}
         operands = Operands(**{name: now[name] for name in names})
         out, row_max, row_sum, d_out, d_lse = (now[name] for name in BACKWARD_NAMES)
-        return blockwise.backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted)
+        return blockwise.backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted, all_columns)
 
     results = jax.jvp(fun, tuple(given[name] for name in moving), tangents)[1]
     return tuple(x.astype(dtype) for x, dtype in zip(results, _dtypes(arrays, spec, names, wanted)))
@@ -203,6 +226,7 @@ def _differentiable_transpose_tangent(
     wanted: tuple[str, ...],
     moving: tuple[str, ...],
     implementation: str | None,
+    **_: Any,
 ) -> Any:
     """`_transpose_tangent` by the reference."""
     known = (*names, *BACKWARD_NAMES)
@@ -351,12 +375,12 @@ def _transpose_batching(
     spec: Specification,
     names: tuple[str, ...],
     wanted: tuple[str, ...],
-    implementation: str | None,
+    **static: Any,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     n = len(names)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
     extra = _fold_results(arrays[n:], dims[n:], size, batch)
-    static = {"spec": folded, "names": names, "wanted": wanted, "implementation": implementation}
+    static |= {"spec": folded, "names": names, "wanted": wanted}
     results = transpose_p.bind(*operands, *extra, **static)
     return _unfold_cotangents(results, arrays, dims, size, spec, names, wanted)
 
@@ -390,13 +414,13 @@ def _tangent_batching(
     spec: Specification,
     names: tuple[str, ...],
     wanted: tuple[str, ...],
-    implementation: str | None,
+    **static: Any,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     n, known = len(names), len(names) + len(RESIDUAL_NAMES)
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
     results = _fold_results(arrays[n:known], dims[n:known], size, batch)
     tangents = [_fold_like(*x, size, batch, spec) for x in zip(wanted, arrays[known:], dims[known:])]
-    static = {"spec": folded, "names": names, "wanted": wanted, "implementation": implementation}
+    static |= {"spec": folded, "names": names, "wanted": wanted}
     results = tangent_p.bind(*operands, *results, *tangents, **static)
     return tuple(_unfold(x, size) for x in results), (0,) * len(results)
 
@@ -410,7 +434,7 @@ def _transpose_tangent_batching(
     names: tuple[str, ...],
     wanted: tuple[str, ...],
     moving: tuple[str, ...],
-    implementation: str | None,
+    **static: Any,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     # the same fold of the known arrays, and of the tangents as of what they belong to
     n, known = len(names), len(names) + len(BACKWARD_NAMES)
@@ -418,7 +442,7 @@ def _transpose_tangent_batching(
     operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped)
     extra = _fold_results(arrays[n:known], dims[n:known], size, batch)
     tangents = [_fold_like(*x, size, batch, spec) for x in zip(moving, arrays[known:], dims[known:])]
-    static = {"spec": folded, "names": names, "wanted": wanted, "moving": moving, "implementation": implementation}
+    static |= {"spec": folded, "names": names, "wanted": wanted, "moving": moving}
     results = transpose_tangent_p.bind(*operands, *extra, *tangents, **static)
     return _unfold_cotangents(results, arrays, dims, size, spec, names, wanted)
 
@@ -447,7 +471,8 @@ def _attention_jvp(
         raise NotImplementedError("key_pages, value_pages: attention has no derivative with respect to pages")
     kept = [(name, x) for name, x in zip(names, primals) if name not in _ORIGINALS]
     static["names"] = tuple(name for name, _ in kept)
-    t_out, t_lse = tangent_p.bind(*(x for _, x in kept), *results, *(t for _, t in moving), **static, wanted=wanted)
+    arrays = *(x for _, x in kept), *results, *(t for _, t in moving)
+    t_out, t_lse = tangent_p.bind(*arrays, **static, wanted=wanted, all_columns=True)
     return results, (t_out, t_lse, ad.Zero(t_lse.aval))
 
 
@@ -521,7 +546,9 @@ def _by_shares(fun: Callable[..., Any]) -> Callable[..., Any]:
 
         def pair(spec: Specification, operands: Operands, rows: Any = (), wanted: tuple[str, ...] | None = None) -> Any:
             own, names = pack(operands)
-            changed = {"spec": spec, "names": names} | ({} if wanted is None else {"wanted": wanted})
+            changed = {"spec": spec, "names": names}
+            if wanted is not None:
+                changed |= {"wanted": wanted, "all_columns": False}
             return fun(*own, *rows, **{**params, **changed})
 
         return partitioned(lambda *x: fun(*x, **params), pair, params["spec"], names, results)(*arrays)
@@ -674,6 +701,8 @@ def _choice(
 
 
 _STATIC = ("spec", "names", "implementation")
+# the last says whether the operands hold all columns that their rows see: not where a ring takes some of them at a time
+_DERIVATIVE = (*_STATIC, "wanted", "all_columns")
 attention_p = _primitive(
     "jax_mfa_attention",
     _attention,
@@ -687,10 +716,10 @@ transpose_p = _primitive(
     _transpose,
     _transpose_shapes,
     _transpose_batching,
-    (*_STATIC, "wanted"),
+    _DERIVATIVE,
     _transpose_on_metal,
 )
-tangent_p = _primitive("jax_mfa_attention_tangent", _tangent, _tangent_shapes, _tangent_batching, (*_STATIC, "wanted"))
+tangent_p = _primitive("jax_mfa_attention_tangent", _tangent, _tangent_shapes, _tangent_batching, _DERIVATIVE)
 ad.primitive_jvps[attention_p] = _attention_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_jvps[tangent_p] = _jvp_by_jax(_differentiable_tangent)
@@ -699,7 +728,7 @@ transpose_tangent_p = _primitive(
     _transpose_tangent,
     _transpose_tangent_shapes,
     _transpose_tangent_batching,
-    (*_STATIC, "wanted", "moving"),
+    (*_DERIVATIVE, "moving"),
 )
 ad.primitive_jvps[transpose_p] = _transpose_jvp
 ad.primitive_jvps[transpose_tangent_p] = _jvp_by_jax(_differentiable_transpose_tangent)
@@ -733,7 +762,7 @@ def attention_transpose(
     those of all columns, and the cotangents the part that these columns have.
     """
     arrays, names = pack(operands)
-    static = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
+    static = {"spec": spec, "names": names, "implementation": implementation, "wanted": wanted, "all_columns": False}
     return transpose_p.bind(*_vary_alike((*arrays, *rows)), **static)
 
 
@@ -751,5 +780,5 @@ def attention_tangent(
     columns, and what is found is the part that these columns have.
     """
     arrays, names = pack(operands)
-    static = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
+    static = {"spec": spec, "names": names, "implementation": implementation, "wanted": wanted, "all_columns": False}
     return tangent_p.bind(*_vary_alike((*arrays, *results, *tangents)), **static)

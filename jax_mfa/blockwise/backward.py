@@ -12,7 +12,7 @@ from jax import Array
 from jax_mfa import whole_rows
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step, add, finite
-from jax_mfa.blockwise.tiling import backward_tiling
+from jax_mfa.blockwise.tiling import backward_tiling, gradients_as_rows
 from jax_mfa.specification import Operands, Specification, reduce_rows, row_index, sees_nothing
 
 
@@ -25,12 +25,15 @@ def backward(
     d_out: Array,
     d_lse: Array,
     wanted: tuple[str, ...],
+    all_columns: bool = True,
 ) -> tuple[Array, ...]:
     """Cotangents of the operands named in `wanted`, each of its operand's shape and dtype.
 
     Args:
       out, row_max, row_sum: results of `forward`.
       d_out: [B, T, N, V]; d_lse: [B, T, N]. What they hold for rows that see nothing is ignored.
+      all_columns: whether the operands hold all columns that the rows have met; else their part of the cotangents is
+        found.
     """
     operands = with_columns(spec, operands)
     c = backward_tiling(spec, operands)
@@ -40,27 +43,34 @@ def backward(
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
     p = Problem(spec, operands, c)
     acc = p.acc
-    d_rows, shift, found_sum = d_out.astype(acc), whole_rows.shift(out, d_out, d_lse, acc), row_sum
+    d_rows, found_sum = d_out, row_sum
+    # a tile that holds whole rows finds their shift in its own scores, and has no need of the output
+    whole_rows_in_tile = all_columns and p.column_tiles == 1 and "sinks" not in wanted
+    shift = -d_lse.astype(acc) if whole_rows_in_tile else whole_rows.shift(out, d_out, d_lse, acc)
+    as_rows = gradients_as_rows(operands, p.tiles)
     if not spec.every_row_sees(operands):
         empty = sees_nothing(row_sum)
         row_sum = jnp.where(empty, acc.type(1), row_sum)
         shift = jnp.where(empty, acc.type(0), shift)
-        d_rows = jnp.where(empty[..., None], acc.type(0), d_rows)
+        d_rows = jnp.where(empty[..., None], d_out.dtype.type(0), d_out)
     inverse = 1 / row_sum
 
-    def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, rows: Any, transposed: Any, columns: Any) -> Any:
+    def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, rows: Any, of_products: Any, columns: Any) -> Any:
         p, (query, d_rows, row_max, inverse, shift) = w.p, rows
-        (query_transposed, d_transposed), (key, value) = transposed, columns
+        (query_again, d_again), (key, key_again, value) = of_products, columns
 
         def visit(results: Any) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
             (d_query, d_key, d_value), (d_slopes, d_bias) = results
-            keys_j, d_i = lambda: w.columns_of("key", key, j), w.rows_of(d_rows, i)
-            x, d_cap, see = w.masked_scores(w.rows_of(query, i), keys_j, i, j)
+            query_i, d_i = w.rows_of(query, i), w.rows_of(d_rows, i)
+            x, d_cap, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, query.dtype), i, j)
             # a value that is not finite spoils only dp, which is overwritten where nobody may see it
-            d_p = w.product(d_i, w.columns_of("value", value, j), transpose=True)
+            d_p = w.product(d_i, w.columns_of("value", value, j, d_rows.dtype), transpose=True)
             probability, see = w.probability(x, see, w.rows_of(row_max, i), w.rows_of(inverse, i), i, j)
             dropped = w.dropped(probability, i, j)
             shift_i = w.rows_of(shift, i)[..., None]
+            if whole_rows_in_tile:
+                moved = dropped * d_p
+                shift_i += (moved if see is None else jnp.where(see, moved, acc.type(0))).sum(-1, keepdims=True)
             if operands.dropout is None:
                 d_x = probability * (d_p - shift_i)
             else:
@@ -70,14 +80,17 @@ def backward(
             if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
                 d_x = jnp.where(see, d_x, acc.type(0))
 
-            products: list[Any] = [(w.product, d_x, keys_j)]
+            products: list[Any] = [(w.product, d_x, lambda: w.columns_of("key", key_again, j))]
             if of_columns:
-                products.append((w.transposed_product, d_x, lambda: w.transposed_rows_of(query_transposed, i)))
-                products.append((w.transposed_product, dropped, lambda: w.transposed_rows_of(d_transposed, i)))
+                taken, product = (
+                    (w.rows_of, w.product_of_rows) if as_rows else (w.transposed_rows_of, w.transposed_product)
+                )
+                products.append((product, d_x, lambda: taken(query_again, i)))
+                products.append((product, dropped, lambda: taken(d_again, i)))
             d_query_i, *d_columns = w.sums(products, i, j, careful)
             d_query = w.add_rows(d_query, d_query_i, i)
             if of_columns:
-                d_key, d_value = (w.add_columns(x, part, j) for x, part in zip((d_key, d_value), d_columns))
+                d_key, d_value = (w.add_columns(x, part, j, as_rows) for x, part in zip((d_key, d_value), d_columns))
             if slope_gradient:
                 moment = (d_x * w.merged(w.distance(i, j))).sum(3)
                 d_slopes = w.add_heads(d_slopes, moment.reshape(*moment.shape[:2], p.g, -1).sum(3))
@@ -88,18 +101,21 @@ def backward(
         return w.unless_empty(i, j, visit, results)
 
     # keys and values stay transposed till the end: XLA transposes a whole array several times as fast as a part of one
-    columns_shapes = ((p.batch, p.k, p.h, p.s), (p.batch, p.k, p.v, p.s)) if of_columns else ((), ())
-    shapes = (p.batch, p.k, p.g, p.t, p.h), *columns_shapes, (p.batch, p.k, p.g)
+    shape_of = lambda size: (p.batch, p.k, *((p.s, size) if as_rows else (size, p.s))) if of_columns else ()
+    shapes = (p.batch, p.k, *p.row_axes, p.h), shape_of(p.h), shape_of(p.v), (p.batch, p.k, p.g)
     zeros = [jnp.zeros(shape, acc) for shape in (*shapes, operands.bias.shape if bias_gradient else ())]
     init = tuple(zeros[:3]), tuple(zeros[3:])
 
     def run(p: Problem, careful: bool) -> Any:
         # scores and exponentials are computed from the same numbers as in `forward`: XLA then shares those of a problem
         # of one tile
-        rows = [p.rows_by_head(x) for x in (operands.query, d_rows, row_max, inverse, shift)]
-        transposed = [p.rows_transposed(x) for x in (operands.query, d_rows)]
-        columns = [p.columns_by_head(x) for x in (operands.key, operands.value)]
-        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, transposed, columns), init)
+        of_scores, of_values = p.factors(operands.query, operands.key), p.factors(d_rows, operands.value)
+        rows = [p.rows_by_head(operands.query, of_scores), p.rows_by_head(d_rows, of_values)]
+        rows += [p.rows_by_head(x) for x in (row_max, inverse, shift)]
+        of_products = [(p.rows_by_head if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
+        columns = [p.columns_by_head(operands.key, of_scores), p.columns_by_head(operands.key)]
+        columns.append(p.columns_by_head(operands.value, of_values))
+        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, of_products, columns), init)
 
     # the gradients by the scaled product; the scale itself follows outside, in the layout of the results: in that of
     # the scores XLA may take both for one array of scales, and keep that
@@ -116,14 +132,14 @@ def backward(
         if name == "query":
             x = scaled(p.by_token(d_query))
         elif name == "key":
-            x = scaled(jnp.moveaxis(d_key, 3, 1))
+            x = scaled(p.columns_by_token(d_key, as_rows))
         elif name == "value":
-            x = jnp.moveaxis(d_value, 3, 1)
+            x = p.columns_by_token(d_value, as_rows)
         elif name == "bias":
             return d_bias.astype(operand.dtype)
         elif name == "scale":
             query = p.rows_by_head(operands.query)
-            x = ((finite(query) if p.masked else query) * d_query).sum((1, 2, 3, 4))
+            x = ((finite(query) if p.masked else query) * d_query).reshape(p.batch, -1).sum(1)
         elif name == "alibi_slopes":
             x = d_slopes.reshape(-1, p.n)
         elif name == "sinks":

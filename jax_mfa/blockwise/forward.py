@@ -38,11 +38,11 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     divided_first = plain and p.whole and p.batch == 1 and p.t * p.n * p.v <= DIVIDED_FIRST
 
     def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, query: Any, key: Any, value: Any) -> Any:
-        p = w.p
+        p, dtype = w.p, query.dtype
 
         def visit(results: Any) -> tuple[tuple[Array], tuple[Array, Array]]:
             (sums,), (high, total) = results
-            x, _, _ = w.masked_scores(w.rows_of(query, i), lambda: w.columns_of("key", key, j), i, j)
+            x, _, _ = w.masked_scores(w.rows_of(query, i), lambda: w.columns_of("key", key, j, dtype), i, j)
             new_high = x.max(-1)
             if not p.rows_once:
                 new_high = jnp.maximum(w.rows_of(high, i), new_high)
@@ -66,11 +66,13 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
 
         return w.unless_empty(i, j, visit, results)
 
-    rows = p.batch, p.k, p.g, p.t
+    rows = p.batch, p.k, *p.row_axes
     init = (jnp.zeros((*rows, p.v), acc),), (jnp.full(rows, 0 if p.rows_once else -np.inf, acc), jnp.zeros(rows, acc))
 
     def run(p: Problem, careful: bool) -> Any:
-        arrays = p.rows_by_head(operands.query), p.columns_by_head(operands.key), p.columns_by_head(operands.value)
+        dtype = p.factors(operands.query, operands.key)
+        query, key = p.rows_by_head(operands.query, dtype), p.columns_by_head(operands.key, dtype)
+        arrays = query, key, p.columns_by_head(operands.value)
         return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, *arrays), init)
 
     (sums,), (high, total) = p.mended(run)
@@ -105,7 +107,7 @@ def _with_lost_rows(p: Problem, lost: Array, sums: Array, row_max: Array, total:
 
 
 def _seen(p: Problem, lost: Array) -> Array:
-    """Whether a row sees anything, [B, K, G, T]: right where it is `lost`, of which alone that is asked."""
+    """Whether a row sees anything, [B, K, *row_axes]: right where it is `lost`, of which alone that is asked."""
     if p.spec.every_row_sees(p.operands):
         return jnp.ones(lost.shape, bool)
 

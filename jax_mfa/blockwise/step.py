@@ -140,21 +140,20 @@ def _tile_start(i: Any, size: int, length: int) -> Any:
     return i * size if length % size == 0 else _clip(i * size, 0, length - size)
 
 
-def _sums_of_others(products: Any, see: Array) -> list[Array]:
+def _sums_of_others(products: Any) -> list[Array]:
     """Σ left · right over what is visible and not finite, term by term.
 
     Args:
-      products: left [..., y, l], right [..., l, z] and which of the two is the weights, 0 or 1; the other may not be
-        finite.
-      see: bool, of the shape of the weights.
+      products: left [..., y, l], right [..., l, z], which of the two is the weights, 0 or 1, and which of them are
+        visible: bool, of their shape. What they are multiplied with may not be finite.
     """
-    sums = [jnp.zeros((*left.shape[:3], right.shape[3]), left.dtype) for left, right, _ in products]
-    for length in {right.shape[2] for _, right, _ in products}:  # those of one length share a loop, for short programs
-        mine = [i for i, (_, right, _) in enumerate(products) if right.shape[2] == length]
+    sums = [jnp.zeros((*left.shape[:3], right.shape[3]), left.dtype) for left, right, *_ in products]
+    for length in {right.shape[2] for _, right, *_ in products}:  # those of one length share a loop, for short programs
+        mine = [i for i, (_, right, *_) in enumerate(products) if right.shape[2] == length]
 
         def add_terms(k: Array, sums: Array, mine: Any = mine) -> Array:
             for i in mine:
-                left, right, weights = products[i]
+                left, right, weights, see = products[i]
                 both = left, right = slice_axis(left, k, 1, 3), slice_axis(right, k, 1, 2)
                 counts = slice_axis(see, k, 1, 2 if weights else 3) & ~jnp.isfinite(both[1 - weights])
                 sums[i] = sums[i] + jnp.where(counts, left * right, 0)
@@ -167,9 +166,9 @@ def _sums_of_others(products: Any, see: Array) -> list[Array]:
 class Problem:
     """A specification with its operands and its tiles.
 
-    Arrays of rows are read in the layout [B, K, G, T, ...], those of columns in [rows, K, S, ...]: what a step takes of
-    them is then a matrix as it lies. Columns that are met once are left as they are till then: nothing is read of a
-    cache but the tiles that are visited.
+    Arrays of rows are read in the layout [B, K, *row_axes, ...], those of columns in [rows, K, S, ...]: what a step
+    takes of them is then a matrix as it lies. Columns that are met once are left as they are till then: nothing is read
+    of a cache but the tiles that are visited.
     """
 
     def __init__(self, spec: Specification, operands: Operands, tiles: Tiling, heads_in_one: bool = False) -> None:
@@ -180,6 +179,8 @@ class Problem:
         self.g = self.n // self.k
         self.acc = accumulation_dtype(operands.query.dtype)
         self.row_tiles = -(-self.t // tiles.rows)
+        # of one row tile the matrix of a step itself: where G is 1, XLA would lay [G, T] out otherwise, and copy that
+        self.row_axes = (self.g * self.t,) if self.row_tiles == 1 else (self.g, self.t)
         self.column_tiles = -(-self.s // tiles.columns)
         overlap = bool(self.t % tiles.rows or self.s % tiles.columns)
         self.rows_once = self.column_tiles == 1 and self.t % tiles.rows == 0
@@ -195,29 +196,50 @@ class Problem:
 
     # --- layouts
 
-    def rows_by_head(self, x: Any) -> Array:
-        """[B, T, N, ...] as [B, K, G, T, ...] in the accumulation dtype."""
-        return jnp.moveaxis(x.reshape(*x.shape[:2], self.k, self.g, *x.shape[3:]), 1, 3).astype(self.acc)
+    def factors(self, rows: Any, columns: Any) -> Any:
+        """The dtype in which two operands are multiplied: their own if that is bfloat16, whose products are exact in
+        the accumulation dtype; else that."""
+        own = all(isinstance(x, jax.Array) and x.dtype == jnp.bfloat16 for x in (rows, columns))
+        return rows.dtype if own and not self.heads_in_one else self.acc
+
+    def rows_by_head(self, x: Any, dtype: Any = None) -> Array:
+        """[B, T, N, ...] as [B, K, *row_axes, ...] of this dtype, or else that of accumulation."""
+        tail = x.shape[3:]
+        x = jnp.moveaxis(x.reshape(*x.shape[:2], self.k, self.g, *tail), 1, 3)
+        return x.reshape(*x.shape[:2], *self.row_axes, *tail).astype(dtype or self.acc)
 
     def rows_transposed(self, x: Any) -> Any:
-        """[B, T, N, x] as [B, K, x, G, T] in the accumulation dtype."""
-        return x.reshape(*x.shape[:2], self.k, self.g, -1).transpose(0, 2, 4, 3, 1).astype(self.acc)
+        """[B, T, N, x] as [B, K, x, *row_axes] in the accumulation dtype."""
+        x = x.reshape(*x.shape[:2], self.k, self.g, -1).transpose(0, 2, 4, 3, 1)
+        return x.reshape(*x.shape[:3], *self.row_axes).astype(self.acc)
+
+    def by_group(self, x: Any) -> Any:
+        """[B, K, *row_axes, ...] as [B, K, G, T, ...]."""
+        return x.reshape(*x.shape[:2], self.g, self.t, *x.shape[2 + len(self.row_axes) :])
 
     def by_token(self, x: Any) -> Any:
-        """[B, K, G, T, ...] as [B, T, N, ...]."""
-        x = jnp.moveaxis(x, 3, 1)
+        """[B, K, *row_axes, ...] as [B, T, N, ...]."""
+        x = jnp.moveaxis(self.by_group(x), 3, 1)
         return x.reshape(*x.shape[:2], self.n, *x.shape[4:])
 
-    def columns_by_head(self, x: Any) -> Array:
-        """[rows, S, K, ...] as [rows, K, S, ...] in the accumulation dtype; or as it is where it is `met_once`, or no
-        plain array."""
+    def columns_by_head(self, x: Any, dtype: Any = None) -> Array:
+        """[rows, S, K, ...] as [rows, K, S, ...] of this dtype, or else that of accumulation; or as it is where it is
+        `met_once`, or no plain array."""
         as_it_is = self.met_once or not isinstance(x, jax.Array)
-        return x if as_it_is else jnp.moveaxis(x, 2, 1).astype(self.acc)
+        return x if as_it_is else jnp.moveaxis(x, 2, 1).astype(dtype or self.acc)
+
+    def columns_by_token(self, x: Any, as_rows: bool) -> Any:
+        """[B, K, S, x], or [B, K, x, S] if not `as_rows`, as [B, S, K, x]."""
+        if not as_rows:
+            return jnp.moveaxis(x, 3, 1)
+        # with an axis more, XLA lays it out in one pass instead of two
+        return jnp.moveaxis(x[:, :, None], 3, 1).reshape(self.batch, self.s, self.k, -1)
 
     def per_row_and_head(self, name: str) -> Any:
-        """The operand `[rows, N]` of this name as `[B|1, K, G, 1]`."""
+        """The operand `[rows, N]` of this name as `[B|1, K, *row_axes]`."""
         x = per_batch_row(self.spec, self.operands, name, self.acc)
-        return x.reshape(x.shape[0], self.k, self.g, 1)
+        x = jnp.broadcast_to(x.reshape(x.shape[0], self.k, self.g, 1), (x.shape[0], self.k, self.g, self.t))
+        return x.reshape(*x.shape[:2], *self.row_axes)
 
     # --- loops
 
@@ -378,33 +400,40 @@ class Step:
         return slice_axis(x.reshape(x.shape[0], *heads, *x.shape[2:]), self.head0, self.p.tiles.key_heads, 1)
 
     def rows_of(self, x: Any, i: Any) -> Any:
-        """The rows of tile `i` of `[B, K, G, T, ...]`: `[R, E, M, ...]`."""
-        c, tail = self.p.tiles, x.shape[4:]
-        shape = (c.batch_rows, c.key_heads, self.p.g, c.rows, *tail)
-        x = _cut(x, shape, self.row0, self.head0, 0, self.row_start(i), *(0,) * len(tail))
-        return x.reshape(*shape[:2], -1, *tail)
+        """The rows of tile `i` of `[B, K, *row_axes, ...]`: `[R, E, M, ...]`."""
+        c, (axes, start) = self.p.tiles, self._rows_of_tile(i)
+        tail = x.shape[2 + len(axes) :]
+        shape = (c.batch_rows, c.key_heads, *axes, *tail)
+        return _cut(x, shape, self.row0, self.head0, *start, *(0,) * len(tail)).reshape(*shape[:2], -1, *tail)
 
     def transposed_rows_of(self, x: Any, i: Any) -> Array:
-        """The rows of tile `i` of `[B, K, x, G, T]`: `[R, E, x, M]`."""
-        c = self.p.tiles
-        shape = (c.batch_rows, c.key_heads, x.shape[2], self.p.g, c.rows)
-        return _cut(x, shape, self.row0, self.head0, 0, 0, self.row_start(i)).reshape(*shape[:3], -1)
+        """The rows of tile `i` of `[B, K, x, *row_axes]`: `[R, E, x, M]`."""
+        c, (axes, start) = self.p.tiles, self._rows_of_tile(i)
+        shape = (c.batch_rows, c.key_heads, x.shape[2], *axes)
+        return _cut(x, shape, self.row0, self.head0, 0, *start).reshape(*shape[:3], -1)
 
     def put_rows(self, x: Any, part: Any, i: Any) -> Array:
-        """`x`, [B, K, G, T, ...], with `part`, [R, E, M, ...], as the rows of tile `i`."""
-        part = part.reshape(*part.shape[:2], self.p.g, -1, *part.shape[3:])
-        return put(x, part, self.row0, self.head0, 0, self.row_start(i), *(0,) * (x.ndim - 4))
+        """`x`, [B, K, *row_axes, ...], with `part`, [R, E, M, ...], as the rows of tile `i`."""
+        axes, start = self._rows_of_tile(i)
+        part = part.reshape(*part.shape[:2], *axes, *part.shape[3:])
+        return put(x, part, self.row0, self.head0, *start, *(0,) * (x.ndim - 2 - len(axes)))
+
+    def _rows_of_tile(self, i: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Sizes and start of tile `i` along the axes of rows."""
+        if self.p.row_tiles == 1:
+            return self.p.row_axes, (0,)
+        return (self.p.g, self.p.tiles.rows), (0, self.row_start(i))
 
     def add_rows(self, x: Any, part: Any, i: Any) -> Array:
-        """`x`, [B, K, G, T, ...], with `part` added to the rows of tile `i`."""
+        """`x`, [B, K, *row_axes, ...], with `part` added to the rows of tile `i`."""
         return self.put_rows(x, part if self.p.rows_once else self.rows_of(x, i) + part, i)
 
-    def columns_of(self, name: str, x: Any, j: Any) -> Array:
+    def columns_of(self, name: str, x: Any, j: Any, dtype: Any = None) -> Array:
         """The columns of tile `j` of an operand, or of an array like it: `[R|1, E, columns, ...]`, or `[R|1, columns,
         E, ...]` where `heads_in_one`.
 
         Args:
-          x: what `columns_by_head` made of the operand.
+          x: what `columns_by_head` made of the operand, of this dtype.
         """
         c = self.p.tiles
         if not isinstance(x, jax.Array):  # quantised or in pages: `Columns`
@@ -418,16 +447,18 @@ class Step:
         index = next((n for n in (j, self.head0, self.row0) if isinstance(n, jax.Array)), j)
         words = slice_axis(as_words(x, index), self.column_start(j), c.columns, 1)
         words = self.rows(name, slice_axis(words, self.head0, c.key_heads, 2))
-        columns = as_numbers(words, x.dtype).astype(self.p.acc)
+        columns = as_numbers(words, x.dtype).astype(dtype or self.p.acc)
         return columns if self.p.heads_in_one else jnp.moveaxis(columns, 2, 1)
 
     def by_head(self, columns: Any) -> Array:
         """What `columns_of` gave, as `[R|1, E, columns, ...]`."""
         return jnp.moveaxis(columns, 2, 1) if self.p.heads_in_one else columns
 
-    def add_columns(self, x: Any, part: Any, j: Any) -> Array:
-        """`x`, [B, K, ..., S], with `part`, [R, E, ..., columns], added to the columns of tile `j`."""
-        return (put if self.p.columns_once else add)(x, part, self.row0, self.head0, 0, self.column_start(j))
+    def add_columns(self, x: Any, part: Any, j: Any, as_rows: bool) -> Array:
+        """`x`, [B, K, x, S], with `part`, [R, E, x, columns], added to the columns of tile `j`; [B, K, S, x] and
+        [R, E, columns, x] if `as_rows`."""
+        start = (self.column_start(j), 0) if as_rows else (0, self.column_start(j))
+        return (put if self.p.columns_once else add)(x, part, self.row0, self.head0, *start)
 
     def add_heads(self, x: Any, part: Any) -> Array:
         """`x`, [B, K, G], with `part`, [R, E, G], added."""
@@ -553,6 +584,11 @@ class Step:
     def product(self, a: Array, b: Array, transpose: bool = False) -> Array:
         """`[R, E, M, x] · [R|1, E, x, y]`, or `[R|1, E, y, x]` to transpose: [R, E, M, y]."""
         b = jnp.broadcast_to(b, (a.shape[0], *b.shape[1:]))
+        if a.dtype != self.p.acc:
+            # XLA multiplies such numbers as they are where the batch axes are not the first; else it converts them
+            assert transpose
+            a, b = (jnp.moveaxis(x, 1, 2) for x in (a, b))
+            return lax.dot_general(a, b, (((3,), (3,)), ((0, 2), (0, 2))), preferred_element_type=self.p.acc)
         return lax.dot_general(a, b, (((3,), (3 if transpose else 2,)), ((0, 1), (0, 1))))
 
     def product_in_one(self, a: Array, b: Array, transpose: bool = False) -> Array:
@@ -571,14 +607,19 @@ class Step:
         """`[R, E, x, M] · [R, E, M, columns]`: [R, E, x, columns]."""
         return lax.dot_general(a, weights, (((3,), (2,)), ((0, 1), (0, 1))))
 
+    def product_of_rows(self, weights: Array, a: Array) -> Array:
+        """`[R, E, columns, M] · [R, E, M, x]` of weights [R, E, M, columns]: [R, E, columns, x]."""
+        # laid out anew behind a barrier: XLA is slow at products of which the first factor is transposed
+        return lax.dot_general(_barrier(weights.swapaxes(2, 3)), a, (((3,), (2,)), ((0, 1), (0, 1))))
+
     def sums(self, products: Any, i: Any, j: Any, careful: bool) -> Any:
         """`product(weights, x)` of each (product, weights, x), of which what is hidden has no part though `x` is not
         finite: 0 · NaN is NaN. What is not finite is then added term by term; it is rare.
 
         Args:
-          products: `product` or `transposed_product` each, with weights [R, E, M, columns] that are zero where hidden,
-            and what gives x: what `columns_of` does, or rows of queries [R, E, x, M]. Given inside of a branch that is
-            seldom taken, it is not kept for that branch.
+          products: `product`, `product_of_rows` or `transposed_product` each, with weights [R, E, M, columns] that are
+            zero where hidden, and what gives x: what `columns_of` does, or rows of queries, [R, E, M, x] or
+            [R, E, x, M]. Given inside of a branch that is seldom taken, it is not kept for that branch.
           careful: that it be added so; otherwise only where a sum is not finite and something may be hidden.
         """
 
@@ -590,9 +631,13 @@ class Step:
 
         def with_care(weights: list[Any]) -> list[Any]:
             ys = [self.by_head(y()) for *_, y in products]
-            straight = [product == self.product for product, *_ in products]
-            both = [(x, y, 0) if is_straight else (y, x, 1) for x, y, is_straight in zip(weights, ys, straight)]
-            others = _sums_of_others(both, self.all_visible(i, j))
+            see = self.all_visible(i, j)
+            factors: Any = {  # of weights x and what they are multiplied with; which are the weights; what they see
+                self.product: lambda x, y: (x, y, 0, see),
+                self.product_of_rows: lambda x, y: (x.swapaxes(2, 3), y, 0, see.swapaxes(2, 3)),
+                self.transposed_product: lambda x, y: (y, x, 1, see),
+            }
+            others = _sums_of_others([factors[product](x, y) for (product, *_), x, y in zip(products, weights, ys)])
             return [product(x, finite(y)) + z for (product, *_), x, y, z in zip(products, weights, ys, others)]
 
         weights = [x for _, x, _ in products]

@@ -49,7 +49,7 @@ def tangent(
         def visit(results: Any) -> tuple[tuple[Array], tuple[Array]]:
             (sums,), (lse,) = results
             key_j, t_key_j, value_j, t_value_j = (
-                functools.partial(w.columns_of, name, x, j)
+                functools.partial(w.columns_of, name, x, j, query_i.dtype if name == "key" else None)
                 for name, x in zip(("key", "key", "value", "value"), columns)
             )
             x, d_cap, see = w.masked_scores(query_i, key_j, i, j)
@@ -80,13 +80,16 @@ def tangent(
 
         return w.unless_empty(i, j, visit, results)
 
-    rows_shape = p.batch, p.k, p.g, p.t
+    rows_shape = p.batch, p.k, *p.row_axes
     init = (jnp.zeros((*rows_shape, p.v), acc),), (jnp.zeros(rows_shape, acc),)
 
     def run(p: Problem, careful: bool) -> Any:
-        given = lambda layout, x: None if x is None else layout(x)
-        rows = [given(p.rows_by_head, x) for x in (operands.query, t.query, row_max, inverse)]
-        columns = [given(p.columns_by_head, x) for x in (operands.key, t.key, operands.value, t.value)]
+        given = lambda layout, x, dtype=None: None if x is None else layout(x, dtype)
+        dtype = p.factors(operands.query, operands.key)
+        rows = [given(p.rows_by_head, x, dtype) for x in (operands.query, t.query)]
+        rows += [p.rows_by_head(x) for x in (row_max, inverse)]
+        columns = [given(p.columns_by_head, x, dtype) for x in (operands.key, t.key)]
+        columns += [given(p.columns_by_head, x) for x in (operands.value, t.value)]
         return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, columns), init)
 
     (sums,), (lse,) = p.mended(run)

@@ -88,6 +88,17 @@ def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> boo
     return few_rows and tiles.rows == t and 1 < k == tiles.key_heads
 
 
+def gradients_as_rows(operands: Operands, tiles: Tiling) -> bool:
+    """Whether the gradients of keys and values are products of scores laid out anew, and not of rows.
+
+    Rows and such gradients, laid out anew, have H elements for each row and each column. Where the scores are fewer,
+    their layout costs less.
+    """
+    (t, n, h), s = operands.query.shape[1:], operands.key.shape[1]
+    rows = t * n // operands.key.shape[2]
+    return tiles.rows == t and tiles.columns == s and rows * s <= (rows + s) * h
+
+
 def _rows_of(operands: Operands) -> int:
     return operands.query.shape[1] * operands.query.shape[2]
 
