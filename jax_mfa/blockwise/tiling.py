@@ -15,6 +15,8 @@ from jax_mfa.storage import Stored
 
 # A problem of no more scores than this, over all heads and batch rows, is one tile: loops cost more than they save.
 WHOLE_SCORES = 2**20
+# Four times as many, where those of a key head are no more than this: a loop would run over products that small.
+SMALL_HEAD = 2**14
 # Below about 512 × 512 scores a product slows down; 1024 × 1024 are better still, but where positions hide columns they
 # compute more that is hidden.
 ROWS = COLUMNS = 512
@@ -23,6 +25,9 @@ ROWS = COLUMNS = 512
 # if its rows are long.
 FEW_ROWS = 16
 FEW_ROWS_COLUMNS = 384
+# For so few products of a row and a head, a quarter of those columns is enough: JAX 0.12 gains up to a half, and JAX
+# 0.10, which lays small arrays out faster, stays ahead of `jax.nn`.
+FEW_PRODUCTS = 64
 # Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them.
 BEYOND_CACHES = 2**21
 # Of one batch row with no more outputs than this, probabilities are divided by their sum and not outputs, which JAX
@@ -82,7 +87,8 @@ def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> boo
     batch, t = operands.query.shape[:2]
     s, k = operands.value.shape[1:3]
     if tiles == Tiling(batch, k, t, s):
-        few_rows = _rows_of(operands) <= 2 * FEW_ROWS and s >= FEW_ROWS_COLUMNS and not differentiated
+        least = FEW_ROWS_COLUMNS // (4 if _rows_of(operands) * k <= FEW_PRODUCTS else 1)
+        few_rows = _rows_of(operands) <= 2 * FEW_ROWS and s >= least and not differentiated
     else:
         few_rows = _rows_of(operands) <= FEW_ROWS
     return few_rows and tiles.rows == t and 1 < k == tiles.key_heads
@@ -146,9 +152,9 @@ def _tiling(spec: Specification, operands: Operands, scores: int, few_rows: bool
     cache = operands.key_lengths is not None and s > COLUMNS  # what lies behind its length is not even read
     is_stored = any(isinstance(x, Stored) for x in (operands.key, operands.value))
     # what a step reads of keys is laid out anew
-    most = scores if is_stored else BEYOND_CACHES if few_rows else math.inf
-    copied = known and _keys_read(operands) > most
-    if known and batch * n * t * s <= WHOLE_SCORES and not cache and not copied:
+    copied = known and _keys_read(operands) > (scores if is_stored else BEYOND_CACHES if few_rows else math.inf)
+    most = 4 * WHOLE_SCORES if n * t * s <= k * SMALL_HEAD else WHOLE_SCORES
+    if known and batch * n * t * s <= most and not cache and not copied:
         return Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
     size = 1 if spec.is_causal or spec.window != (None, None) else 2
     rows = tile_size(t, max(size * ROWS // (n // k), 1))
