@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step
-from jax_mfa.blockwise.tiling import DIVIDED_FIRST, forward_tiling, heads_in_one
+from jax_mfa.blockwise.tiling import divides_first, forward_tiling, heads_in_one
 from jax_mfa.specification import Operands, Specification
 
 
@@ -35,7 +35,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     # a row is met once, and its scores may be −∞ all: ∞ − ∞ is NaN, which its softmax is. Nothing else stands between a
     # compiler and one kernel for all of it, and the backward pass finds the same exponentials again.
     plain = p.rows_once and every_row_sees
-    divided_first = plain and p.whole and p.batch == 1 and p.t * p.n * p.v <= DIVIDED_FIRST
+    divided_first = plain and p.whole and divides_first(operands)
 
     def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, query: Any, key: Any, value: Any) -> Any:
         p, dtype = w.p, query.dtype

@@ -19,8 +19,8 @@ from jax_mfa.specification import Operands, Specification, accumulation_dtype, e
 from jax_mfa.whole_rows import per_batch_row
 
 _MOST = 2**31 - 1  # of int32
-# From JAX 0.11 on, XLA copies rows of so many bytes and more by a call each, if some length is no power of two. With
-# arithmetic in it, the same copy takes half the time (1.3 to 2 times less, measured on 0.11.2 and 0.12.0.1; on 0.10.2 more).
+# From JAX 0.11 on, XLA is slow to copy rows of so many bytes and more, if some length is no power of two. With
+# arithmetic in it, the same copy took 1.3 to 2 times less on 0.11.2 and 0.12.0.1, but 2.5 times more on 0.10.2.
 _SLOW_COPIES = 256 if jax.__version_info__ >= (0, 11) else math.inf
 
 

@@ -30,9 +30,11 @@ FEW_ROWS_COLUMNS = 384
 FEW_PRODUCTS = 64
 # Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them.
 BEYOND_CACHES = 2**21
-# Of one batch row with no more outputs than this, probabilities are divided by their sum and not outputs, which JAX
-# 0.12 divides and lays out again in one slow loop (64 µs became 49 at T = 32). More batch rows are faster without.
-DIVIDED_FIRST = 2**15
+# With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
+# not outputs. JAX 0.12 divides such outputs and lays them out again in one slow loop (64 µs became 49 at T = 32); and
+# where a sum is found beside a product, it hands one of the two to another thread, which costs more than either (16 rows
+# of a batch at T = 23 with one head: 108 µs became 75). Larger problems of several batch rows are faster without.
+DIVIDED_OUTPUTS = DIVIDED_SCORES = 2**15
 # Several heads share a step up to this many scores; the backward pass, which holds twice as many tiles at a time, is
 # faster with half of them.
 FORWARD_SCORES = 2**20
@@ -92,6 +94,12 @@ def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> boo
     else:
         few_rows = _rows_of(operands) <= FEW_ROWS
     return few_rows and tiles.rows == t and 1 < k == tiles.key_heads
+
+
+def divides_first(operands: Operands) -> bool:
+    """Whether the forward pass of one tile divides probabilities, and not outputs, by their sum."""
+    (batch, t, n, _), (s, _, v) = operands.query.shape, operands.value.shape[1:]
+    return (batch == 1 and t * n * v <= DIVIDED_OUTPUTS) or batch * t * n * s < DIVIDED_SCORES
 
 
 def gradients_as_rows(operands: Operands, tiles: Tiling) -> bool:
