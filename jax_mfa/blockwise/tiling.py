@@ -32,8 +32,8 @@ FEW_PRODUCTS = 64
 BEYOND_CACHES = 2**21
 # With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
 # not outputs. JAX 0.12 divides such outputs and lays them out again in one slow loop (64 µs became 49 at T = 32); and
-# where a sum is found beside a product, it hands one of the two to another thread, which costs more than either (16 rows
-# of a batch at T = 23 with one head: 108 µs became 75). Larger problems of several batch rows are faster without.
+# where a sum is found beside a product, it hands one of the two to another thread, which costs more than either (B = 16,
+# T = 23 and one head: 108 µs became 75). Larger problems of several batch rows are faster without.
 DIVIDED_OUTPUTS = DIVIDED_SCORES = 2**15
 # Several heads share a step up to this many scores; the backward pass, which holds twice as many tiles at a time, is
 # faster with half of them.
