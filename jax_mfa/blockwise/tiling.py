@@ -21,18 +21,17 @@ SMALL_HEAD = 2**14
 # compute more that is hidden.
 ROWS = COLUMNS = 512
 # So few rows, over all heads, are multiplied with the keys of all heads: keys and values are then read once, as they
-# lie, and reading is what takes the time. Twice as many in one tile, whose heads would be laid out one after the other,
-# if its rows are long.
+# lie, and reading is what takes the time.
 FEW_ROWS = 16
-FEW_ROWS_COLUMNS = 384
-# For so few products of a row and a head, a quarter of those columns is enough: JAX 0.12 gains up to a half, and JAX
-# 0.10, which lays small arrays out faster, stays ahead of `jax.nn`.
+# In a problem of one tile only so few products of a row and a head, and so many columns: of (B1 T1 S1500 N8 H64) it
+# takes a third less, of (B1 T1 S1024 N32 K8 H64) two thirds more.
+FEW_COLUMNS = 96
 FEW_PRODUCTS = 64
 # Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them.
 BEYOND_CACHES = 2**21
 # With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
 # not outputs. JAX 0.12 divides such outputs and lays them out again in one slow loop (64 µs became 49 at T = 32); and
-# where a sum is found beside a product, it hands one of the two to another thread, which costs more than either (B = 16,
+# where a sum is found beside a product, it hands one of them to another thread, which costs more than either (B = 16,
 # T = 23 and one head: 108 µs became 75). Larger problems of several batch rows are faster without.
 DIVIDED_OUTPUTS = DIVIDED_SCORES = 2**15
 # Several heads share a step up to this many scores; the backward pass, which holds twice as many tiles at a time, is
@@ -89,8 +88,7 @@ def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> boo
     batch, t = operands.query.shape[:2]
     s, k = operands.value.shape[1:3]
     if tiles == Tiling(batch, k, t, s):
-        least = FEW_ROWS_COLUMNS // (4 if _rows_of(operands) * k <= FEW_PRODUCTS else 1)
-        few_rows = _rows_of(operands) <= 2 * FEW_ROWS and s >= least and not differentiated
+        few_rows = _rows_of(operands) * k <= FEW_PRODUCTS and s >= FEW_COLUMNS and not differentiated
     else:
         few_rows = _rows_of(operands) <= FEW_ROWS
     return few_rows and tiles.rows == t and 1 < k == tiles.key_heads
