@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step
-from jax_mfa.blockwise.tiling import divides_first, forward_tiling, heads_in_one
+from jax_mfa.blockwise.tiling import divides_first, forward_tiling, heads_in_one, keys_transposed
 from jax_mfa.specification import Operands, Specification
 
 
@@ -29,7 +29,8 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     """
     operands = with_columns(spec, operands)
     tiles = forward_tiling(spec, operands, differentiated)
-    p = Problem(spec, operands, tiles, heads_in_one(operands, tiles, differentiated))
+    in_one, transposed = (f(operands, tiles, differentiated) for f in (heads_in_one, keys_transposed))
+    p = Problem(spec, operands, tiles, in_one, transposed)
     acc = p.acc
     every_row_sees = operands.sinks is None and spec.every_row_sees(operands)
     # a row is met once, and its scores may be −∞ all: ∞ − ∞ is NaN, which its softmax is. Nothing else stands between a
@@ -71,8 +72,8 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
 
     def run(p: Problem, careful: bool) -> Any:
         dtype = p.factors(operands.query, operands.key)
-        query, key = p.rows_by_head(operands.query, dtype), p.columns_by_head(operands.key, dtype)
-        arrays = query, key, p.columns_by_head(operands.value)
+        key = p.columns_by_head(operands.key, dtype, p.keys_transposed)
+        arrays = p.rows_by_head(operands.query, dtype), key, p.columns_by_head(operands.value)
         return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, *arrays), init)
 
     (sums,), (high, total) = p.mended(run)

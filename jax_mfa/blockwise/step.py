@@ -185,7 +185,14 @@ class Problem:
     of a cache but the tiles that are visited.
     """
 
-    def __init__(self, spec: Specification, operands: Operands, tiles: Tiling, heads_in_one: bool = False) -> None:
+    def __init__(
+        self,
+        spec: Specification,
+        operands: Operands,
+        tiles: Tiling,
+        heads_in_one: bool = False,
+        keys_transposed: bool = False,
+    ) -> None:
         self.spec, self.operands, self.tiles = spec, operands, tiles
         self.repeats = Operands(*spec.repeats)
         self.batch, self.t, self.n, self.h = operands.query.shape
@@ -205,6 +212,8 @@ class Problem:
         self.met_once = self.row_tiles == 1 and (heads_in_one or not self.whole)
         # all heads in one product over the columns as they lie, of which only blocks are looked at
         self.heads_in_one = heads_in_one
+        # keys laid out as [rows, K, H, S] for the scores, which takes a problem of one tile
+        self.keys_transposed = keys_transposed
         # whether anything that is not finite may spoil what does not see it
         self.masked = spec.has_mask(operands) or overlap or self.heads_in_one
 
@@ -238,11 +247,14 @@ class Problem:
         x = jnp.moveaxis(self.by_group(x), 3, 1)
         return x.reshape(*x.shape[:2], self.n, *x.shape[4:])
 
-    def columns_by_head(self, x: Any, dtype: Any = None) -> Array:
+    def columns_by_head(self, x: Any, dtype: Any = None, transposed: bool = False) -> Array:
         """[rows, S, K, ...] as [rows, K, S, ...] of this dtype, or else that of accumulation; or as it is where it is
-        `met_once`, or no plain array."""
+        `met_once`, or no plain array. If `transposed`, a product lays it out again, and in one pass with this."""
         as_it_is = self.met_once or not isinstance(x, jax.Array)
-        return x if as_it_is else _laid_out(jnp.moveaxis(x, 2, 1).astype(dtype or self.acc), x)
+        if as_it_is:
+            return x
+        moved = jnp.moveaxis(x, 2, 1).astype(dtype or self.acc)
+        return moved if transposed else _laid_out(moved, x)
 
     def columns_by_token(self, x: Any, as_rows: bool) -> Any:
         """[B, K, S, x], or [B, K, x, S] if not `as_rows`, as [B, S, K, x]."""
@@ -600,8 +612,9 @@ class Step:
     def product(self, a: Array, b: Array, transpose: bool = False) -> Array:
         """`[R, E, M, x] · [R|1, E, x, y]`, or `[R|1, E, y, x]` to transpose: [R, E, M, y]."""
         b = jnp.broadcast_to(b, (a.shape[0], *b.shape[1:]))
-        if a.dtype != self.p.acc:
-            # XLA multiplies such numbers as they are where the batch axes are not the first; else it converts them
+        if a.dtype != self.p.acc or (transpose and self.p.keys_transposed):
+            # where the batch axes are not the first, XLA multiplies numbers of 16 bits as they are, which else it
+            # converts, and lays out the second factor as it likes
             assert transpose
             a, b = (jnp.moveaxis(x, 1, 2) for x in (a, b))
             return lax.dot_general(a, b, (((3,), (3,)), ((0, 2), (0, 2))), preferred_element_type=self.p.acc)

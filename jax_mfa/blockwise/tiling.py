@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
+
 from jax_mfa import tuned
 from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import Stored
@@ -27,6 +29,9 @@ FEW_ROWS = 16
 # takes a third less, of (B1 T1 S1024 N32 K8 H64) two thirds more.
 FEW_COLUMNS = 96
 FEW_PRODUCTS = 64
+# So few rows of a key head are multiplied with its keys as [H, S]: on JAX 0.12 that takes three quarters of the time for
+# 4 rows and 700 columns, on 0.10.2 more of it.
+TRANSPOSED_ROWS = range(2, 9) if jax.__version_info__ >= (0, 11) else ()
 # Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them.
 BEYOND_CACHES = 2**21
 # With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
@@ -92,6 +97,13 @@ def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> boo
     else:
         few_rows = _rows_of(operands) <= FEW_ROWS
     return few_rows and tiles.rows == t and 1 < k == tiles.key_heads
+
+
+def keys_transposed(operands: Operands, tiles: Tiling, differentiated: bool) -> bool:
+    """Whether the scores of the forward pass of one tile are products with keys as [H, S]."""
+    (batch, t, n, _), (s, k, _) = operands.query.shape, operands.value.shape[1:]
+    whole = tiles == Tiling(batch, k, t, s)
+    return whole and t * n // k in TRANSPOSED_ROWS and not differentiated and not heads_in_one(operands, tiles, False)
 
 
 def divides_first(operands: Operands) -> bool:
