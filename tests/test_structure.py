@@ -226,6 +226,31 @@ def test_a_program_holds_each_product_of_a_tile_once_and_once_more_for_care(grad
     assert text.count("stablehlo.dot_general") == (2 + 1 + 6 + 3 if gradient else 2 + 1)
 
 
+def _of_one_tile(dtype, gradient):
+    x = jax.ShapeDtypeStruct((2, 48, 4, 32), dtype)
+    attend = lambda *x: jnp.sin(jax_mfa.dot_product_attention(*x, implementation="blockwise").astype(jnp.float32)).sum()
+    if gradient:  # of a cotangent that does not depend on the output
+        y = np.random.default_rng(0).standard_normal(x.shape, np.float32)
+        attend = jax.grad(
+            lambda *x: (jax_mfa.dot_product_attention(*x, implementation="blockwise") * y).sum(), (0, 1, 2)
+        )
+    return jax.jit(attend).lower(x, x, x)
+
+
+def test_the_gradient_of_one_tile_does_without_the_output():
+    text = _of_one_tile("float32", gradient=True).compile().as_text()
+    assert text.count(" dot(") == 5  # scores, d(p), dq, dk and dv
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
+def test_what_is_bfloat16_is_multiplied_as_it_is(gradient):
+    """Its products are exact in float32; probabilities and what follows from them stay float32."""
+    text = _of_one_tile("bfloat16", gradient).as_text()
+    kinds = re.findall(r"dot_general.*: \(tensor<\w*x(\w+)>, tensor<\w*x(\w+)>\) -> tensor<\w*x(\w+)>", text)
+    assert kinds.count(("bf16", "bf16", "f32")) == (3 if gradient else 1)  # scores, and again with d(p)
+    assert kinds.count(("f32", "f32", "f32")) == len(kinds) - kinds.count(("bf16", "bf16", "f32")) > 0
+
+
 # --- repeatability and threads
 
 

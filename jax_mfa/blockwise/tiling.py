@@ -29,8 +29,8 @@ FEW_ROWS = 16
 # takes a third less, of (B1 T1 S1024 N32 K8 H64) two thirds more.
 FEW_COLUMNS = 96
 FEW_PRODUCTS = 64
-# So few rows of a key head are multiplied with its keys as [H, S]: on JAX 0.12 that takes three quarters of the time for
-# 4 rows and 700 columns, on 0.10.2 more of it.
+# So few rows of a key head are multiplied with its keys as [H, S]: on JAX 0.12 that takes three quarters of the time
+# for 4 rows and 700 columns, on 0.10.2 more of it.
 TRANSPOSED_ROWS = range(2, 9) if jax.__version_info__ >= (0, 11) else ()
 # Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them.
 BEYOND_CACHES = 2**21
