@@ -139,7 +139,7 @@ def backward(
             return d_bias.astype(operand.dtype)
         elif name == "scale":
             query = p.rows_by_head(operands.query)
-            x = ((finite(query) if p.masked else query) * d_query).reshape(p.batch, -1).sum(1)
+            x = ((finite(query) if p.masked else query) * d_query).sum(tuple(range(1, d_query.ndim)))
         elif name == "alibi_slopes":
             x = d_slopes.reshape(-1, p.n)
         elif name == "sinks":

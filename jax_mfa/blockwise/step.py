@@ -261,7 +261,7 @@ class Problem:
         if not as_rows:
             return jnp.moveaxis(x, 3, 1)
         # with an axis more, XLA lays it out in one pass instead of two
-        return _laid_out(jnp.moveaxis(x[:, :, None], 3, 1).reshape(self.batch, self.s, self.k, -1), x)
+        return _laid_out(jnp.moveaxis(x[:, :, None], 3, 1).reshape(self.batch, self.s, self.k, x.shape[3]), x)
 
     def per_row_and_head(self, name: str) -> Any:
         """The operand `[rows, N]` of this name as `[B|1, K, *row_axes]`."""
