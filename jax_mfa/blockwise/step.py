@@ -238,20 +238,16 @@ class Problem:
         x = x.reshape(*x.shape[:2], self.k, self.g, -1).transpose(0, 2, 4, 3, 1)
         return x.reshape(*x.shape[:3], *self.row_axes).astype(self.acc)
 
-    def by_group(self, x: Any) -> Any:
-        """[B, K, *row_axes, ...] as [B, K, G, T, ...]."""
-        return x.reshape(*x.shape[:2], self.g, self.t, *x.shape[2 + len(self.row_axes) :])
-
     def by_token(self, x: Any) -> Any:
         """[B, K, *row_axes, ...] as [B, T, N, ...]."""
-        x = jnp.moveaxis(self.by_group(x), 3, 1)
-        return x.reshape(*x.shape[:2], self.n, *x.shape[4:])
+        tail = x.shape[2 + len(self.row_axes) :]
+        x = jnp.moveaxis(x.reshape(*x.shape[:2], self.g, self.t, *tail), 3, 1)
+        return x.reshape(*x.shape[:2], self.n, *tail)
 
     def columns_by_head(self, x: Any, dtype: Any = None, transposed: bool = False) -> Array:
         """[rows, S, K, ...] as [rows, K, S, ...] of this dtype, or else that of accumulation; or as it is where it is
         `met_once`, or no plain array. If `transposed`, a product lays it out again, and in one pass with this."""
-        as_it_is = self.met_once or not isinstance(x, jax.Array)
-        if as_it_is:
+        if self.met_once or not isinstance(x, jax.Array):
             return x
         moved = jnp.moveaxis(x, 2, 1).astype(dtype or self.acc)
         return moved if transposed else _laid_out(moved, x)

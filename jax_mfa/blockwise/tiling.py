@@ -92,9 +92,8 @@ def backward_tiling(spec: Specification, operands: Operands) -> Tiling:
 
 def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> bool:
     """Whether a step of the forward pass multiplies all of its heads in one product."""
-    batch, t = operands.query.shape[:2]
-    s, k = operands.value.shape[1:3]
-    if tiles == Tiling(batch, k, t, s):
+    t, (s, k) = operands.query.shape[1], operands.value.shape[1:3]
+    if _one_tile(operands, tiles):
         few_rows = _rows_of(operands) * k <= FEW_PRODUCTS and s >= FEW_COLUMNS and not differentiated
     else:
         few_rows = _rows_of(operands) <= FEW_ROWS
@@ -103,9 +102,9 @@ def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> boo
 
 def keys_transposed(operands: Operands, tiles: Tiling, differentiated: bool) -> bool:
     """Whether the scores of the forward pass of one tile are products with keys as [H, S]."""
-    (batch, t, n, _), (s, k, _) = operands.query.shape, operands.value.shape[1:]
-    whole = tiles == Tiling(batch, k, t, s)
-    return whole and t * n // k in TRANSPOSED_ROWS and not differentiated and not heads_in_one(operands, tiles, False)
+    if differentiated or not _one_tile(operands, tiles) or heads_in_one(operands, tiles, differentiated):
+        return False
+    return _rows_of(operands) // operands.key.shape[2] in TRANSPOSED_ROWS
 
 
 def divides_first(operands: Operands) -> bool:
@@ -120,9 +119,14 @@ def gradients_as_rows(operands: Operands, tiles: Tiling) -> bool:
     Rows and such gradients, laid out anew, have H elements for each row and each column. Where the scores are fewer,
     their layout costs less.
     """
-    (t, n, h), s = operands.query.shape[1:], operands.key.shape[1]
-    rows = t * n // operands.key.shape[2]
+    (t, _, h), (s, k) = operands.query.shape[1:], operands.key.shape[1:3]
+    rows = _rows_of(operands) // k
     return tiles.rows == t and tiles.columns == s and rows * s <= (rows + s) * h
+
+
+def _one_tile(operands: Operands, tiles: Tiling) -> bool:
+    (batch, t), (s, k) = operands.query.shape[:2], operands.value.shape[1:3]
+    return tiles == Tiling(batch, k, t, s)
 
 
 def _rows_of(operands: Operands) -> int:
