@@ -634,8 +634,11 @@ class Step:
 
     def product_of_rows(self, weights: Array, a: Array) -> Array:
         """`[R, E, columns, M] · [R, E, M, x]` of weights [R, E, M, columns]: [R, E, columns, x]."""
-        # laid out anew behind a barrier: XLA is slow at products of which the first factor is transposed
-        return lax.dot_general(_barrier(weights.swapaxes(2, 3)), a, (((3,), (2,)), ((0, 1), (0, 1))))
+        # laid out anew behind a barrier, by way of one axis more: XLA is slow at products of which the first factor is
+        # transposed, and at transposing the last two axes
+        r, e, m, s = weights.shape
+        weights = _barrier(jnp.moveaxis(weights[:, :, None], 4, 2).reshape(r, e, s, m))
+        return lax.dot_general(weights, a, (((3,), (2,)), ((0, 1), (0, 1))))
 
     def sums(self, products: Any, i: Any, j: Any, careful: bool) -> Any:
         """`product(weights, x)` of each (product, weights, x), of which what is hidden has no part though `x` is not
