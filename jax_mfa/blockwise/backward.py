@@ -47,6 +47,9 @@ def backward(
     # a tile that holds whole rows finds their shift in its own scores, and has no need of the output
     whole_rows_in_tile = all_columns and p.column_tiles == 1 and "sinks" not in wanted
     shift = -d_lse.astype(acc) if whole_rows_in_tile else whole_rows.shift(out, d_out, d_lse, acc)
+    # a careful run, which is next to never, finds maxima and sums anew: handed on to it, they would be kept apart from
+    # what XLA makes one kernel of
+    found_again = whole_rows_in_tile and p.whole and operands.sinks is None
     as_rows = gradients_as_rows(operands, p.tiles)
     if not spec.every_row_sees(operands):
         empty = sees_nothing(row_sum)
@@ -56,7 +59,7 @@ def backward(
     inverse = 1 / row_sum
 
     def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, rows: Any, of_products: Any, columns: Any) -> Any:
-        p, (query, d_rows, row_max, inverse, shift) = w.p, rows
+        p, (query, d_rows, shift, *found) = w.p, rows
         (query_again, d_again), (key, key_again, value) = of_products, columns
 
         def visit(results: Any) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
@@ -65,7 +68,12 @@ def backward(
             x, d_cap, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, query.dtype), i, j)
             # a value that is not finite spoils only dp, which is overwritten where nobody may see it
             d_p = w.product(d_i, w.columns_of("value", value, j, d_rows.dtype), transpose=True)
-            probability, see = w.probability(x, see, w.rows_of(row_max, i), w.rows_of(inverse, i), i, j)
+            if found:
+                high, inverse = (w.rows_of(a, i) for a in found)
+            else:
+                high = x.max(-1)
+                inverse = 1 / p.weights(x, high).sum(-1)
+            probability, see = w.probability(x, see, high, inverse, i, j)
             dropped = w.dropped(probability, i, j)
             shift_i = w.rows_of(shift, i)[..., None]
             if whole_rows_in_tile:
@@ -111,7 +119,8 @@ def backward(
         # of one tile
         of_scores, of_values = p.factors(operands.query, operands.key), p.factors(d_rows, operands.value)
         rows = [p.rows_by_head(operands.query, of_scores), p.rows_by_head(d_rows, of_values)]
-        rows += [p.rows_by_head(x) for x in (row_max, inverse, shift)]
+        found = () if careful and found_again else (row_max, inverse)
+        rows += [p.rows_by_head(x) for x in (shift, *found)]
         of_products = [(p.rows_by_head if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
         columns = [p.columns_by_head(operands.key, of_scores), p.columns_by_head(operands.key)]
         columns.append(p.columns_by_head(operands.value, of_values))
