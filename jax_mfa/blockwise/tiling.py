@@ -17,8 +17,8 @@ from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import Stored
 
 # A problem of no more scores than this, over all heads and batch rows, is one tile: loops cost more than they save.
-WHOLE_SCORES = 2**20
-# Four times as many, where those of a key head are no more than this: a loop would run over products that small.
+WHOLE_SCORES = 2**21
+# Twice as many, where those of a key head are no more than this: a loop would run over products that small.
 SMALL_HEAD = 2**14
 # Rows and columns of a tile. Below about 512 × 512 scores a product slows down; 1024 × 1024 are better still.
 TILE = 1024, 1024
@@ -44,6 +44,11 @@ TRANSPOSED_ROWS = range(2, 9) if jax.__version_info__ >= (0, 11) else ()
 # Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them; of
 # bfloat16, which are multiplied as they are, four times as many (B1 T1 S4096 N32 K8 H128 takes 0.6 of the time).
 BEYOND_CACHES = 2**21
+# glibc asks the system for 32 MiB and more anew at each call, in pages that must all be cleared. Where the keys, values
+# and scores of a forward pass are that many bytes, its rows few to a key head and nothing hidden, it goes by tiles
+# (B16 T16 S512 N16 H64 24 → 12 ms).
+FRESH_BYTES = 2**25
+ROWS_FOR_FRESH_BYTES = 128
 # With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
 # not outputs. JAX 0.12 divides such outputs and lays them out again in one slow loop (64 µs became 49 at T = 32); and
 # where a sum is found beside a product, it hands one of them to another thread, which costs more than either (B = 16,
@@ -90,8 +95,7 @@ def tile_size(length: int, target: int) -> int:
 
 def forward_tiling(spec: Specification, operands: Operands, differentiated: bool = False) -> Tiling:
     """The tiles of the forward pass; `differentiated` as of `forward`."""
-    few_rows = _rows_of(operands) <= 4 * FEW_ROWS and not differentiated
-    return _chosen("blockwise forward", spec, operands, FORWARD_TILE_HIDDEN, FORWARD_SCORES, few_rows)
+    return _chosen("blockwise forward", spec, operands, FORWARD_TILE_HIDDEN, FORWARD_SCORES, not differentiated)
 
 
 def backward_tiling(spec: Specification, operands: Operands) -> Tiling:
@@ -151,10 +155,10 @@ def _keys_read(operands: Operands) -> int:
 
 
 def _chosen(
-    plan: str, spec: Specification, operands: Operands, hidden: tuple[int, int], scores: int, few_rows: bool
+    plan: str, spec: Specification, operands: Operands, hidden: tuple[int, int], scores: int, alone: bool
 ) -> Tiling:
     """What `tune` found for a problem, else `_tiling`."""
-    usual = _tiling(spec, operands, hidden, scores, few_rows)
+    usual = _tiling(spec, operands, hidden, scores, alone)
     allowed = lambda numbers: numbers in map(dataclasses.astuple, candidates(spec, operands, usual))
     found = tuned.of(plan, lambda: spec.summary(operands), allowed)
     return usual if found is None else Tiling(*found)
@@ -173,15 +177,15 @@ def candidates(spec: Specification, operands: Operands, usual: Tiling) -> list[T
         found += [_with_heads(operands, r, c, scores) for r in rows for c in columns]
     held = lambda x: math.prod(dataclasses.astuple(x)) * group
     distance = lambda x: sum(abs(math.log(a / b)) for a, b in zip(dataclasses.astuple(x), dataclasses.astuple(usual)))
-    return sorted((x for x in dict.fromkeys(found) if held(x) <= max(WHOLE_SCORES, held(usual))), key=distance)
+    return sorted((x for x in dict.fromkeys(found) if held(x) <= max(FORWARD_SCORES, held(usual))), key=distance)
 
 
-def _tiling(spec: Specification, operands: Operands, hidden: tuple[int, int], scores: int, few_rows: bool) -> Tiling:
+def _tiling(spec: Specification, operands: Operands, hidden: tuple[int, int], scores: int, alone: bool) -> Tiling:
     """The tile sizes for a problem; a step has at most `scores` scores, or elements of keys, if a head has no more.
 
     Args:
       hidden: rows and columns of a tile where positions hide columns.
-      few_rows: whether no more than four times `FEW_ROWS` meet the keys, in a program that reads those once.
+      alone: whether of a forward pass without a backward pass, which reads keys once.
     """
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
@@ -189,10 +193,11 @@ def _tiling(spec: Specification, operands: Operands, hidden: tuple[int, int], sc
     cache = operands.key_lengths is not None and s > COLUMNS  # what lies behind its length is not even read
     is_stored = any(isinstance(x, Stored) for x in (operands.key, operands.value))
     # what a step reads of keys is laid out anew
+    few_rows = alone and t * n <= 4 * FEW_ROWS
     held = BEYOND_CACHES * (4 if operands.key.dtype == jnp.bfloat16 else 1) if few_rows else math.inf
     copied = known and _keys_read(operands) > (scores if is_stored else held)
-    most = 4 * WHOLE_SCORES if n * t * s <= k * SMALL_HEAD else WHOLE_SCORES
-    if known and batch * n * t * s <= most and not cache and not copied:
+    most = 2 * WHOLE_SCORES if n * t * s <= k * SMALL_HEAD else WHOLE_SCORES
+    if known and batch * n * t * s <= most and not cache and not copied and not (alone and _fresh(spec, operands)):
         return Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
     rows, columns = hidden if spec.is_causal or spec.window != (None, None) else TILE
     rows = tile_size(t, max(rows // (n // k), 1))
@@ -205,6 +210,15 @@ def _tiling(spec: Specification, operands: Operands, hidden: tuple[int, int], sc
     else:  # whole pages
         columns = min(max(columns // spec.page_size, 1) * spec.page_size, s)
     return _with_heads(operands, rows, columns, scores)
+
+
+def _fresh(spec: Specification, operands: Operands) -> bool:
+    """Whether a forward pass of one tile would take memory that is cleared for it: see `FRESH_BYTES`."""
+    batch, t, n, h = operands.query.shape
+    s, k, v = operands.value.shape[1:]
+    acc = 8 if operands.query.dtype == jnp.float64 else 4
+    laid_out = batch * s * (k * (h * operands.key.dtype.itemsize + v * acc) + t * n * acc)
+    return t * n < k * ROWS_FOR_FRESH_BYTES and laid_out >= FRESH_BYTES and not spec.has_mask(operands)
 
 
 def _with_heads(operands: Operands, rows: int, columns: int, scores: int) -> Tiling:
