@@ -21,7 +21,13 @@ def tiles(monkeypatch):
 
     def cut(rows, columns, scores):
         monkeypatch.setattr(tiling, "WHOLE_SCORES", 0)
-        for name in ("TILE", "FORWARD_TILE_HIDDEN", "BACKWARD_TILE_HIDDEN", "BACKWARD_TILE_OF_TWO"):
+        for name in (
+            "FORWARD_TILE",
+            "BACKWARD_TILE",
+            "FORWARD_TILE_HIDDEN",
+            "BACKWARD_TILE_HIDDEN",
+            "BACKWARD_TILE_OF_TWO",
+        ):
             monkeypatch.setattr(tiling, name, (rows, columns))
         monkeypatch.setattr(tiling, "COLUMNS", columns)
         monkeypatch.setattr(tiling, "ALIGNMENT", 1)

@@ -21,11 +21,13 @@ WHOLE_SCORES = 2**21
 # Twice as many, where those of a key head are no more than this: a loop would run over products that small. But not in
 # a forward pass alone that hides something, which holds more arrays at once (B16 T128 N16 H64 causal 25 → 14 ms).
 SMALL_HEAD = 2**14
+_SMALL_PRODUCTS = jax.__version_info__ >= (0, 11)  # which are faster there
 # Rows and columns of a tile. Below about 512 × 512 scores a product slows down; 1024 × 1024 are better still.
-TILE = 1024, 1024
-# Where positions hide columns, smaller tiles compute less that is hidden; small products are faster on JAX ≥ 0.11
-# (B1 T2048 N32 K8 H128 forward 354 → 296 ms).
-_SMALL_PRODUCTS = jax.__version_info__ >= (0, 11)
+FORWARD_TILE = 1024, 1024
+# The gradients are faster in whole rows on JAX 0.12, and in fewer columns on 0.10.2 (B1 T1500 N8 H64 training 121 → 110
+# and 335 → 124 ms). With fewer columns a tile has more rows.
+BACKWARD_TILE = (512, 2048) if _SMALL_PRODUCTS else (1024, 512)
+# Where positions hide columns, smaller tiles compute less that is hidden (B1 T2048 N32 K8 H128 forward 354 → 296 ms).
 FORWARD_TILE_HIDDEN = (256, 256) if _SMALL_PRODUCTS else (512, 512)
 BACKWARD_TILE_HIDDEN = 512, 512
 # Instead of two rows of such tiles, of which three quarters are computed (B1 T1024 N12 H64 training 64 → 57 ms).
@@ -96,13 +98,24 @@ def tile_size(length: int, target: int) -> int:
 
 def forward_tiling(spec: Specification, operands: Operands, differentiated: bool = False) -> Tiling:
     """The tiles of the forward pass; `differentiated` as of `forward`."""
-    return _chosen("blockwise forward", spec, operands, FORWARD_TILE_HIDDEN, FORWARD_SCORES, not differentiated)
+    tile = FORWARD_TILE_HIDDEN if _positions_hide(spec) else FORWARD_TILE
+    return _chosen("blockwise forward", spec, operands, tile, FORWARD_SCORES, not differentiated)
 
 
 def backward_tiling(spec: Specification, operands: Operands) -> Tiling:
-    two = round(operands.query.shape[1] / BACKWARD_TILE_HIDDEN[0]) == 2
-    hidden = BACKWARD_TILE_OF_TWO if two else BACKWARD_TILE_HIDDEN
-    return _chosen("blockwise backward", spec, operands, hidden, BACKWARD_SCORES, False)
+    t, s = operands.query.shape[1], operands.key.shape[1]
+    if not _positions_hide(spec):
+        rows, columns = BACKWARD_TILE
+        tile = rows * columns // max(tile_size(s, columns), 1), columns
+    elif round(t / BACKWARD_TILE_HIDDEN[0]) == 2:
+        tile = BACKWARD_TILE_OF_TWO
+    else:
+        tile = BACKWARD_TILE_HIDDEN
+    return _chosen("blockwise backward", spec, operands, tile, BACKWARD_SCORES, False)
+
+
+def _positions_hide(spec: Specification) -> bool:
+    return spec.is_causal or spec.window != (None, None)
 
 
 def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> bool:
@@ -156,10 +169,10 @@ def _keys_read(operands: Operands) -> int:
 
 
 def _chosen(
-    plan: str, spec: Specification, operands: Operands, hidden: tuple[int, int], scores: int, alone: bool
+    plan: str, spec: Specification, operands: Operands, tile: tuple[int, int], scores: int, alone: bool
 ) -> Tiling:
     """What `tune` found for a problem, else `_tiling`."""
-    usual = _tiling(spec, operands, hidden, scores, alone)
+    usual = _tiling(spec, operands, tile, scores, alone)
     allowed = lambda numbers: numbers in map(dataclasses.astuple, candidates(spec, operands, usual))
     found = tuned.of(plan, lambda: spec.summary(operands), allowed)
     return usual if found is None else Tiling(*found)
@@ -181,11 +194,11 @@ def candidates(spec: Specification, operands: Operands, usual: Tiling) -> list[T
     return sorted((x for x in dict.fromkeys(found) if held(x) <= max(FORWARD_SCORES, held(usual))), key=distance)
 
 
-def _tiling(spec: Specification, operands: Operands, hidden: tuple[int, int], scores: int, alone: bool) -> Tiling:
+def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], scores: int, alone: bool) -> Tiling:
     """The tile sizes for a problem; a step has at most `scores` scores, or elements of keys, if a head has no more.
 
     Args:
-      hidden: rows and columns of a tile where positions hide columns.
+      tile: its rows and columns, about.
       alone: whether of a forward pass without a backward pass, which reads keys once.
     """
     batch, t, n, h = operands.query.shape
@@ -201,8 +214,7 @@ def _tiling(spec: Specification, operands: Operands, hidden: tuple[int, int], sc
     most = 2 * WHOLE_SCORES if small_heads else WHOLE_SCORES
     if known and batch * n * t * s <= most and not cache and not copied and not (alone and _fresh(spec, operands)):
         return Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
-    rows, columns = hidden if spec.is_causal or spec.window != (None, None) else TILE
-    rows = tile_size(t, max(rows // (n // k), 1))
+    rows, columns = tile_size(t, max(tile[0] // (n // k), 1)), tile[1]
     if t * n <= COLUMNS:
         columns = 4 * COLUMNS
     if few_rows and t * n <= FEW_ROWS:  # all heads in a step
