@@ -19,9 +19,10 @@ from jax_mfa.specification import Operands, Specification, accumulation_dtype, e
 from jax_mfa.whole_rows import per_batch_row
 
 _MOST = 2**31 - 1  # of int32
-# From JAX 0.11 on, XLA is slow to copy rows of so many bytes and more, if some length is no power of two. With
-# arithmetic in it, the same copy took 1.3 to 2 times less on 0.11.2 and 0.12.0.1, but 2.5 times more on 0.10.2.
-_SLOW_COPIES = 256 if jax.__version_info__ >= (0, 11) else math.inf
+# From JAX 0.11 on, XLA is slow to copy rows of so many bytes and more, twice as many of 16-bit numbers, if some length
+# is no power of two. With arithmetic in it, the same copy took 1.3 to 2 times less on 0.11.2 and 0.12.0.1, but on
+# 0.10.2 2.5 times more.
+_SLOW_COPIES = 128 if jax.__version_info__ >= (0, 11) else math.inf
 
 
 def finite(x: Any) -> Array:
@@ -76,7 +77,8 @@ def _laid_out(x: Any, like: Any) -> Array:
     faster at that than at a mere copy."""
     lengths, row = x.shape[1:-1], x.shape[-1] * x.dtype.itemsize
     moves = sum(n > 1 for n in lengths) > 1 and x.dtype == like.dtype
-    if not moves or row < _SLOW_COPIES or (math.prod(lengths) & (math.prod(lengths) - 1)) == 0:
+    slow = _SLOW_COPIES * (2 if x.dtype.itemsize == 2 else 1)
+    if not moves or row < slow or (math.prod(lengths) & (math.prod(lengths) - 1)) == 0:
         return x
     return x * _barrier(jnp.ones((), x.dtype))
 
