@@ -21,14 +21,9 @@ def tiles(monkeypatch):
 
     def cut(rows, columns, scores):
         monkeypatch.setattr(tiling, "WHOLE_SCORES", 0)
-        for name in (
-            "FORWARD_TILE",
-            "BACKWARD_TILE",
-            "FORWARD_TILE_HIDDEN",
-            "BACKWARD_TILE_HIDDEN",
-            "BACKWARD_TILE_OF_TWO",
-        ):
-            monkeypatch.setattr(tiling, name, (rows, columns))
+        for name in vars(tiling):
+            if name.startswith(("FORWARD_TILE", "BACKWARD_TILE")):
+                monkeypatch.setattr(tiling, name, (rows, columns))
         monkeypatch.setattr(tiling, "COLUMNS", columns)
         monkeypatch.setattr(tiling, "ALIGNMENT", 1)
         monkeypatch.setattr(tiling, "FORWARD_SCORES", scores)

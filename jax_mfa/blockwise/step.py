@@ -469,6 +469,8 @@ class Step:
             return self.rows(
                 name, slice_axis(slice_axis(x, self.column_start(j), c.columns, 2), self.head0, c.key_heads, 1)
             )
+        if self.p.whole:
+            return self.rows(name, x).astype(dtype or self.p.acc)
         # an index that is the same in every turn is no array, and would keep nothing in the loop
         index = next((n for n in (j, self.head0, self.row0) if isinstance(n, jax.Array)), j)
         words = slice_axis(as_words(x, index), self.column_start(j), c.columns, 1)

@@ -27,6 +27,8 @@ FORWARD_TILE = 1024, 1024
 # The gradients are faster in whole rows on JAX 0.12, and in fewer columns on 0.10.2 (B1 T1500 N8 H64 training 121 → 110
 # and 335 → 124 ms). With fewer columns a tile has more rows.
 BACKWARD_TILE = (512, 2048) if _SMALL_PRODUCTS else (1024, 512)
+# Lengths and segments leave out whole tiles, of which there are few then.
+BACKWARD_TILE_MASKED = (1024, 1024) if _SMALL_PRODUCTS else BACKWARD_TILE
 # Where positions hide columns, smaller tiles compute less that is hidden (B1 T2048 N32 K8 H128 forward 354 → 296 ms).
 FORWARD_TILE_HIDDEN = (256, 256) if _SMALL_PRODUCTS else (512, 512)
 BACKWARD_TILE_HIDDEN = 512, 512
@@ -41,6 +43,9 @@ FEW_ROWS = 16
 # takes a third less, of (B1 T1 S1024 N32 K8 H64) two thirds more.
 FEW_COLUMNS = 96
 FEW_PRODUCTS = 64
+# Keys of bfloat16, which else are multiplied as they are, need more elements to a head (B1 T1 S1000 N12 K4 H64 takes
+# 1.7 times as long in one, S700 N8 H128 a quarter); on 0.10.2 it is never faster.
+FEW_ELEMENTS_BFLOAT16 = 2**16 if jax.__version_info__ >= (0, 11) else math.inf
 # So few rows of a key head are multiplied with its keys as [H, S]: on JAX 0.12 that takes three quarters of the time
 # for 4 rows and 700 columns, on 0.10.2 more of it.
 TRANSPOSED_ROWS = range(2, 9) if jax.__version_info__ >= (0, 11) else ()
@@ -105,7 +110,7 @@ def forward_tiling(spec: Specification, operands: Operands, differentiated: bool
 def backward_tiling(spec: Specification, operands: Operands) -> Tiling:
     t, s = operands.query.shape[1], operands.key.shape[1]
     if not _positions_hide(spec):
-        rows, columns = BACKWARD_TILE
+        rows, columns = BACKWARD_TILE_MASKED if spec.has_mask(operands) else BACKWARD_TILE
         tile = rows * columns // max(tile_size(s, columns), 1), columns
     elif round(t / BACKWARD_TILE_HIDDEN[0]) == 2:
         tile = BACKWARD_TILE_OF_TWO
@@ -120,9 +125,10 @@ def _positions_hide(spec: Specification) -> bool:
 
 def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> bool:
     """Whether a step of the forward pass multiplies all of its heads in one product."""
-    t, (s, k) = operands.query.shape[1], operands.value.shape[1:3]
+    t, h, (s, k) = operands.query.shape[1], operands.query.shape[3], operands.value.shape[1:3]
     if _one_tile(operands, tiles):
-        few_rows = _rows_of(operands) * k <= FEW_PRODUCTS and s >= FEW_COLUMNS and not differentiated
+        enough = s * h > FEW_ELEMENTS_BFLOAT16 if operands.key.dtype == jnp.bfloat16 else s >= FEW_COLUMNS
+        few_rows = _rows_of(operands) * k <= FEW_PRODUCTS and enough and not differentiated
     else:
         few_rows = _rows_of(operands) <= FEW_ROWS
     return few_rows and tiles.rows == t and 1 < k == tiles.key_heads
