@@ -60,22 +60,23 @@ def backward(
 
     def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, rows: Any, of_products: Any, columns: Any) -> Any:
         p, (query, d_rows, shift, *found) = w.p, rows
+        of_scores, of_values = p.factors(operands.query, operands.key), p.factors(operands.query, operands.value)
         (query_again, d_again), (key, key_again, value) = of_products, columns
 
         def visit(results: Any) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
             (d_query, d_key, d_value), (d_slopes, d_bias) = results
-            query_i, d_i = w.rows_of(query, i), w.rows_of(d_rows, i)
-            x, d_cap, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, query.dtype), i, j)
+            query_i, d_i = w.rows_for_step(query, i, of_scores), w.rows_for_step(d_rows, i, of_values)
+            x, d_cap, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, of_scores), i, j)
             # a value that is not finite spoils only dp, which is overwritten where nobody may see it
-            d_p = w.product(d_i, w.columns_of("value", value, j, d_rows.dtype), transpose=True)
+            d_p = w.product(d_i, w.columns_of("value", value, j, of_values), transpose=True)
             if found:
-                high, inverse = (w.rows_of(a, i) for a in found)
+                high, inverse = (w.rows_for_step(a, i) for a in found)
             else:
                 high = x.max(-1)
                 inverse = 1 / p.weights(x, high).sum(-1)
             probability, see = w.probability(x, see, high, inverse, i, j)
             dropped = w.dropped(probability, i, j)
-            shift_i = w.rows_of(shift, i)[..., None]
+            shift_i = w.rows_for_step(shift, i)[..., None]
             if whole_rows_in_tile:
                 moved = dropped * d_p
                 shift_i += (moved if see is None else jnp.where(see, moved, acc.type(0))).sum(-1, keepdims=True)
@@ -91,7 +92,7 @@ def backward(
             products: list[Any] = [(w.product, d_x, lambda: w.columns_of("key", key_again, j))]
             if of_columns:
                 taken, product = (
-                    (w.rows_of, w.product_of_rows) if as_rows else (w.transposed_rows_of, w.transposed_product)
+                    (w.rows_for_step, w.product_of_rows) if as_rows else (w.transposed_rows_of, w.transposed_product)
                 )
                 products.append((product, d_x, lambda: taken(query_again, i)))
                 products.append((product, dropped, lambda: taken(d_again, i)))
@@ -118,10 +119,10 @@ def backward(
         # scores and exponentials are computed from the same numbers as in `forward`: XLA then shares those of a problem
         # of one tile
         of_scores, of_values = p.factors(operands.query, operands.key), p.factors(d_rows, operands.value)
-        rows = [p.rows_by_head(operands.query, of_scores), p.rows_by_head(d_rows, of_values)]
+        rows = [p.rows_for_steps(operands.query, of_scores), p.rows_for_steps(d_rows, of_values)]
         found = () if careful and found_again else (row_max, inverse)
-        rows += [p.rows_by_head(x) for x in (shift, *found)]
-        of_products = [(p.rows_by_head if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
+        rows += [p.rows_for_steps(x) for x in (shift, *found)]
+        of_products = [(p.rows_for_steps if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
         columns = [p.columns_by_head(operands.key, of_scores), p.columns_by_head(operands.key)]
         columns.append(p.columns_by_head(operands.value, of_values))
         return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, of_products, columns), init)

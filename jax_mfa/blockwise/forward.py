@@ -39,11 +39,12 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     divided_first = plain and p.whole and divides_first(operands)
 
     def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, query: Any, key: Any, value: Any) -> Any:
-        p, dtype = w.p, query.dtype
+        p, dtype = w.p, w.p.factors(operands.query, operands.key)
 
         def visit(results: Any) -> tuple[tuple[Array], tuple[Array, Array]]:
             (sums,), (high, total) = results
-            x, _, _ = w.masked_scores(w.rows_of(query, i), lambda: w.columns_of("key", key, j, dtype), i, j)
+            query_i = w.rows_for_step(query, i, dtype)
+            x, _, _ = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, dtype), i, j)
             new_high = x.max(-1)
             if not p.rows_once:
                 new_high = jnp.maximum(w.rows_of(high, i), new_high)
@@ -73,7 +74,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     def run(p: Problem, careful: bool) -> Any:
         dtype = p.factors(operands.query, operands.key)
         key = p.columns_by_head(operands.key, dtype, p.keys_transposed)
-        arrays = p.rows_by_head(operands.query, dtype), key, p.columns_by_head(operands.value)
+        arrays = p.rows_for_steps(operands.query, dtype), key, p.columns_by_head(operands.value)
         return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, *arrays), init)
 
     (sums,), (high, total) = p.mended(run)

@@ -212,6 +212,8 @@ class Problem:
         self.head_steps = self.k // tiles.key_heads
         self.whole = self.batch_steps == self.head_steps == self.row_tiles == self.column_tiles == 1
         self.met_once = self.row_tiles == 1 and (heads_in_one or not self.whole)
+        # of several steps each of which meets its rows alone, and once
+        self.rows_met_once = self.row_tiles == self.column_tiles == 1 and not self.whole
         # all heads in one product over the columns as they lie, of which only blocks are looked at
         self.heads_in_one = heads_in_one
         # keys laid out as [rows, K, H, S] for the scores, which takes a problem of one tile
@@ -235,8 +237,14 @@ class Problem:
             moved = _laid_out(moved, x)
         return moved.reshape(*moved.shape[:2], *self.row_axes, *tail)
 
+    def rows_for_steps(self, x: Any, dtype: Any = None) -> Array:
+        """`rows_by_head` for `Step.rows_for_step`, which lays them out itself where they are `rows_met_once`."""
+        return x if self.rows_met_once else self.rows_by_head(x, dtype)
+
     def rows_transposed(self, x: Any) -> Any:
-        """[B, T, N, x] as [B, K, x, *row_axes] in the accumulation dtype."""
+        """[B, T, N, x] as [B, K, x, *row_axes] in the accumulation dtype; as it is where `rows_met_once`."""
+        if self.rows_met_once:
+            return x
         x = x.reshape(*x.shape[:2], self.k, self.g, -1).transpose(0, 2, 4, 3, 1)
         return x.reshape(*x.shape[:3], *self.row_axes).astype(self.acc)
 
@@ -425,6 +433,22 @@ class Step:
         heads = (1, 1) if x.shape[1] == 1 else (self.p.k, self.p.g)
         return slice_axis(x.reshape(x.shape[0], *heads, *x.shape[2:]), self.head0, self.p.tiles.key_heads, 1)
 
+    def rows_for_step(self, x: Any, i: Any, dtype: Any = None) -> Any:
+        """The rows of tile `i` of what `rows_for_steps` gave, of this dtype or else that of accumulation:
+        `[R, E, M, ...]`."""
+        if not self.p.rows_met_once:
+            return self.rows_of(x, i)
+        rows = jnp.moveaxis(self._rows_as_they_lie(x), 1, 3).astype(dtype or self.p.acc)
+        return rows.reshape(*rows.shape[:2], -1, *rows.shape[4:])
+
+    def _rows_as_they_lie(self, x: Any) -> Array:
+        """Those of a step of `[B, T, N, ...]`: `[R, T, E, G, ...]`."""
+        c, g, tail = self.p.tiles, self.p.g, x.shape[3:]
+        index = next((n for n in (self.head0, self.row0) if isinstance(n, jax.Array)), 0)
+        start = self.row0, 0, self.head0 * g, *(0,) * len(tail)
+        words = _cut(as_words(x, index), (c.batch_rows, self.p.t, c.key_heads * g, *tail), *start)
+        return as_numbers(words, x.dtype).reshape(c.batch_rows, self.p.t, c.key_heads, g, *tail)
+
     def rows_of(self, x: Any, i: Any) -> Any:
         """The rows of tile `i` of `[B, K, *row_axes, ...]`: `[R, E, M, ...]`."""
         c, (axes, start) = self.p.tiles, self._rows_of_tile(i)
@@ -433,7 +457,10 @@ class Step:
         return _cut(x, shape, self.row0, self.head0, *start, *(0,) * len(tail)).reshape(*shape[:2], -1, *tail)
 
     def transposed_rows_of(self, x: Any, i: Any) -> Array:
-        """The rows of tile `i` of `[B, K, x, *row_axes]`: `[R, E, x, M]`."""
+        """The rows of tile `i` of what `rows_transposed` gave: `[R, E, x, M]`."""
+        if self.p.rows_met_once:
+            rows = self._rows_as_they_lie(x).transpose(0, 2, 4, 3, 1)
+            return rows.reshape(*rows.shape[:3], -1).astype(self.p.acc)
         c, (axes, start) = self.p.tiles, self._rows_of_tile(i)
         shape = (c.batch_rows, c.key_heads, x.shape[2], *axes)
         return _cut(x, shape, self.row0, self.head0, 0, *start).reshape(*shape[:3], -1)
