@@ -11,7 +11,7 @@ from jax import Array
 
 from jax_mfa import whole_rows
 from jax_mfa.blockwise.columns import with_columns
-from jax_mfa.blockwise.step import Problem, Step, add, finite
+from jax_mfa.blockwise.step import Problem, Step, add, finite, row_dots
 from jax_mfa.blockwise.tiling import backward_tiling, gradients_as_rows
 from jax_mfa.specification import Operands, Specification, reduce_rows, row_index, sees_nothing
 
@@ -78,8 +78,10 @@ def backward(
             dropped = w.dropped(probability, i, j)
             shift_i = w.rows_for_step(shift, i)[..., None]
             if whole_rows_in_tile:
-                moved = dropped * d_p
-                shift_i += (moved if see is None else jnp.where(see, moved, acc.type(0))).sum(-1, keepdims=True)
+                if see is None:
+                    shift_i += row_dots(dropped, d_p)[..., None]
+                else:
+                    shift_i += jnp.where(see, dropped * d_p, acc.type(0)).sum(-1, keepdims=True)
             if operands.dropout is None:
                 d_x = probability * (d_p - shift_i)
             else:
@@ -111,7 +113,7 @@ def backward(
 
     # keys and values stay transposed till the end: XLA transposes a whole array several times as fast as a part of one
     shape_of = lambda size: (p.batch, p.k, *((p.s, size) if as_rows else (size, p.s))) if of_columns else ()
-    shapes = (p.batch, p.k, *p.row_axes, p.h), shape_of(p.h), shape_of(p.v), (p.batch, p.k, p.g)
+    shapes = p.results(p.h), shape_of(p.h), shape_of(p.v), (p.batch, p.k, p.g)
     zeros = [jnp.zeros(shape, acc) for shape in (*shapes, operands.bias.shape if bias_gradient else ())]
     init = tuple(zeros[:3]), tuple(zeros[3:])
 
@@ -148,8 +150,8 @@ def backward(
         elif name == "bias":
             return d_bias.astype(operand.dtype)
         elif name == "scale":
-            query = p.rows_by_head(operands.query)
-            x = ((finite(query) if p.masked else query) * d_query).sum(tuple(range(1, d_query.ndim)))
+            query = operands.query.astype(acc)
+            x = ((finite(query) if p.masked else query) * p.by_token(d_query)).sum((1, 2, 3))
         elif name == "alibi_slopes":
             x = d_slopes.reshape(-1, p.n)
         elif name == "sinks":

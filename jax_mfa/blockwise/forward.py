@@ -68,7 +68,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
 
         return w.unless_empty(i, j, visit, results)
 
-    rows = p.batch, p.k, *p.row_axes
+    rows = p.results()
     init = (jnp.zeros((*rows, p.v), acc),), (jnp.full(rows, 0 if p.rows_once else -np.inf, acc), jnp.zeros(rows, acc))
 
     def run(p: Problem, careful: bool) -> Any:
@@ -114,7 +114,8 @@ def _seen(p: Problem, lost: Array) -> Array:
         return jnp.ones(lost.shape, bool)
 
     def tile(w: Step, i: Any, j: Any, seen: Any) -> Any:
-        visit = lambda seen: w.put_rows(seen, w.rows_of(seen, i) | w.all_visible(i, j).any(-1), i)
+        any_visible = lambda: w.all_visible(i, j).any(-1)
+        visit = lambda seen: w.put_rows(seen, any_visible() if p.rows_once else w.rows_of(seen, i) | any_visible(), i)
         return w.unless_empty(i, j, visit, seen)
 
     none = jnp.zeros(lost.shape, bool)

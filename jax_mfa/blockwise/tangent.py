@@ -80,7 +80,7 @@ def tangent(
 
         return w.unless_empty(i, j, visit, results)
 
-    rows_shape = p.batch, p.k, *p.row_axes
+    rows_shape = p.results()
     init = (jnp.zeros((*rows_shape, p.v), acc),), (jnp.zeros(rows_shape, acc),)
 
     def run(p: Problem, careful: bool) -> Any:
