@@ -25,7 +25,10 @@ _MOST = 2**31 - 1  # of int32
 _SLOW_COPIES = 128 if jax.__version_info__ >= (0, 11) else math.inf
 # A sum of products over rows takes XLA of JAX 0.10.2 fourteen times as long as the same written as a product (B32 T256
 # N12 H32 training 235 → 145 ms); that of 0.12 makes one kernel of the sum and what is beside it.
-_SUMS_AS_PRODUCTS = jax.__version_info__ < (0, 11)
+_SUMS_AS_PRODUCTS = (0, 10) <= jax.__version_info__ < (0, 11)
+# Whether rows are transposed for a product over them, or that is left to the product: on 0.10.2 it then takes up to 1.6
+# times less (B8 T256 N8 H64 training 41 → 33 ms), on 0.12 up to 1.4 times more.
+_ROWS_TRANSPOSED = jax.__version_info__ >= (0, 11)
 
 
 def finite(x: Any) -> Array:
@@ -252,9 +255,10 @@ class Problem:
         return x if self.rows_met_once else self.rows_by_head(x, dtype)
 
     def rows_transposed(self, x: Any) -> Any:
-        """[B, T, N, x] as [B, K, x, *row_axes] in the accumulation dtype; as it is where `rows_met_once`."""
-        if self.rows_met_once:
-            return x
+        """[B, T, N, x] for `Step.transposed_rows_of`: as [B, K, x, *row_axes] in the accumulation dtype, or as it is
+        where `rows_met_once`."""
+        if self.rows_met_once or not _ROWS_TRANSPOSED:
+            return self.rows_for_steps(x)
         x = x.reshape(*x.shape[:2], self.k, self.g, -1).transpose(0, 2, 4, 3, 1)
         return x.reshape(*x.shape[:3], *self.row_axes).astype(self.acc)
 
@@ -477,7 +481,10 @@ class Step:
         return _cut(x, shape, self.row0, self.head0, *start, *(0,) * len(tail)).reshape(*shape[:2], -1, *tail)
 
     def transposed_rows_of(self, x: Any, i: Any) -> Array:
-        """The rows of tile `i` of what `rows_transposed` gave: `[R, E, x, M]`."""
+        """The rows of tile `i` of what `rows_transposed` gave, for `transposed_product`: `[R, E, x, M]`, or `[R, E, M,
+        x]` where they are not `_ROWS_TRANSPOSED`."""
+        if not _ROWS_TRANSPOSED:
+            return self.rows_for_step(x, i)
         if self.p.rows_met_once:
             rows = self._rows_as_they_lie(x).transpose(0, 2, 4, 3, 1)
             return rows.reshape(*rows.shape[:3], -1).astype(self.p.acc)
@@ -685,8 +692,8 @@ class Step:
         return jnp.where(own, x.reshape(r, e, m, e, -1), 0).sum(3)
 
     def transposed_product(self, weights: Array, a: Array) -> Array:
-        """`[R, E, x, M] · [R, E, M, columns]`: [R, E, x, columns]."""
-        return lax.dot_general(a, weights, (((3,), (2,)), ((0, 1), (0, 1))))
+        """`[R, E, x, M] · [R, E, M, columns]` of an `a` as `transposed_rows_of` gives it: [R, E, x, columns]."""
+        return lax.dot_general(a, weights, (((3 if _ROWS_TRANSPOSED else 2,), (2,)), ((0, 1), (0, 1))))
 
     def product_of_rows(self, weights: Array, a: Array) -> Array:
         """`[R, E, columns, M] · [R, E, M, x]` of weights [R, E, M, columns]: [R, E, columns, x]."""
@@ -702,8 +709,8 @@ class Step:
 
         Args:
           products: `product`, `product_of_rows` or `transposed_product` each, with weights [R, E, M, columns] that are
-            zero where hidden, and what gives x: what `columns_of` does, or rows of queries, [R, E, M, x] or
-            [R, E, x, M]. Given inside of a branch that is seldom taken, it is not kept for that branch.
+            zero where hidden, and what gives x: what `columns_of`, `rows_for_step` or `transposed_rows_of` does. Given
+            inside of a branch that is seldom taken, it is not kept for that branch.
           careful: that it be added so; otherwise only where a sum is not finite and something may be hidden.
         """
 
@@ -719,7 +726,7 @@ class Step:
             factors: Any = {  # of weights x and what they are multiplied with; which are the weights; what they see
                 self.product: lambda x, y: (x, y, 0, see),
                 self.product_of_rows: lambda x, y: (x.swapaxes(2, 3), y, 0, see.swapaxes(2, 3)),
-                self.transposed_product: lambda x, y: (y, x, 1, see),
+                self.transposed_product: lambda x, y: (y if _ROWS_TRANSPOSED else y.swapaxes(2, 3), x, 1, see),
             }
             others = _sums_of_others([factors[product](x, y) for (product, *_), x, y in zip(products, weights, ys)])
             return [product(x, finite(y)) + z for (product, *_), x, y, z in zip(products, weights, ys, others)]

@@ -39,13 +39,13 @@ COLUMNS = 512
 # So few rows, over all heads, are multiplied with the keys of all heads: keys and values are then read once, as they
 # lie, and reading is what takes the time.
 FEW_ROWS = 16
-# In a problem of one tile only so few products of a row and a head, and so many columns: of (B1 T1 S1500 N8 H64) it
-# takes a third less, of (B1 T1 S1024 N32 K8 H64) two thirds more.
-FEW_COLUMNS = 96
+# In a problem of one tile only so few products of a row and a head, and more elements than this to a head (B1 T1 S2000
+# N4 H128 takes half the time in one, B8 T1 S196 N8 H64 1.3 to 2 times as long), or so few rows and so many columns.
 FEW_PRODUCTS = 64
-# Keys of bfloat16, which else are multiplied as they are, need more elements to a head (B1 T1 S1000 N12 K4 H64 takes
-# 1.7 times as long in one, S700 N8 H128 a quarter); on 0.10.2 it is never faster.
-FEW_ELEMENTS_BFLOAT16 = 2**16 if jax.__version_info__ >= (0, 11) else math.inf
+FEW_ELEMENTS = 2**16
+FEWEST_ROWS, FEW_COLUMNS = 4, 96
+# Keys of bfloat16, which else are multiplied as they are: on 0.10.2 that is never slower.
+FEW_ELEMENTS_BFLOAT16 = FEW_ELEMENTS if jax.__version_info__ >= (0, 11) else math.inf
 # So few rows of a key head are multiplied with its keys as [H, S]: on JAX 0.12 that takes three quarters of the time
 # for 4 rows and 700 columns, on 0.10.2 more of it.
 TRANSPOSED_ROWS = range(2, 9) if jax.__version_info__ >= (0, 11) else ()
@@ -125,12 +125,15 @@ def _positions_hide(spec: Specification) -> bool:
 
 def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> bool:
     """Whether a step of the forward pass multiplies all of its heads in one product."""
-    t, h, (s, k) = operands.query.shape[1], operands.query.shape[3], operands.value.shape[1:3]
+    (batch, t, _, h), (s, k), rows = operands.query.shape, operands.value.shape[1:3], _rows_of(operands)
     if _one_tile(operands, tiles):
-        enough = s * h > FEW_ELEMENTS_BFLOAT16 if operands.key.dtype == jnp.bfloat16 else s >= FEW_COLUMNS
-        few_rows = _rows_of(operands) * k <= FEW_PRODUCTS and enough and not differentiated
+        if operands.key.dtype == jnp.bfloat16:
+            enough = s * h > FEW_ELEMENTS_BFLOAT16
+        else:
+            enough = s * h > FEW_ELEMENTS or (batch * rows <= FEWEST_ROWS and s >= FEW_COLUMNS)
+        few_rows = rows * k <= FEW_PRODUCTS and enough and not differentiated
     else:
-        few_rows = _rows_of(operands) <= FEW_ROWS
+        few_rows = rows <= FEW_ROWS
     return few_rows and tiles.rows == t and 1 < k == tiles.key_heads
 
 
