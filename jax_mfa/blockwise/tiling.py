@@ -40,15 +40,23 @@ COLUMNS = 512
 # lie, and reading is what takes the time.
 FEW_ROWS = 16
 # In a problem of one tile only so few products of a row and a head, and more elements than this to a head (B1 T1 S2000
-# N4 H128 takes half the time in one, B8 T1 S196 N8 H64 1.3 to 2 times as long), or so few rows and so many columns.
+# N4 H128 takes half the time in one, B8 T1 S196 N8 H64 1.3 to 2 times as long), or so many columns and either so few
+# rows or `SHORT_ROWS`.
 FEW_PRODUCTS = 64
 FEW_ELEMENTS = 2**16
-FEWEST_ROWS, FEW_COLUMNS = 4, 96
-# Keys of bfloat16, which else are multiplied as they are: on 0.10.2 that is never slower.
+FEWEST_ROWS, FEW_COLUMNS = 4, 128
+# Of bfloat16, which else is multiplied as it is, only so many elements; on 0.10.2 none.
 FEW_ELEMENTS_BFLOAT16 = FEW_ELEMENTS if jax.__version_info__ >= (0, 11) else math.inf
-# So few rows of a key head are multiplied with its keys as [H, S]: on JAX 0.12 that takes three quarters of the time
-# for 4 rows and 700 columns, on 0.10.2 more of it.
-TRANSPOSED_ROWS = range(2, 9) if jax.__version_info__ >= (0, 11) else ()
+# So few rows of a key head are multiplied with its keys as [H, S], in a problem of one tile: on 0.12 (B16 T30 N8 H96
+# forward 0.75 → 0.66 ms), and on 0.10.2 if the size of a head is no multiple of 32 (B64 T27 N8 H48 causal 4.0 → 3.1).
+# Fewer rows need 0.12 and many columns: half to three quarters of the time for 4 rows and 700 columns.
+TRANSPOSED_ROWS = range(9, 33)
+TRANSPOSED_UNLESS_MULTIPLE = math.inf if _SMALL_PRODUCTS else 32
+FEWER_ROWS = range(2, 9) if _SMALL_PRODUCTS else ()
+TRANSPOSED_COLUMNS = 256
+# Heads of fewer elements make rows that JAX 0.12 is slow to copy: their keys are laid out so for any number of rows
+# (B64 T49 N32 H32 bfloat16 15 → 13 ms), or met in one product (B16 T1 S500 N4 H32 0.50 → 0.27).
+SHORT_ROWS = 64 if _SMALL_PRODUCTS else 0
 # Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them; of
 # bfloat16, which are multiplied as they are, four times as many (B1 T1 S4096 N32 K8 H128 takes 0.6 of the time).
 BEYOND_CACHES = 2**21
@@ -130,7 +138,8 @@ def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> boo
         if operands.key.dtype == jnp.bfloat16:
             enough = s * h > FEW_ELEMENTS_BFLOAT16
         else:
-            enough = s * h > FEW_ELEMENTS or (batch * rows <= FEWEST_ROWS and s >= FEW_COLUMNS)
+            short = h < SHORT_ROWS or batch * rows <= FEWEST_ROWS
+            enough = s * h > FEW_ELEMENTS or (short and s >= FEW_COLUMNS)
         few_rows = rows * k <= FEW_PRODUCTS and enough and not differentiated
     else:
         few_rows = rows <= FEW_ROWS
@@ -141,7 +150,10 @@ def keys_transposed(operands: Operands, tiles: Tiling, differentiated: bool) -> 
     """Whether the scores of the forward pass of one tile are products with keys as [H, S]."""
     if differentiated or not _one_tile(operands, tiles) or heads_in_one(operands, tiles, differentiated):
         return False
-    return _rows_of(operands) // operands.key.shape[2] in TRANSPOSED_ROWS
+    (s, k, h), rows = operands.key.shape[1:], _rows_of(operands)
+    if rows // k in TRANSPOSED_ROWS and h % TRANSPOSED_UNLESS_MULTIPLE:
+        return True
+    return h < SHORT_ROWS or (rows // k in FEWER_ROWS and s > TRANSPOSED_COLUMNS)
 
 
 def divides_first(operands: Operands) -> bool:
