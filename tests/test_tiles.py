@@ -143,8 +143,11 @@ def test_a_nan_that_is_seen_taints_the_rows_that_see_it_across_tiles(tiles):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
-def test_few_rows_meet_all_heads_in_one_product(spoil, dtype):
+def test_few_rows_meet_all_heads_in_one_product(spoil, dtype, monkeypatch):
     """What of one head or behind a length is not finite stays there; without a gradient, which goes another way."""
+    for name in ("FEW_ELEMENTS", "FEW_ELEMENTS_BFLOAT16"):
+        monkeypatch.setattr(tiling, name, 0)
+    jax.clear_caches()
     q, k, v = qkv(B=2, T=2, S=400, N=8, K=4, dtype=dtype)
     arguments = {"key_value_seq_lengths": np.array([390, 400], np.int32), "logits_soft_cap": 2.0}
     wanted = oracle.attention(q, k, v, **arguments)
@@ -157,3 +160,32 @@ def test_few_rows_meet_all_heads_in_one_product(spoil, dtype):
     common = {"terms": terms_of({"query": q, "key": k, "value": v}), "largest_score": wanted.largest_score}
     assert_close(out, expected, dtype, what="out", **common)
     assert_close(lse, wanted.lse, "float32", what="lse", **common)
+
+
+@pytest.mark.parametrize("spoil", [np.nan, np.inf])
+@pytest.mark.parametrize("offset", [0, 3, -2])
+@pytest.mark.parametrize("name", ["query", "key", "value", "d_out"])
+def test_what_is_not_finite_anywhere_taints_only_what_sees_it(name, offset, spoil):
+    """Of products only one row or column is asked whether it is finite."""
+    t, s, group = 7, 9, 2
+    arguments = Case("one", B=2, T=t, S=s, N=4, K=2, H=8, is_causal=True, query_offset=offset).arguments()
+    d_out, d_lse = cotangents(arguments)
+    clean = evaluate(BLOCKWISE, arguments, d_out, d_lse)
+    sees = np.arange(s) <= np.arange(t)[:, None] + offset
+    for place in range(s if name in ("key", "value") else t):
+        spoilt = {**arguments, "d_out": d_out}
+        spoilt[name] = spoilt[name].copy()
+        spoilt[name][0, place, 0, 3] = spoil  # of the first head, and its group
+        out, lse, gradients = evaluate(BLOCKWISE, {x: spoilt[x] for x in arguments}, spoilt["d_out"], d_lse)
+        rows = sees[:, place] if name in ("key", "value") else (np.arange(t) == place) & sees.any(1)
+        columns = sees[rows].any(0)
+        kept = lambda x, tainted, heads: (x[0, ~tainted], x[0, :, heads:], x[1])
+        pairs = [(out, clean[0], rows, group), (lse, clean[1], rows, group)]
+        pairs += [(gradients[x], clean[2][x], rows if x == "query" else columns, 1 + (x == "query")) for x in gradients]
+        for got, wanted, tainted, heads in pairs:
+            for a, b in zip(kept(got, tainted, heads), kept(wanted, tainted, heads)):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        # what is seen is not hidden: the output follows a value, as the gradients do a cotangent
+        if rows.any():
+            shown = gradients["query"] if name == "d_out" else out
+            assert not np.isfinite(shown[0, rows]).all()

@@ -131,7 +131,7 @@ def backward(
 
     # the gradients by the scaled product; the scale itself follows outside, in the layout of the results: in that of
     # the scores XLA may take both for one array of scales, and keep that
-    (d_query, d_key, d_value), (d_slopes, d_bias) = p.mended(run)
+    (d_query, d_key, d_value), (d_slopes, d_bias) = p.mended(run, 2 if as_rows else 3)
 
     def scaled(x: Any) -> Array:  # [B, ...]
         if operands.scale is None:

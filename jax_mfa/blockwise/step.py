@@ -35,9 +35,12 @@ def finite(x: Any) -> Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
-def all_finite(*arrays: Array) -> Array:
+def _all_finite(products: Any) -> Array:
+    """Whether the factors of products are finite, given products [..., y, z] and the axis, y or z, whose elements each
+    are sums over all of the factor in question: one of them tells as much as all."""
     # the cheapest reduction; of numbers so large that their sum is infinite it may say no
-    return functools.reduce(jnp.logical_and, [jnp.isfinite(x.sum()) for x in arrays])
+    first = [slice_axis(x, 0, min(1, x.shape[axis]), axis) for x, axis in products]
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(x.sum()) for x in first])
 
 
 def row_dots(a: Array, b: Array) -> Array:
@@ -379,9 +382,13 @@ class Problem:
 
         return lax.fori_loop(jnp.uint32(0), jnp.uint32(turns), turn, carry) if turns else carry
 
-    def mended(self, run: Any) -> tuple[Any, Any]:
+    def mended(self, run: Any, columns_axis: int | None = None) -> tuple[Any, Any]:
         """`run(problem, careful=False)`: sums, and what takes no care. The sums of a problem of one tile are those of a
-        careful run if they are not finite; other problems take care tile by tile."""
+        careful run if what they are sums of is not finite; other problems take care tile by tile.
+
+        Args:
+          columns_axis: where all sums but the first, whose axis 2 is that of rows, have columns.
+        """
         sums, rest = run(self, False)
         if not (self.whole and self.masked):
             return sums, rest
@@ -389,7 +396,8 @@ class Problem:
         one_head = Problem(self.spec, self.operands, careful_tiling(self.operands))
         one_head.rows_met_once = False  # for results in the layout of this one
         again = lambda _: (jnp.zeros((), bool), run(one_head, True)[0])
-        return lax.while_loop(lambda state: state[0], again, (~all_finite(*sums), sums))[1], rest
+        products = [(x, columns_axis if n else 2) for n, x in enumerate(sums) if x.ndim]
+        return lax.while_loop(lambda state: state[0], again, (~_all_finite(products), sums))[1], rest
 
     def weights(self, scores: Array, row_max: Array) -> Array:
         """exp(scores − row_max) of [..., columns] and [...]."""
@@ -740,7 +748,8 @@ class Step:
         flat = [_barrier(x.reshape(-1, *x.shape[2:])) for x in weights]
         kept = lambda: [x.reshape(like.shape) for x, like in zip(flat, weights)]
         sums = multiplied(kept())
-        return lax.cond(all_finite(*sums), lambda: sums, lambda: with_care(kept()))
+        axes = [3 if product == self.transposed_product else 2 for product, *_ in products]
+        return lax.cond(_all_finite(zip(sums, axes)), lambda: sums, lambda: with_care(kept()))
 
     def factor(self) -> float:
         """The scale: a number, or [R|1, 1, 1, 1]."""
