@@ -19,8 +19,8 @@ from jax_mfa.specification import Operands, Specification, accumulation_dtype, e
 from jax_mfa.whole_rows import per_batch_row
 
 _MOST = 2**31 - 1  # of int32
-# From JAX 0.11 on, XLA is slow to copy rows of so many bytes and more, twice as many of 16-bit numbers, if some length
-# is no power of two. With arithmetic in it, the same copy took 1.3 to 2 times less on 0.11.2 and 0.12.0.1, but on
+# From JAX 0.11 on, XLA is slow to copy rows of so many bytes and more if some length is no power of two, whether or not
+# it also converts them. With arithmetic in it, the same copy took 1.3 to 2 times less on 0.11.2 and 0.12.0.1, but on
 # 0.10.2 2.5 times more.
 _SLOW_COPIES = 128 if jax.__version_info__ >= (0, 11) else math.inf
 # A sum of products over rows takes XLA of JAX 0.10.2 fourteen times as long as the same written as a product (B32 T256
@@ -88,13 +88,12 @@ def _derivative_of_tanh_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return y, -2 * jnp.tanh(x) * y * t_x
 
 
-def _laid_out(x: Any, like: Any) -> Array:
-    """`x`, whose last axis holds rows of `like` in another order: the same numbers, but as a product by 1 where XLA is
-    faster at that than at a mere copy."""
+def _laid_out(x: Any) -> Array:
+    """`x`, rows that were just put into another order: the same numbers, but as a product by 1 where XLA is faster at
+    that than at a mere copy."""
     lengths, row = x.shape[1:-1], x.shape[-1] * x.dtype.itemsize
-    moves = sum(n > 1 for n in lengths) > 1 and x.dtype == like.dtype
-    slow = _SLOW_COPIES * (2 if x.dtype.itemsize == 2 else 1)
-    if not moves or row < slow or (math.prod(lengths) & (math.prod(lengths) - 1)) == 0:
+    moves = sum(n > 1 for n in lengths) > 1
+    if not moves or row < _SLOW_COPIES or (math.prod(lengths) & (math.prod(lengths) - 1)) == 0:
         return x
     return x * _barrier(jnp.ones((), x.dtype))
 
@@ -250,7 +249,7 @@ class Problem:
         tail = x.shape[3:]
         moved = jnp.moveaxis(x.reshape(*x.shape[:2], self.k, self.g, *tail), 1, 3).astype(dtype or self.acc)
         if tail:
-            moved = _laid_out(moved, x)
+            moved = _laid_out(moved)
         return moved.reshape(*moved.shape[:2], *self.row_axes, *tail)
 
     def rows_for_steps(self, x: Any, dtype: Any = None) -> Array:
@@ -284,14 +283,14 @@ class Problem:
         if self.met_once or not isinstance(x, jax.Array):
             return x
         moved = jnp.moveaxis(x, 2, 1).astype(dtype or self.acc)
-        return moved if transposed else _laid_out(moved, x)
+        return moved if transposed else _laid_out(moved)
 
     def columns_by_token(self, x: Any, as_rows: bool) -> Any:
         """[B, K, S, x], or [B, K, x, S] if not `as_rows`, as [B, S, K, x]."""
         if not as_rows:
             return jnp.moveaxis(x, 3, 1)
         # with an axis more, XLA lays it out in one pass instead of two
-        return _laid_out(jnp.moveaxis(x[:, :, None], 3, 1).reshape(self.batch, self.s, self.k, x.shape[3]), x)
+        return _laid_out(jnp.moveaxis(x[:, :, None], 3, 1).reshape(self.batch, self.s, self.k, x.shape[3]))
 
     def per_row_and_head(self, name: str) -> Any:
         """The operand `[rows, N]` of this name, of a shape that broadcasts to that of `results`."""
@@ -543,7 +542,7 @@ class Step:
         words = slice_axis(as_words(x, index), self.column_start(j), c.columns, 1)
         words = self.rows(name, slice_axis(words, self.head0, c.key_heads, 2))
         columns = as_numbers(words, x.dtype).astype(dtype or self.p.acc)
-        return columns if self.p.heads_in_one else _laid_out(jnp.moveaxis(columns, 2, 1), x)
+        return columns if self.p.heads_in_one else _laid_out(jnp.moveaxis(columns, 2, 1))
 
     def by_head(self, columns: Any) -> Array:
         """What `columns_of` gave, as `[R|1, E, columns, ...]`."""
