@@ -12,7 +12,7 @@ from jax import Array
 from jax_mfa import whole_rows
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.step import Problem, Step, add, finite, row_dots
-from jax_mfa.blockwise.tiling import backward_tiling, gradients_as_rows
+from jax_mfa.blockwise.tiling import backward_tiling, gradients_as_rows, keys_transposed
 from jax_mfa.specification import Operands, Specification, reduce_rows, row_index, sees_nothing
 
 
@@ -41,7 +41,7 @@ def backward(
     of_columns = "key" in wanted or "value" in wanted
     if bias_gradient and operands.bias.shape[0] != 1:
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
-    p = Problem(spec, operands, c)
+    p = Problem(spec, operands, c, keys_transposed=keys_transposed(operands, c, True))
     acc = p.acc
     d_rows, found_sum = d_out, row_sum
     # a tile that holds whole rows finds their shift in its own scores, and has no need of the output
@@ -125,8 +125,8 @@ def backward(
         found = () if careful and found_again else (row_max, inverse)
         rows += [p.rows_for_steps(x) for x in (shift, *found)]
         of_products = [(p.rows_for_steps if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
-        columns = [p.columns_by_head(operands.key, of_scores), p.columns_by_head(operands.key)]
-        columns.append(p.columns_by_head(operands.value, of_values))
+        columns = [p.columns_by_head(operands.key, of_scores, p.keys_transposed), p.columns_by_head(operands.key)]
+        columns.append(p.columns_by_head(operands.value, of_values, p.keys_transposed))
         return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, of_products, columns), init)
 
     # the gradients by the scaled product; the scale itself follows outside, in the layout of the results: in that of

@@ -231,7 +231,7 @@ class Problem:
         self.rows_met_once = self.row_tiles == self.column_tiles == 1 and not self.whole
         # all heads in one product over the columns as they lie, of which only blocks are looked at
         self.heads_in_one = heads_in_one
-        # keys laid out as [rows, K, H, S] for the scores, which takes a problem of one tile
+        # keys laid out as [rows, K, H, S] for the scores, and values for their products, in a problem of one tile
         self.keys_transposed = keys_transposed
         # whether anything that is not finite may spoil what does not see it
         self.masked = spec.has_mask(operands) or overlap or self.heads_in_one
@@ -283,7 +283,11 @@ class Problem:
         if self.met_once or not isinstance(x, jax.Array):
             return x
         moved = jnp.moveaxis(x, 2, 1).astype(dtype or self.acc)
-        return moved if transposed else _laid_out(moved)
+        return moved if transposed else self.laid_out_columns(moved)
+
+    def laid_out_columns(self, x: Array) -> Array:
+        """`_laid_out` of columns by head; as they are if of bfloat16, which a product lays out again."""
+        return _laid_out(x) if x.dtype == self.acc else x
 
     def columns_by_token(self, x: Any, as_rows: bool) -> Any:
         """[B, K, S, x], or [B, K, x, S] if not `as_rows`, as [B, S, K, x]."""
@@ -542,7 +546,7 @@ class Step:
         words = slice_axis(as_words(x, index), self.column_start(j), c.columns, 1)
         words = self.rows(name, slice_axis(words, self.head0, c.key_heads, 2))
         columns = as_numbers(words, x.dtype).astype(dtype or self.p.acc)
-        return columns if self.p.heads_in_one else _laid_out(jnp.moveaxis(columns, 2, 1))
+        return columns if self.p.heads_in_one else self.p.laid_out_columns(jnp.moveaxis(columns, 2, 1))
 
     def by_head(self, columns: Any) -> Array:
         """What `columns_of` gave, as `[R|1, E, columns, ...]`."""

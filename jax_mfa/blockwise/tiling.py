@@ -49,10 +49,11 @@ FEWEST_ROWS, FEW_COLUMNS = 4, 128
 FEW_ELEMENTS_BFLOAT16 = FEW_ELEMENTS if jax.__version_info__ >= (0, 11) else math.inf
 # So few rows of a key head are multiplied with its keys as [H, S], in a problem of one tile: on 0.12 (B16 T30 N8 H96
 # forward 0.75 → 0.66 ms), and on 0.10.2 if the size of a head is no multiple of 32 (B64 T27 N8 H48 causal 4.0 → 3.1).
-# Fewer rows need 0.12 and many columns: half to three quarters of the time for 4 rows and 700 columns.
-TRANSPOSED_ROWS = range(9, 33)
+# Fewer rows need 0.12 and many columns: half to three quarters of the time for 4 rows and 700 columns. With a backward
+# pass it is so on 0.12 alone (B2 T29 N12 H48 training 0.50 → 0.39; on 0.10.2 B8 T16 N8 H48 takes 1.1 times as long).
+TRANSPOSED_ROWS = range(8, 33) if _SMALL_PRODUCTS else range(16, 33)
 TRANSPOSED_UNLESS_MULTIPLE = math.inf if _SMALL_PRODUCTS else 32
-FEWER_ROWS = range(2, 9) if _SMALL_PRODUCTS else ()
+FEWER_ROWS = range(2, 8) if _SMALL_PRODUCTS else ()
 TRANSPOSED_COLUMNS = 256
 # Heads of fewer elements make rows that JAX 0.12 is slow to copy: their keys are laid out so for any number of rows
 # (B64 T49 N32 H32 bfloat16 15 → 13 ms), or met in one product (B16 T1 S500 N4 H32 0.50 → 0.27).
@@ -147,8 +148,13 @@ def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> boo
 
 
 def keys_transposed(operands: Operands, tiles: Tiling, differentiated: bool) -> bool:
-    """Whether the scores of the forward pass of one tile are products with keys as [H, S]."""
-    if differentiated or not _one_tile(operands, tiles) or heads_in_one(operands, tiles, differentiated):
+    """Whether scores of a problem of one tile, and what its backward pass multiplies with values, are products with
+    keys and values as [H, S]; `differentiated` as of `forward`, and in the backward pass."""
+    if (
+        (differentiated and not _SMALL_PRODUCTS)
+        or not _one_tile(operands, tiles)
+        or heads_in_one(operands, tiles, differentiated)
+    ):
         return False
     (s, k, h), rows = operands.key.shape[1:], _rows_of(operands)
     if rows // k in TRANSPOSED_ROWS and h % TRANSPOSED_UNLESS_MULTIPLE:
