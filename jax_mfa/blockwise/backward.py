@@ -65,18 +65,18 @@ def backward(
 
         def visit(results: Any) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
             (d_query, d_key, d_value), (d_slopes, d_bias) = results
-            query_i, d_i = w.rows_for_step(query, i, of_scores), w.rows_for_step(d_rows, i, of_values)
+            query_i, d_i = w.rows_of(query, i, of_scores), w.rows_of(d_rows, i, of_values)
             x, d_cap, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, of_scores), i, j)
             # a value that is not finite spoils only dp, which is overwritten where nobody may see it
             d_p = w.product(d_i, w.columns_of("value", value, j, of_values), transpose=True)
             if found:
-                high, inverse = (w.rows_for_step(a, i) for a in found)
+                high, inverse = (w.rows_of(a, i) for a in found)
             else:
                 high = x.max(-1)
                 inverse = 1 / p.weights(x, high).sum(-1)
             probability, see = w.probability(x, see, high, inverse, i, j)
             dropped = w.dropped(probability, i, j)
-            shift_i = w.rows_for_step(shift, i)[..., None]
+            shift_i = w.rows_of(shift, i)[..., None]
             if whole_rows_in_tile:
                 if see is None:
                     shift_i += row_dots(dropped, d_p)[..., None]
@@ -94,7 +94,7 @@ def backward(
             products: list[Any] = [(w.product, d_x, lambda: w.columns_of("key", key_again, j))]
             if of_columns:
                 taken, product = (
-                    (w.rows_for_step, w.product_of_rows) if as_rows else (w.transposed_rows_of, w.transposed_product)
+                    (w.rows_of, w.product_of_rows) if as_rows else (w.transposed_rows_of, w.transposed_product)
                 )
                 products.append((product, d_x, lambda: taken(query_again, i)))
                 products.append((product, dropped, lambda: taken(d_again, i)))

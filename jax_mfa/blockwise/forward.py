@@ -43,7 +43,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
 
         def visit(results: Any) -> tuple[tuple[Array], tuple[Array, Array]]:
             (sums,), (high, total) = results
-            query_i = w.rows_for_step(query, i, dtype)
+            query_i = w.rows_of(query, i, dtype)
             x, _, _ = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, dtype), i, j)
             new_high = x.max(-1)
             if not p.rows_once:
@@ -109,13 +109,15 @@ def _with_lost_rows(p: Problem, lost: Array, sums: Array, row_max: Array, total:
 
 
 def _seen(p: Problem, lost: Array) -> Array:
-    """Whether a row sees anything, [B, K, *row_axes]: right where it is `lost`, of which alone that is asked."""
+    """Whether a row sees anything, shaped as `results`: right where it is `lost`, of which alone that is asked."""
     if p.spec.every_row_sees(p.operands):
         return jnp.ones(lost.shape, bool)
 
     def tile(w: Step, i: Any, j: Any, seen: Any) -> Any:
         any_visible = lambda: w.all_visible(i, j).any(-1)
-        visit = lambda seen: w.put_rows(seen, any_visible() if p.rows_once else w.rows_of(seen, i) | any_visible(), i)
+        visit = lambda seen: w.put_rows(
+            seen, any_visible() if p.rows_once else w.rows_of(seen, i, bool) | any_visible(), i
+        )
         return w.unless_empty(i, j, visit, seen)
 
     none = jnp.zeros(lost.shape, bool)

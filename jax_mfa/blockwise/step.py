@@ -197,9 +197,11 @@ def _sums_of_others(products: Any) -> list[Array]:
 class Problem:
     """A specification with its operands and its tiles.
 
-    Arrays of rows are read in the layout [B, K, *row_axes, ...], those of columns in [rows, K, S, ...]: what a step
-    takes of them is then a matrix as it lies. Columns that are met once are left as they are till then: nothing is read
-    of a cache but the tiles that are visited.
+    Columns are read in the layout [rows, K, S, ...]: what a step takes of them is then a matrix as it lies. Those that
+    are met once are left as they are till then: nothing is read of a cache but the tiles that are visited. Rows and
+    their results are left by token, and laid out by each step that meets them: a copy of them all is written to memory
+    and read again, that of a tile stays in the caches (B1 T2048 N32 K8 H128 causal forward takes two thirds of the
+    time). Only those of a single step are laid out before, where XLA makes one pass of it with what is beside it.
     """
 
     def __init__(
@@ -217,8 +219,6 @@ class Problem:
         self.g = self.n // self.k
         self.acc = accumulation_dtype(operands.query.dtype)
         self.row_tiles = -(-self.t // tiles.rows)
-        # of one row tile the matrix of a step itself: where G is 1, XLA would lay [G, T] out otherwise, and copy that
-        self.row_axes = (self.g * self.t,) if self.row_tiles == 1 else (self.g, self.t)
         self.column_tiles = -(-self.s // tiles.columns)
         overlap = bool(self.t % tiles.rows or self.s % tiles.columns)
         self.rows_once = self.column_tiles == 1 and self.t % tiles.rows == 0
@@ -227,8 +227,8 @@ class Problem:
         self.head_steps = self.k // tiles.key_heads
         self.whole = self.batch_steps == self.head_steps == self.row_tiles == self.column_tiles == 1
         self.met_once = self.row_tiles == 1 and (heads_in_one or not self.whole)
-        # of several steps each of which meets its rows alone, and once
-        self.rows_met_once = self.row_tiles == self.column_tiles == 1 and not self.whole
+        # rows and their results as [B, K, G · T, ...], else as [B, T, N, ...]
+        self.by_head = self.whole
         # all heads in one product over the columns as they lie, of which only blocks are looked at
         self.heads_in_one = heads_in_one
         # keys laid out as [rows, K, H, S] for the scores, and values for their products, in a problem of one tile
@@ -244,36 +244,33 @@ class Problem:
         own = all(isinstance(x, jax.Array) and x.dtype == jnp.bfloat16 for x in (rows, columns))
         return rows.dtype if own and not self.heads_in_one else self.acc
 
-    def rows_by_head(self, x: Any, dtype: Any = None) -> Array:
-        """[B, T, N, ...] as [B, K, *row_axes, ...] of this dtype, or else that of accumulation."""
-        tail = x.shape[3:]
-        moved = jnp.moveaxis(x.reshape(*x.shape[:2], self.k, self.g, *tail), 1, 3).astype(dtype or self.acc)
-        if tail:
-            moved = _laid_out(moved)
-        return moved.reshape(*moved.shape[:2], *self.row_axes, *tail)
-
     def rows_for_steps(self, x: Any, dtype: Any = None) -> Array:
-        """`rows_by_head` for `Step.rows_for_step`, which lays them out itself where they are `rows_met_once`."""
-        return x if self.rows_met_once else self.rows_by_head(x, dtype)
+        """[B, T, N, ...] for `Step.rows_of`: `by_head`, of this dtype or else that of accumulation, or as it is."""
+        if not self.by_head:
+            return x
+        tail = x.shape[3:]
+        x = jnp.moveaxis(x.reshape(*x.shape[:2], self.k, self.g, *tail), 1, 3).astype(dtype or self.acc)
+        if tail:
+            x = _laid_out(x)
+        return x.reshape(*x.shape[:2], -1, *tail)
 
     def rows_transposed(self, x: Any) -> Any:
-        """[B, T, N, x] for `Step.transposed_rows_of`: as [B, K, x, *row_axes] in the accumulation dtype, or as it is
-        where `rows_met_once`."""
-        if self.rows_met_once or not _ROWS_TRANSPOSED:
+        """[B, T, N, x] for `Step.transposed_rows_of`: [B, K, x, G · T] in the accumulation dtype `by_head`, or as it
+        is."""
+        if not self.by_head or not _ROWS_TRANSPOSED:
             return self.rows_for_steps(x)
         x = x.reshape(*x.shape[:2], self.k, self.g, -1).transpose(0, 2, 4, 3, 1)
-        return x.reshape(*x.shape[:3], *self.row_axes).astype(self.acc)
+        return x.reshape(*x.shape[:3], -1).astype(self.acc)
 
     def results(self, *tail: int) -> tuple[int, ...]:
-        """The shape of results of this many numbers a row: [B, K, *row_axes, ...], or [B, T, N, ...] of
-        `rows_met_once`."""
-        return (self.batch, *((self.t, self.n) if self.rows_met_once else (self.k, *self.row_axes)), *tail)
+        """The shape of results of this many numbers a row: [B, K, G · T, ...] `by_head`, else [B, T, N, ...]."""
+        return (self.batch, *((self.k, self.g * self.t) if self.by_head else (self.t, self.n)), *tail)
 
     def by_token(self, x: Any) -> Any:
         """`results` as [B, T, N, ...]."""
-        if self.rows_met_once:
+        if not self.by_head:
             return x
-        tail = x.shape[2 + len(self.row_axes) :]
+        tail = x.shape[3:]
         x = jnp.moveaxis(x.reshape(*x.shape[:2], self.g, self.t, *tail), 3, 1)
         return x.reshape(*x.shape[:2], self.n, *tail)
 
@@ -299,10 +296,10 @@ class Problem:
     def per_row_and_head(self, name: str) -> Any:
         """The operand `[rows, N]` of this name, of a shape that broadcasts to that of `results`."""
         x = per_batch_row(self.spec, self.operands, name, self.acc)
-        if self.rows_met_once:
+        if not self.by_head:
             return x[:, None]
         x = jnp.broadcast_to(x.reshape(x.shape[0], self.k, self.g, 1), (x.shape[0], self.k, self.g, self.t))
-        return x.reshape(*x.shape[:2], *self.row_axes)
+        return x.reshape(*x.shape[:2], -1)
 
     # --- loops
 
@@ -397,7 +394,7 @@ class Problem:
             return sums, rest
         # a loop of one turn or none, for it changes its arrays in place; `lax.cond` copies what it hands on
         one_head = Problem(self.spec, self.operands, careful_tiling(self.operands))
-        one_head.rows_met_once = False  # for results in the layout of this one
+        one_head.by_head = True  # for results in the layout of this one
         again = lambda _: (jnp.zeros((), bool), run(one_head, True)[0])
         products = [(x, columns_axis if n else 2) for n, x in enumerate(sums) if x.ndim]
         return lax.while_loop(lambda state: state[0], again, (~_all_finite(products), sums))[1], rest
@@ -468,57 +465,39 @@ class Step:
         heads = (1, 1) if x.shape[1] == 1 else (self.p.k, self.p.g)
         return slice_axis(x.reshape(x.shape[0], *heads, *x.shape[2:]), self.head0, self.p.tiles.key_heads, 1)
 
-    def rows_for_step(self, x: Any, i: Any, dtype: Any = None) -> Any:
-        """The rows of tile `i` of what `rows_for_steps` gave, of this dtype or else that of accumulation:
-        `[R, E, M, ...]`."""
-        if not self.p.rows_met_once:
-            return self.rows_of(x, i)
-        rows = jnp.moveaxis(self._rows_as_they_lie(x), 1, 3).astype(dtype or self.p.acc)
+    def rows_of(self, x: Any, i: Any, dtype: Any = None) -> Any:
+        """The rows of tile `i` of what `rows_for_steps` gave, or of `results`, of this dtype or else that of
+        accumulation: `[R, E, M, ...]`."""
+        if self.p.by_head:
+            c = self.p.tiles
+            return _cut(x, (c.batch_rows, c.key_heads, *x.shape[2:]), self.row0, self.head0, *(0,) * (x.ndim - 2))
+        rows = jnp.moveaxis(self._rows_as_they_lie(x, i), 1, 3).astype(dtype or self.p.acc)
         return rows.reshape(*rows.shape[:2], -1, *rows.shape[4:])
 
-    def _rows_as_they_lie(self, x: Any) -> Array:
-        """Those of a step of `[B, T, N, ...]`: `[R, T, E, G, ...]`."""
+    def _rows_as_they_lie(self, x: Any, i: Any) -> Array:
+        """Those of tile `i` of `[B, T, N, ...]`: `[R, rows, E, G, ...]`."""
         c, g, tail = self.p.tiles, self.p.g, x.shape[3:]
-        index = next((n for n in (self.head0, self.row0) if isinstance(n, jax.Array)), 0)
-        start = self.row0, 0, self.head0 * g, *(0,) * len(tail)
-        words = _cut(as_words(x, index), (c.batch_rows, self.p.t, c.key_heads * g, *tail), *start)
-        return as_numbers(words, x.dtype).reshape(c.batch_rows, self.p.t, c.key_heads, g, *tail)
-
-    def rows_of(self, x: Any, i: Any) -> Any:
-        """The rows of tile `i` of `[B, K, *row_axes, ...]`: `[R, E, M, ...]`."""
-        c, (axes, start) = self.p.tiles, self._rows_of_tile(i)
-        tail = x.shape[2 + len(axes) :]
-        shape = (c.batch_rows, c.key_heads, *axes, *tail)
-        return _cut(x, shape, self.row0, self.head0, *start, *(0,) * len(tail)).reshape(*shape[:2], -1, *tail)
+        index = next((n for n in (i, self.head0, self.row0) if isinstance(n, jax.Array)), 0)
+        start = self.row0, self.row_start(i), self.head0 * g, *(0,) * len(tail)
+        words = _cut(as_words(x, index), (c.batch_rows, c.rows, c.key_heads * g, *tail), *start)
+        return as_numbers(words, x.dtype).reshape(c.batch_rows, c.rows, c.key_heads, g, *tail)
 
     def transposed_rows_of(self, x: Any, i: Any) -> Array:
         """The rows of tile `i` of what `rows_transposed` gave, for `transposed_product`: `[R, E, x, M]`, or `[R, E, M,
         x]` where they are not `_ROWS_TRANSPOSED`."""
-        if not _ROWS_TRANSPOSED:
-            return self.rows_for_step(x, i)
-        if self.p.rows_met_once:
-            rows = self._rows_as_they_lie(x).transpose(0, 2, 4, 3, 1)
-            return rows.reshape(*rows.shape[:3], -1).astype(self.p.acc)
-        c, (axes, start) = self.p.tiles, self._rows_of_tile(i)
-        shape = (c.batch_rows, c.key_heads, x.shape[2], *axes)
-        return _cut(x, shape, self.row0, self.head0, 0, *start).reshape(*shape[:3], -1)
+        if not _ROWS_TRANSPOSED or self.p.by_head:
+            return self.rows_of(x, i)
+        rows = self._rows_as_they_lie(x, i).transpose(0, 2, 4, 3, 1)
+        return rows.reshape(*rows.shape[:3], -1).astype(self.p.acc)
 
     def put_rows(self, x: Any, part: Any, i: Any) -> Array:
         """`x`, of the shape of `results`, with `part`, [R, E, M, ...], as the rows of tile `i`."""
-        if self.p.rows_met_once:
-            c, tail = self.p.tiles, part.shape[3:]
-            part = jnp.moveaxis(part.reshape(*part.shape[:2], self.p.g, self.p.t, *tail), 3, 1)
-            part = part.reshape(c.batch_rows, self.p.t, -1, *tail)
-            return put(x, part, self.row0, 0, self.head0 * self.p.g, *(0,) * len(tail))
-        axes, start = self._rows_of_tile(i)
-        part = part.reshape(*part.shape[:2], *axes, *part.shape[3:])
-        return put(x, part, self.row0, self.head0, *start, *(0,) * (x.ndim - 2 - len(axes)))
-
-    def _rows_of_tile(self, i: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Sizes and start of tile `i` along the axes of rows."""
-        if self.p.row_tiles == 1:
-            return self.p.row_axes, (0,)
-        return (self.p.g, self.p.tiles.rows), (0, self.row_start(i))
+        if self.p.by_head:
+            return put(x, part, self.row0, self.head0, *(0,) * (x.ndim - 2))
+        c, tail = self.p.tiles, part.shape[3:]
+        part = jnp.moveaxis(part.reshape(*part.shape[:2], self.p.g, c.rows, *tail), 3, 1)
+        part = part.reshape(c.batch_rows, c.rows, -1, *tail)
+        return put(x, part, self.row0, self.row_start(i), self.head0 * self.p.g, *(0,) * len(tail))
 
     def add_rows(self, x: Any, part: Any, i: Any) -> Array:
         """`x`, of the shape of `results`, with `part` added to the rows of tile `i`."""
@@ -571,8 +550,8 @@ class Step:
             x = jnp.broadcast_to(x, (r, e, self.p.g, self.p.tiles.rows, s))
         return x.reshape(r, e, -1, s)
 
-    def row_start(self, i: Any) -> Array:
-        return _tile_start(i, self.p.tiles.rows, self.p.t)
+    def row_start(self, i: Any) -> Any:
+        return 0 if self.p.row_tiles == 1 else _tile_start(i, self.p.tiles.rows, self.p.t)
 
     def column_start(self, j: Any) -> Array:
         return _tile_start(j, self.p.tiles.columns, self.p.s)
@@ -720,7 +699,7 @@ class Step:
 
         Args:
           products: `product`, `product_of_rows` or `transposed_product` each, with weights [R, E, M, columns] that are
-            zero where hidden, and what gives x: what `columns_of`, `rows_for_step` or `transposed_rows_of` does. Given
+            zero where hidden, and what gives x: what `columns_of`, `rows_of` or `transposed_rows_of` does. Given
             inside of a branch that is seldom taken, it is not kept for that branch.
           careful: that it be added so; otherwise only where a sum is not finite and something may be hidden.
         """

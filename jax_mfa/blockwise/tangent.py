@@ -43,8 +43,10 @@ def tangent(
     inverse = 1 / jnp.where(empty, acc.type(1), row_sum)
 
     def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, rows: Any, columns: Any) -> Any:
-        of_tile: Any = (None if x is None else w.rows_of(x, i) for x in rows)
-        query_i, t_query_i, row_max_i, inverse_i = of_tile
+        dtype, (query, t_query, *found) = w.p.factors(operands.query, operands.key), rows
+        query_i = w.rows_of(query, i, dtype)
+        t_query_i: Any = None if t_query is None else w.rows_of(t_query, i, dtype)
+        row_max_i, inverse_i = (w.rows_of(x, i) for x in found)
 
         def visit(results: Any) -> tuple[tuple[Array], tuple[Array]]:
             (sums,), (lse,) = results
@@ -86,8 +88,8 @@ def tangent(
     def run(p: Problem, careful: bool) -> Any:
         given = lambda layout, x, dtype=None: None if x is None else layout(x, dtype)
         dtype = p.factors(operands.query, operands.key)
-        rows = [given(p.rows_by_head, x, dtype) for x in (operands.query, t.query)]
-        rows += [p.rows_by_head(x) for x in (row_max, inverse)]
+        rows = [given(p.rows_for_steps, x, dtype) for x in (operands.query, t.query)]
+        rows += [p.rows_for_steps(x) for x in (row_max, inverse)]
         columns = [given(p.columns_by_head, x, dtype) for x in (operands.key, t.key)]
         columns += [given(p.columns_by_head, x) for x in (operands.value, t.value)]
         return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, columns), init)
