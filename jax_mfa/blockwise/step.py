@@ -200,8 +200,9 @@ class Problem:
     Columns are read in the layout [rows, K, S, ...]: what a step takes of them is then a matrix as it lies. Those that
     are met once are left as they are till then: nothing is read of a cache but the tiles that are visited. Rows and
     their results are left by token, and laid out by each step that meets them: a copy of them all is written to memory
-    and read again, that of a tile stays in the caches (B1 T2048 N32 K8 H128 causal forward takes two thirds of the
-    time). Only those of a single step are laid out before, where XLA makes one pass of it with what is beside it.
+    and read again, that of a tile stays in the caches (B1 T2048 N32 K8 H128 causal forward 387 → 343 ms; B1 T8192
+    N8 H64 training takes 54 MiB of temporary memory instead of 129). Only those of a single step are laid out before,
+    where XLA makes one pass of it with what is beside it.
     """
 
     def __init__(
