@@ -62,6 +62,18 @@ def test_a_length_of_32768_fits_in_2_gib_forward_and_backward(implementation):
     assert total < 2 * 2**30
 
 
+@pytest.mark.parametrize("gradient, most", [(False, 4.5), (True, 5)], ids=["forward", "training"])
+@counted
+def test_rows_and_their_results_are_laid_out_tile_by_tile(implementation, gradient, most):
+    """Copies of the query, the output and their cotangents would be four arrays more."""
+    sizes = (
+        _lower(implementation, "causal", t, t, n=8, k=8, h=64, gradient=gradient).memory_analysis().temp_size_in_bytes
+        for t in (4096, 8192)
+    )
+    growth = -np.subtract(*sizes) / (4096 * 8 * 64 * 4)
+    assert growth < most, f"by {growth:.2f} operands of that length"
+
+
 def _temporary_of_forward_mode(t, of_gradient):
     x = jax.ShapeDtypeStruct((1, t, 4, 32), jnp.float32)
     attend = lambda q, k, v: jax_mfa.dot_product_attention(q, k, v, is_causal=True, implementation="blockwise")

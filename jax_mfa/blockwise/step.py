@@ -229,7 +229,7 @@ class Problem:
         self.whole = self.batch_steps == self.head_steps == self.row_tiles == self.column_tiles == 1
         self.met_once = self.row_tiles == 1 and (heads_in_one or not self.whole)
         # rows and their results as [B, K, G · T, ...], else as [B, T, N, ...]
-        self.by_head = self.whole
+        self.rows_by_head = self.whole
         # all heads in one product over the columns as they lie, of which only blocks are looked at
         self.heads_in_one = heads_in_one
         # keys laid out as [rows, K, H, S] for the scores, and values for their products, in a problem of one tile
@@ -246,8 +246,9 @@ class Problem:
         return rows.dtype if own and not self.heads_in_one else self.acc
 
     def rows_for_steps(self, x: Any, dtype: Any = None) -> Array:
-        """[B, T, N, ...] for `Step.rows_of`: `by_head`, of this dtype or else that of accumulation, or as it is."""
-        if not self.by_head:
+        """[B, T, N, ...] for `Step.rows_of`: of `rows_by_head` laid out, in this dtype or else that of accumulation;
+        or as it is."""
+        if not self.rows_by_head:
             return x
         tail = x.shape[3:]
         x = jnp.moveaxis(x.reshape(*x.shape[:2], self.k, self.g, *tail), 1, 3).astype(dtype or self.acc)
@@ -256,20 +257,20 @@ class Problem:
         return x.reshape(*x.shape[:2], -1, *tail)
 
     def rows_transposed(self, x: Any) -> Any:
-        """[B, T, N, x] for `Step.transposed_rows_of`: [B, K, x, G · T] in the accumulation dtype `by_head`, or as it
-        is."""
-        if not self.by_head or not _ROWS_TRANSPOSED:
+        """[B, T, N, x] for `Step.transposed_rows_of`: of `rows_by_head` [B, K, x, G · T] in the accumulation dtype; or
+        as it is."""
+        if not self.rows_by_head or not _ROWS_TRANSPOSED:
             return self.rows_for_steps(x)
         x = x.reshape(*x.shape[:2], self.k, self.g, -1).transpose(0, 2, 4, 3, 1)
         return x.reshape(*x.shape[:3], -1).astype(self.acc)
 
     def results(self, *tail: int) -> tuple[int, ...]:
-        """The shape of results of this many numbers a row: [B, K, G · T, ...] `by_head`, else [B, T, N, ...]."""
-        return (self.batch, *((self.k, self.g * self.t) if self.by_head else (self.t, self.n)), *tail)
+        """The shape of results of so many numbers a row: [B, K, G · T, ...] of `rows_by_head`, else [B, T, N, ...]."""
+        return (self.batch, *((self.k, self.g * self.t) if self.rows_by_head else (self.t, self.n)), *tail)
 
     def by_token(self, x: Any) -> Any:
         """`results` as [B, T, N, ...]."""
-        if not self.by_head:
+        if not self.rows_by_head:
             return x
         tail = x.shape[3:]
         x = jnp.moveaxis(x.reshape(*x.shape[:2], self.g, self.t, *tail), 3, 1)
@@ -297,7 +298,7 @@ class Problem:
     def per_row_and_head(self, name: str) -> Any:
         """The operand `[rows, N]` of this name, of a shape that broadcasts to that of `results`."""
         x = per_batch_row(self.spec, self.operands, name, self.acc)
-        if not self.by_head:
+        if not self.rows_by_head:
             return x[:, None]
         x = jnp.broadcast_to(x.reshape(x.shape[0], self.k, self.g, 1), (x.shape[0], self.k, self.g, self.t))
         return x.reshape(*x.shape[:2], -1)
@@ -395,7 +396,7 @@ class Problem:
             return sums, rest
         # a loop of one turn or none, for it changes its arrays in place; `lax.cond` copies what it hands on
         one_head = Problem(self.spec, self.operands, careful_tiling(self.operands))
-        one_head.by_head = True  # for results in the layout of this one
+        one_head.rows_by_head = True  # for results in the layout of this one
         again = lambda _: (jnp.zeros((), bool), run(one_head, True)[0])
         products = [(x, columns_axis if n else 2) for n, x in enumerate(sums) if x.ndim]
         return lax.while_loop(lambda state: state[0], again, (~_all_finite(products), sums))[1], rest
@@ -469,7 +470,7 @@ class Step:
     def rows_of(self, x: Any, i: Any, dtype: Any = None) -> Any:
         """The rows of tile `i` of what `rows_for_steps` gave, or of `results`, of this dtype or else that of
         accumulation: `[R, E, M, ...]`."""
-        if self.p.by_head:
+        if self.p.rows_by_head:
             c = self.p.tiles
             return _cut(x, (c.batch_rows, c.key_heads, *x.shape[2:]), self.row0, self.head0, *(0,) * (x.ndim - 2))
         rows = jnp.moveaxis(self._rows_as_they_lie(x, i), 1, 3).astype(dtype or self.p.acc)
@@ -486,14 +487,14 @@ class Step:
     def transposed_rows_of(self, x: Any, i: Any) -> Array:
         """The rows of tile `i` of what `rows_transposed` gave, for `transposed_product`: `[R, E, x, M]`, or `[R, E, M,
         x]` where they are not `_ROWS_TRANSPOSED`."""
-        if not _ROWS_TRANSPOSED or self.p.by_head:
+        if not _ROWS_TRANSPOSED or self.p.rows_by_head:
             return self.rows_of(x, i)
         rows = self._rows_as_they_lie(x, i).transpose(0, 2, 4, 3, 1)
         return rows.reshape(*rows.shape[:3], -1).astype(self.p.acc)
 
     def put_rows(self, x: Any, part: Any, i: Any) -> Array:
         """`x`, of the shape of `results`, with `part`, [R, E, M, ...], as the rows of tile `i`."""
-        if self.p.by_head:
+        if self.p.rows_by_head:
             return put(x, part, self.row0, self.head0, *(0,) * (x.ndim - 2))
         c, tail = self.p.tiles, part.shape[3:]
         part = jnp.moveaxis(part.reshape(*part.shape[:2], self.p.g, c.rows, *tail), 3, 1)
