@@ -10,7 +10,7 @@ import pytest
 from attention_cases import BY_NAME, CASES, Case
 from harness import BY_NAME_OF_IMPLEMENTATION, assert_close, check_case, cotangents, evaluate, qkv, terms_of
 
-from jax_mfa.blockwise import step, tiling
+from jax_mfa.blockwise import problem, tiling
 
 BLOCKWISE = BY_NAME_OF_IMPLEMENTATION["blockwise"]
 
@@ -64,7 +64,7 @@ def test_many_tiles_give_the_same_answer(tiles, case):
 
 
 def test_turns_that_are_too_many_for_a_list_give_the_same_answer(tiles, monkeypatch):
-    monkeypatch.setattr(step, "LISTED_TURNS", 0)
+    monkeypatch.setattr(problem, "LISTED_TURNS", 0)
     tiles(4, 5, 4 * 5)
     check_case(BLOCKWISE, BY_NAME["mistral_window"])
 

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mfa import whole_rows
+from jax_mfa.blockwise.arrays import add, finite, row_dots
 from jax_mfa.blockwise.columns import with_columns
-from jax_mfa.blockwise.step import Problem, Step, add, finite, row_dots
+from jax_mfa.blockwise.problem import Problem
+from jax_mfa.blockwise.step import Step
 from jax_mfa.blockwise.tiling import backward_tiling, gradients_as_rows, keys_transposed
 from jax_mfa.specification import Operands, Specification, reduce_rows, row_index, sees_nothing
 

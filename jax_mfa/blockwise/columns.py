@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mfa.blockwise.step import Step, as_numbers, as_words, slice_axis
+from jax_mfa.blockwise.arrays import as_numbers, as_words, slice_axis
+from jax_mfa.blockwise.step import Step
 from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import Stored, field_of, spread, stored
 

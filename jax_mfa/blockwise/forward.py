@@ -9,7 +9,8 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa.blockwise.columns import with_columns
-from jax_mfa.blockwise.step import Problem, Step
+from jax_mfa.blockwise.problem import Problem
+from jax_mfa.blockwise.step import Step
 from jax_mfa.blockwise.tiling import divides_first, forward_tiling, heads_in_one, keys_transposed
 from jax_mfa.specification import Operands, Specification
 

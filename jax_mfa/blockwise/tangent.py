@@ -10,7 +10,8 @@ from jax import Array
 
 from jax_mfa import whole_rows
 from jax_mfa.blockwise.columns import with_columns
-from jax_mfa.blockwise.step import Problem, Step
+from jax_mfa.blockwise.problem import Problem
+from jax_mfa.blockwise.step import Step
 from jax_mfa.blockwise.tiling import forward_tiling
 from jax_mfa.specification import Operands, Specification, sees_nothing
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax_mfa import api, meshes
 from jax_mfa.api import Implementation
 from jax_mfa.arguments import concrete, known_integers
-from jax_mfa.blockwise.step import slice_axis
+from jax_mfa.blockwise.arrays import slice_axis
 from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel import order as orders
 from jax_mfa.specification import Operands, Specification

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa import whole_rows
-from jax_mfa.blockwise.step import add_axis, put_axis, slice_axis
+from jax_mfa.blockwise.arrays import add_axis, put_axis, slice_axis
 from jax_mfa.context_parallel import order as orders
 from jax_mfa.context_parallel import partial
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, counted_from

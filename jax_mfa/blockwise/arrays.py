@@ -1,0 +1,188 @@
+"""Arithmetic, slices and layouts of arrays, written as XLA's CPU backend is fast at them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+_MOST = 2**31 - 1  # of int32
+# From JAX 0.11 on, XLA is slow to copy rows of so many bytes and more if some length is no power of two, whether or not
+# it also converts them. With arithmetic in it, the same copy took 1.3 to 2 times less on 0.11.2 and 0.12.0.1, but on
+# 0.10.2 2.5 times more.
+_SLOW_COPIES = 128 if jax.__version_info__ >= (0, 11) else math.inf
+# A sum of products over rows takes XLA of JAX 0.10.2 fourteen times as long as the same written as a product (B32 T256
+# N12 H32 training 235 → 145 ms); that of 0.12 makes one kernel of the sum and what is beside it.
+_SUMS_AS_PRODUCTS = (0, 10) <= jax.__version_info__ < (0, 11)
+# Whether rows are transposed for a product over them, or that is left to the product: on 0.10.2 it then takes up to 1.6
+# times less (B8 T256 N8 H64 training 41 → 33 ms), on 0.12 up to 1.4 times more.
+ROWS_TRANSPOSED = jax.__version_info__ >= (0, 11)
+
+
+def finite(x: Any) -> Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def all_finite(products: Any) -> Array:
+    """Whether the factors of products are finite, given products [..., y, z] and the axis, y or z, whose elements each
+    are sums over all of the factor in question: one of them tells as much as all."""
+    # the cheapest reduction; of numbers so large that their sum is infinite it may say no
+    first = [slice_axis(x, 0, min(1, x.shape[axis]), axis) for x, axis in products]
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(x.sum()) for x in first])
+
+
+def row_dots(a: Array, b: Array) -> Array:
+    """Σ a · b over the last axis."""
+    if _SUMS_AS_PRODUCTS:
+        return jnp.einsum("...s,...s->...", a, b, precision="highest")
+    return (a * b).sum(-1)
+
+
+def clip(x: Any, low: Any, high: Any) -> Any:
+    """`x` within low..high, in numpy while all three are known."""
+    return (jnp if any(isinstance(v, jax.Array) for v in (x, low, high)) else np).clip(x, low, high)
+
+
+def before(position: Any, side: int) -> Any:
+    """`position − side`, or 0 where that is negative; no sum on the way leaves int32."""
+    return clip(position, side, _MOST) - side
+
+
+def after(position: Any, side: int, end: int) -> Any:
+    """`position + side + 1`, or `end` where that is more; no sum on the way leaves int32."""
+    return clip(position, -_MOST, end - 1 - side) + side + 1
+
+
+@jax.custom_jvp
+def barrier(x: Any) -> Any:
+    """`lax.optimization_barrier`, which older JAX cannot differentiate."""
+    return lax.optimization_barrier(x)
+
+
+barrier.defjvp(lambda primals, tangents: (barrier(*primals), *tangents))
+
+
+@jax.custom_jvp
+def derivative_of_tanh(x: Any) -> Any:
+    """1 / cosh²; 1 − tanh² would cancel where |x| is large."""
+    e = jnp.exp(-2 * jnp.abs(x))
+    return 4 * e / jnp.square(1 + e)
+
+
+@derivative_of_tanh.defjvp
+def _derivative_of_tanh_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x,), (t_x,) = primals, tangents
+    y = derivative_of_tanh(x)
+    return y, -2 * jnp.tanh(x) * y * t_x
+
+
+def laid_out(x: Any) -> Array:
+    """`x`, rows that were just put into another order: the same numbers, but as a product by 1 where XLA is faster at
+    that than at a mere copy."""
+    lengths, row = x.shape[1:-1], x.shape[-1] * x.dtype.itemsize
+    moves = sum(n > 1 for n in lengths) > 1
+    if not moves or row < _SLOW_COPIES or (math.prod(lengths) & (math.prod(lengths) - 1)) == 0:
+        return x
+    return x * barrier(jnp.ones((), x.dtype))
+
+
+def divmod_unsigned(a: Array, b: Array) -> tuple[Array, Array]:
+    """Quotient and remainder of what is not negative."""
+    if isinstance(b, (int, np.integer)) and b == 1:
+        return a, jnp.zeros_like(a)
+    b = jnp.asarray(b, a.dtype)
+    return lax.div(a, b), lax.rem(a, b)
+
+
+# no index here is negative; where JAX lets us say so, it leaves out the asking. (Indices without a sign leave it out
+# everywhere, but the partitioner of JAX 0.4.38 makes comparisons of unlike types of them.)
+_NONE_NEGATIVE: dict[str, Any] = (
+    {"allow_negative_indices": False}
+    if "allow_negative_indices" in inspect.signature(lax.dynamic_slice).parameters
+    else {}
+)
+
+
+def cut(x: Any, shape: tuple[int, ...], *start: Any) -> Array:
+    """The part of `x` of this shape from `start` on."""
+    return x if x.shape == shape else lax.dynamic_slice(x, _int32(start), shape, **_NONE_NEGATIVE)
+
+
+def put(x: Any, part: Any, *start: Any) -> Array:
+    """`x` with `part` in it, from `start` on."""
+    return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, _int32(start), **_NONE_NEGATIVE)
+
+
+def _int32(indices: Any) -> list[Any]:
+    return [np.int32(i) if isinstance(i, (int, np.integer)) else i.astype(jnp.int32) for i in indices]
+
+
+def add(x: Any, part: Any, *start: Any) -> Array:
+    """`x` with `part` added to it, from `start` on."""
+    return put(x, cut(x, part.shape, *start) + part, *start)
+
+
+def put_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
+    """`x` with `part` in it, from `start` on along `axis`."""
+    return put(x, part, *(start if k == axis else 0 for k in range(x.ndim)))
+
+
+def add_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
+    """`x` with `part` added to it, from `start` on along `axis`."""
+    return add(x, part, *(start if k == axis else 0 for k in range(x.ndim)))
+
+
+def slice_axis(x: Any, start: Any, size: int, axis: int) -> Array:
+    """`size` elements along `axis` from `start`; an axis of size 1 broadcasts and is kept."""
+    if x.shape[axis] == 1:
+        return x
+    shape = *x.shape[:axis], size, *x.shape[axis + 1 :]
+    return cut(x, shape, *(start if k == axis else 0 for k in range(x.ndim)))
+
+
+def as_words(x: Any, index: Any) -> Array:
+    """Numbers of 16 bits as integers, made within the loop of this index: XLA then cuts a part of them before it
+    converts that. Numbers it would convert all, and before the loop."""
+    if x.dtype.itemsize > 2:
+        return x
+    x, _ = lax.optimization_barrier((x, index))
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def as_numbers(x: Any, dtype: Any) -> Array:
+    """What `as_words` took, again."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(lax.optimization_barrier(x), dtype)
+
+
+def tile_start(i: Any, size: int, length: int) -> Any:
+    """First index of tile `i`: the last tile of a ragged length reaches back over its neighbour."""
+    return i * size if length % size == 0 else clip(i * size, 0, length - size)
+
+
+def sums_of_others(products: Any) -> list[Array]:
+    """Σ left · right over what is visible and not finite, term by term.
+
+    Args:
+      products: left [..., y, l], right [..., l, z], which of the two is the weights, 0 or 1, and which of them are
+        visible: bool, of their shape. What they are multiplied with may not be finite.
+    """
+    sums = [jnp.zeros((*left.shape[:3], right.shape[3]), left.dtype) for left, right, *_ in products]
+    for length in {right.shape[2] for _, right, *_ in products}:  # those of one length share a loop, for short programs
+        mine = [i for i, (_, right, *_) in enumerate(products) if right.shape[2] == length]
+
+        def add_terms(k: Array, sums: Array, mine: Any = mine) -> Array:
+            for i in mine:
+                left, right, weights, see = products[i]
+                both = left, right = slice_axis(left, k, 1, 3), slice_axis(right, k, 1, 2)
+                counts = slice_axis(see, k, 1, 2 if weights else 3) & ~jnp.isfinite(both[1 - weights])
+                sums[i] = sums[i] + jnp.where(counts, left * right, 0)
+            return sums
+
+        sums = lax.fori_loop(jnp.uint32(0), jnp.uint32(length), add_terms, sums)
+    return sums
