@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -35,6 +36,13 @@ def all_finite(products: Any) -> Array:
     # the cheapest reduction; of numbers so large that their sum is infinite it may say no
     first = [slice_axis(x, 0, min(1, x.shape[axis]), axis) for x, axis in products]
     return functools.reduce(jnp.logical_and, [jnp.isfinite(x.sum()) for x in first])
+
+
+def finite_sums(arrays: Iterable[Any]) -> Array:
+    """Whether all elements are finite: their sums, which are the fastest to find. Of numbers so large that their sum is
+    infinite it says no."""
+    # behind a barrier: what is converted for the sum would be kept for other uses
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(barrier(x).sum()) for x in arrays])
 
 
 def row_dots(a: Array, b: Array) -> Array:
@@ -163,26 +171,3 @@ def as_numbers(x: Any, dtype: Any) -> Array:
 def tile_start(i: Any, size: int, length: int) -> Any:
     """First index of tile `i`: the last tile of a ragged length reaches back over its neighbour."""
     return i * size if length % size == 0 else clip(i * size, 0, length - size)
-
-
-def sums_of_others(products: Any) -> list[Array]:
-    """Σ left · right over what is visible and not finite, term by term.
-
-    Args:
-      products: left [..., y, l], right [..., l, z], which of the two is the weights, 0 or 1, and which of them are
-        visible: bool, of their shape. What they are multiplied with may not be finite.
-    """
-    sums = [jnp.zeros((*left.shape[:3], right.shape[3]), left.dtype) for left, right, *_ in products]
-    for length in {right.shape[2] for _, right, *_ in products}:  # those of one length share a loop, for short programs
-        mine = [i for i, (_, right, *_) in enumerate(products) if right.shape[2] == length]
-
-        def add_terms(k: Array, sums: Array, mine: Any = mine) -> Array:
-            for i in mine:
-                left, right, weights, see = products[i]
-                both = left, right = slice_axis(left, k, 1, 3), slice_axis(right, k, 1, 2)
-                counts = slice_axis(see, k, 1, 2 if weights else 3) & ~jnp.isfinite(both[1 - weights])
-                sums[i] = sums[i] + jnp.where(counts, left * right, 0)
-            return sums
-
-        sums = lax.fori_loop(jnp.uint32(0), jnp.uint32(length), add_terms, sums)
-    return sums

@@ -60,12 +60,12 @@ def backward(
         d_rows = jnp.where(empty[..., None], d_out.dtype.type(0), d_out)
     inverse = 1 / row_sum
 
-    def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, rows: Any, of_products: Any, columns: Any) -> Any:
+    def tile(w: Step, i: Any, j: Any, results: Any, rows: Any, of_products: Any, columns: Any) -> Any:
         p, (query, d_rows, shift, *found) = w.p, rows
         of_scores, of_values = p.factors(operands.query, operands.key), p.factors(operands.query, operands.value)
         (query_again, d_again), (key, key_again, value) = of_products, columns
 
-        def visit(results: Any) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
+        def visit(results: Any) -> tuple[Any, Any]:
             (d_query, d_key, d_value), (d_slopes, d_bias) = results
             query_i, d_i = w.rows_of(query, i, of_scores), w.rows_of(d_rows, i, of_values)
             x, d_cap, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, of_scores), i, j)
@@ -93,23 +93,24 @@ def backward(
             if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
                 d_x = jnp.where(see, d_x, acc.type(0))
 
-            products: list[Any] = [(w.product, d_x, lambda: w.columns_of("key", key_again, j))]
+            weights = w.weighing(d_x, see)
+            products: list[Any] = [(w.product, weights, w.columns_of("key", key_again, j), True)]
             if of_columns:
                 taken, product = (
                     (w.rows_of, w.product_of_rows) if as_rows else (w.transposed_rows_of, w.transposed_product)
                 )
-                products.append((product, d_x, lambda: taken(query_again, i)))
-                products.append((product, dropped, lambda: taken(d_again, i)))
-            d_query_i, *d_columns = w.sums(products, i, j, careful)
+                products.append((product, weights, taken(query_again, i), True))
+                products.append((product, w.weighing(dropped, see), taken(d_again, i), False))
+            (d_query_i, *d_columns), again = w.sums(products)
             d_query = w.add_rows(d_query, d_query_i, i)
             if of_columns:
                 d_key, d_value = (w.add_columns(x, part, j, as_rows) for x, part in zip((d_key, d_value), d_columns))
             if slope_gradient:
-                moment = (d_x * w.merged(w.distance(i, j))).sum(3)
+                moment = w.first((d_x * w.merged(w.distance(i, j))).sum(3))
                 d_slopes = w.add_heads(d_slopes, moment.reshape(*moment.shape[:2], p.g, -1).sum(3))
             if bias_gradient:
-                d_bias = _add_bias_gradient(w, d_bias, d_x, w.row_start(i), w.column_start(j))
-            return (d_query, d_key, d_value), (d_slopes, d_bias)
+                d_bias = _add_bias_gradient(w, d_bias, w.first(d_x), w.row_start(i), w.column_start(j))
+            return ((d_query, d_key, d_value), (d_slopes, d_bias)), again
 
         return w.unless_empty(i, j, visit, results)
 
@@ -123,13 +124,14 @@ def backward(
         # scores and exponentials are computed from the same numbers as in `forward`: XLA then shares those of a problem
         # of one tile
         of_scores, of_values = p.factors(operands.query, operands.key), p.factors(d_rows, operands.value)
+        p.ask_before(operands.key, *((operands.query, d_rows) if of_columns else ()))
         rows = [p.rows_for_steps(operands.query, of_scores), p.rows_for_steps(d_rows, of_values)]
         found = () if careful and found_again else (row_max, inverse)
         rows += [p.rows_for_steps(x) for x in (shift, *found)]
         of_products = [(p.rows_for_steps if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
         columns = [p.columns_by_head(operands.key, of_scores, p.keys_transposed), p.columns_by_head(operands.key)]
         columns.append(p.columns_by_head(operands.value, of_values, p.keys_transposed))
-        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, of_products, columns), init)
+        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, rows, of_products, columns), init)
 
     # the gradients by the scaled product; the scale itself follows outside, in the layout of the results: in that of
     # the scores XLA may take both for one array of scales, and keep that

@@ -39,33 +39,31 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     plain = p.rows_once and every_row_sees
     divided_first = plain and p.whole and divides_first(operands)
 
-    def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, query: Any, key: Any, value: Any) -> Any:
+    def tile(w: Step, i: Any, j: Any, results: Any, query: Any, key: Any, value: Any) -> Any:
         p, dtype = w.p, w.p.factors(operands.query, operands.key)
 
-        def visit(results: Any) -> tuple[tuple[Array], tuple[Array, Array]]:
+        def visit(results: Any) -> tuple[Any, Any]:
             (sums,), (high, total) = results
             query_i = w.rows_of(query, i, dtype)
-            x, _, _ = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, dtype), i, j)
+            x, _, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, dtype), i, j)
             new_high = x.max(-1)
             if not p.rows_once:
                 new_high = jnp.maximum(w.rows_of(high, i), new_high)
             shift = new_high if plain else jnp.where(new_high == -np.inf, acc.type(0), new_high)
             probability = p.weights(x, shift)
-            new_total = probability.sum(-1)
             if divided_first:
+                new_total = probability.sum(-1)
                 probability = probability / new_total[..., None]
-            probability = w.dropped(probability, i, j)
-            (new_sums,) = w.sums([(w.product, probability, lambda: w.columns_of("value", value, j))], i, j, careful)
+            weights = w.weighing(w.dropped(probability, i, j), w.after_bias(see, i, j))
+            if not divided_first:  # an array less: in the first attempt, which alone counts, weights are probabilities
+                new_total = w.first((weights if operands.dropout is None else probability).sum(-1))
+            (new_sums,), again = w.sums([(w.product, weights, w.columns_of("value", value, j), False)])
             if p.rows_once:
-                new_high = shift
+                new_high, sums, total = shift, w.add_rows(sums, new_sums, i), w.add_rows(total, new_total, i)
             else:
                 rescale = jnp.exp(w.rows_of(high, i) - shift)
-                new_total = w.rows_of(total, i) * rescale + new_total
-                new_sums = w.rows_of(sums, i) * rescale[..., None] + new_sums
-            return (
-                (w.put_rows(sums, new_sums, i),),
-                (w.put_rows(high, new_high, i), w.put_rows(total, new_total, i)),
-            )
+                sums, total = w.add_rows(sums, new_sums, i, rescale), w.add_rows(total, new_total, i, rescale)
+            return ((sums,), (w.put_rows(high, new_high, i), total)), again
 
         return w.unless_empty(i, j, visit, results)
 
@@ -75,8 +73,9 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     def run(p: Problem, careful: bool) -> Any:
         dtype = p.factors(operands.query, operands.key)
         key = p.columns_by_head(operands.key, dtype, p.keys_transposed)
+        p.ask_before(operands.value)
         arrays = p.rows_for_steps(operands.query, dtype), key, p.columns_by_head(operands.value)
-        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, *arrays), init)
+        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, *arrays), init)
 
     (sums,), (high, total) = p.mended(run)
 
@@ -119,7 +118,7 @@ def _seen(p: Problem, lost: Array) -> Array:
         visit = lambda seen: w.put_rows(
             seen, any_visible() if p.rows_once else w.rows_of(seen, i, bool) | any_visible(), i
         )
-        return w.unless_empty(i, j, visit, seen)
+        return w.unless_empty(i, j, lambda seen: (visit(seen), None), seen)
 
     none = jnp.zeros(lost.shape, bool)
-    return lax.cond(lost.any(), lambda: p.over_tiles(tile, none), lambda: none)
+    return lax.cond(lost.any(), lambda: p.over_tiles(tile, none, attempts=False), lambda: none)

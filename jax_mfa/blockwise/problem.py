@@ -17,11 +17,12 @@ from jax_mfa.blockwise.arrays import (
     before,
     clip,
     divmod_unsigned,
+    finite_sums,
     laid_out,
     slice_axis,
     tile_start,
 )
-from jax_mfa.blockwise.step import Step
+from jax_mfa.blockwise.step import Attempt, Step
 from jax_mfa.blockwise.tiling import LISTED_TURNS, Tiling, careful_tiling
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows
 from jax_mfa.whole_rows import per_batch_row
@@ -69,6 +70,10 @@ class Problem:
         self.keys_transposed = keys_transposed
         # whether anything that is not finite may spoil what does not see it
         self.masked = spec.has_mask(operands) or overlap or self.heads_in_one
+        # of all factors of the products, where it is known; else each step asks its own
+        self.all_finite: Any = None
+        # whether tiles are attempted again that meet such: else all is done again, see `mended`
+        self.attempts = self.masked and not self.row_tiles == self.column_tiles == 1
 
     # --- layouts
 
@@ -138,6 +143,13 @@ class Problem:
 
     # --- loops
 
+    def ask_before(self, *factors: Any) -> None:
+        """Asks, once for all of the loop, whether these factors of its products are finite; unless all is not read, or
+        each part only once."""
+        if self.attempts and self.row_tiles > 1 and self.operands.key_lengths is None:
+            if all(isinstance(x, jax.Array) for x in factors):
+                self.all_finite = finite_sums(factors)
+
     def bounds(self) -> tuple[Any, Array]:
         """The column tiles in which a row may see something: first, and the one after the last; [batch steps, row
         tiles] each, of numpy where they are known."""
@@ -167,15 +179,17 @@ class Problem:
         low = low // size + 0 * end
         return low, clip(end, low, self.column_tiles)
 
-    def over_tiles(self, body: Callable[..., Any], carry: Any) -> Any:
-        """`body(step, i, j, carry)` over all tiles in which a row may see something."""
-        if self.whole:
-            return body(Step(self, 0, 0), 0, 0, carry)
+    def over_tiles(self, body: Callable[..., Any], carry: Any, attempts: bool = True) -> Any:
+        """`body(step, i, j, carry)` over all tiles in which a row may see something. It gives the next carry, and
+        whether that tile is to be attempted again, which it is if `attempts` and something may be hidden."""
+        attempts = attempts and self.attempts
+        if self.whole and not attempts:
+            return body(Step(self, 0, 0), 0, 0, carry)[0]
         low, end = self.bounds()
         if isinstance(end, np.ndarray) and isinstance(self.batch, int):  # not of a program for any batch
             turns = self.batch_steps * self.head_steps * int((end - low).sum())
             if turns <= LISTED_TURNS:
-                return self._over_listed_tiles(low, end, turns, body, carry)
+                return self._over_listed_tiles(low, end, turns, body, carry, attempts)
         lists = low.shape[0]  # of tiles: one for each step of the batch, or one for all
         counts = (end - low).reshape(-1)
         ends = counts.cumsum()
@@ -192,44 +206,69 @@ class Problem:
                 batch_step, head_step = divmod_unsigned(row, self.row_tiles)[0], step
             return tuple(x.astype(jnp.int32) for x in (batch_step, head_step, i, j))
 
-        def turn(index: Any, state: Any) -> tuple[tuple[Array, ...], Any]:
-            # the place of the next turn is found in this one: what is carried is not computed anew by all that need it
-            (batch_step, head_step, i, j), carry = state
-            following = place(jnp.asarray(index, jnp.uint32) + jnp.uint32(1))
-            return following, body(Step(self, batch_step, head_step), i, j, carry)
-
         turns = ends[-1] * jnp.uint32(self.head_steps * (self.batch_steps if lists == 1 else 1))
-        return lax.fori_loop(jnp.uint32(0), turns, turn, (place(jnp.uint32(0)), carry))[1]
 
-    def _over_listed_tiles(self, low: Any, end: Any, turns: int, body: Callable[..., Any], carry: Any) -> Any:
+        def turn(index: Any, attempt: Any, state: Any) -> tuple[Any, Any]:
+            at, carry = state
+            carry, again = self._turn(at, attempt, body, carry)
+            return (at, carry), again
+
+        # the place of the next turn is found in this one: what is carried is not computed anew by all that need it
+        moved = lambda index, state: (place(index), state[1])
+        return self._loop(turns, turn, (place(jnp.uint32(0)), carry), attempts, moved)[1]
+
+    def _over_listed_tiles(
+        self, low: Any, end: Any, turns: int, body: Callable[..., Any], carry: Any, attempts: bool
+    ) -> Any:
         """`over_tiles` of bounds that are known, each turn's place read from lists."""
         i, j = zip(*[(i, j) for i in range(self.row_tiles) for j in range(low[0, i], end[0, i])]) if turns else ((), ())
         steps = np.indices((self.batch_steps, self.head_steps, len(i))).reshape(3, -1)
         lists = [*steps[:2], np.array(i, np.int32)[steps[2]], np.array(j, np.int32)[steps[2]]]
 
-        def turn(index: Any, carry: Any) -> Any:
+        def turn(index: Any, attempt: Any, carry: Any) -> tuple[Any, Any]:
             # what is the same in every turn is no array
-            place = (
+            place = [
                 int(x[0]) if (x == x[0]).all() else slice_axis(jnp.asarray(x, jnp.int32), index, 1, 0)[0] for x in lists
-            )
-            batch_step, head_step, i, j = place
-            return body(Step(self, batch_step, head_step), i, j, carry)
+            ]
+            return self._turn(place, attempt, body, carry)
 
-        return lax.fori_loop(jnp.uint32(0), jnp.uint32(turns), turn, carry) if turns else carry
+        return self._loop(jnp.uint32(turns), turn, carry, attempts) if turns else carry
+
+    def _turn(self, place: Any, attempt: Any, body: Callable[..., Any], carry: Any) -> tuple[Any, Any]:
+        batch_step, head_step, i, j = place
+        return body(Step(self, batch_step, head_step, attempt), i, j, carry)
+
+    def _loop(
+        self, turns: Array, turn: Any, state: Any, attempts: bool, moved: Any = lambda index, state: state
+    ) -> Any:
+        """`turn(index, attempt, state)` gives the next state and whether it is to be attempted again: one attempt after
+        the other, and then the next turn, after `moved(index, state)`."""
+        if not attempts:
+            once = lambda index, state: moved(index + jnp.uint32(1), turn(index, None, state)[0])
+            return lax.fori_loop(jnp.uint32(0), turns, once, state)
+
+        def next_attempt(all_state: Any) -> Any:
+            index, attempt, state = all_state
+            state, again = turn(index, attempt, state)
+            stays = jnp.where(attempt == 0, again, attempt < Attempt.LAST)
+            index = index + (~stays).astype(jnp.uint32)
+            return index, jnp.where(stays, attempt + 1, 0), moved(index, state)
+
+        return lax.while_loop(lambda x: x[0] < turns, next_attempt, (jnp.uint32(0), jnp.int32(0), state))[2]
 
     def mended(self, run: Any, columns_axis: int | None = None) -> tuple[Any, Any]:
         """`run(problem, careful=False)`: sums, and what takes no care. The sums of a problem of one tile are those of a
-        careful run if what they are sums of is not finite; other problems take care tile by tile.
+        careful run if what they are sums of is not finite; other problems attempt tile by tile again.
 
         Args:
           columns_axis: where all sums but the first, whose axis 2 is that of rows, have columns.
         """
         sums, rest = run(self, False)
-        if not (self.whole and self.masked):
+        if self.attempts or not self.masked:
             return sums, rest
         # a loop of one turn or none, for it changes its arrays in place; `lax.cond` copies what it hands on
         one_head = Problem(self.spec, self.operands, careful_tiling(self.operands))
-        one_head.rows_by_head = True  # for results in the layout of this one
+        one_head.rows_by_head, one_head.attempts = self.rows_by_head, True  # results in the layout of this one
         again = lambda _: (jnp.zeros((), bool), run(one_head, True)[0])
         products = [(x, columns_axis if n else 2) for n, x in enumerate(sums) if x.ndim]
         return lax.while_loop(lambda state: state[0], again, (~all_finite(products), sums))[1], rest

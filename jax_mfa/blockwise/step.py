@@ -14,16 +14,14 @@ from jax import Array, lax
 from jax_mfa.blockwise.arrays import (
     ROWS_TRANSPOSED,
     add,
-    all_finite,
     as_numbers,
     as_words,
     barrier,
     cut,
     derivative_of_tanh,
-    finite,
+    finite_sums,
     put,
     slice_axis,
-    sums_of_others,
     tile_start,
 )
 from jax_mfa.philox import keep_mask
@@ -33,12 +31,24 @@ if TYPE_CHECKING:
     from jax_mfa.blockwise.problem import Problem
 
 
+class Attempt:
+    """An attempt at the products of a tile, whose number is found when the program runs. The first takes what is finite
+    of their factors; the others look for what is not, one for ∞ and one for −∞, of which one that is visible tells. NaN
+    is both."""
+
+    LAST = 2
+
+    def __init__(self, number: Any, dtype: Any) -> None:
+        self.first, self.sign = number == 0, (3 - 2 * number).astype(dtype)
+
+
 class Step:
     """The operands of one step. R batch rows and E key heads of it, M = G · rows: the rows of a group's heads are rows
     of one matrix. Everything else keeps its letter."""
 
-    def __init__(self, problem: Problem, batch_step: Any, head_step: Any) -> None:
+    def __init__(self, problem: Problem, batch_step: Any, head_step: Any, attempt: Any = None) -> None:
         self.p, c = problem, problem.tiles
+        self.attempt: Any = None if attempt is None else Attempt(attempt, problem.acc)
         self.row0, self.head0 = batch_step * c.batch_rows, head_step * c.key_heads
         o, acc = problem.operands, problem.acc
 
@@ -116,16 +126,32 @@ class Step:
 
     def put_rows(self, x: Any, part: Any, i: Any) -> Array:
         """`x`, of the shape of `results`, with `part`, [R, E, M, ...], as the rows of tile `i`."""
+        return put(x, self._as_results(part), *self._rows_start(x, i))
+
+    def add_rows(self, x: Any, part: Any, i: Any, kept: Any = None) -> Array:
+        """`x`, of the shape of `results`, with `part` added to the rows of tile `i`, which are multiplied with `kept`,
+        [R, E, M], before."""
+        if kept is None and self.p.rows_once and self.attempt is None:
+            return self.put_rows(x, part, i)
+        # in the layout of the results, so that one kernel reads and writes them
+        part, start = self._as_results(part), self._rows_start(x, i)
+        old = cut(x, part.shape, *start)
+        if kept is not None:
+            old = old * self._as_results(kept).reshape(*part.shape[:3], *(1,) * (x.ndim - 3))
+        return put(x, old + part, *start)
+
+    def _as_results(self, part: Any) -> Any:
+        """[R, E, M, ...] in the layout of `results`."""
         if self.p.rows_by_head:
-            return put(x, part, self.row0, self.head0, *(0,) * (x.ndim - 2))
+            return part
         c, tail = self.p.tiles, part.shape[3:]
         part = jnp.moveaxis(part.reshape(*part.shape[:2], self.p.g, c.rows, *tail), 3, 1)
-        part = part.reshape(c.batch_rows, c.rows, -1, *tail)
-        return put(x, part, self.row0, self.row_start(i), self.head0 * self.p.g, *(0,) * len(tail))
+        return part.reshape(c.batch_rows, c.rows, -1, *tail)
 
-    def add_rows(self, x: Any, part: Any, i: Any) -> Array:
-        """`x`, of the shape of `results`, with `part` added to the rows of tile `i`."""
-        return self.put_rows(x, part if self.p.rows_once else self.rows_of(x, i) + part, i)
+    def _rows_start(self, x: Any, i: Any) -> tuple[Any, ...]:
+        """Where the rows of tile `i` start in `results`."""
+        place = (self.head0, 0) if self.p.rows_by_head else (self.row_start(i), self.head0 * self.p.g)
+        return self.row0, *place, *(0,) * (x.ndim - 3)
 
     def columns_of(self, name: str, x: Any, j: Any, dtype: Any = None) -> Array:
         """The columns of tile `j` of an operand, or of an array like it: `[R|1, E, columns, ...]`, or `[R|1, columns,
@@ -159,7 +185,8 @@ class Step:
         """`x`, [B, K, x, S], with `part`, [R, E, x, columns], added to the columns of tile `j`; [B, K, S, x] and
         [R, E, columns, x] if `as_rows`."""
         start = (self.column_start(j), 0) if as_rows else (0, self.column_start(j))
-        return (put if self.p.columns_once else add)(x, part, self.row0, self.head0, *start)
+        once = self.p.columns_once and self.attempt is None
+        return (put if once else add)(x, part, self.row0, self.head0, *start)
 
     def add_heads(self, x: Any, part: Any) -> Array:
         """`x`, [B, K, G], with `part`, [R, E, G], added."""
@@ -256,7 +283,8 @@ class Step:
         return x[..., 0], x[..., 1]
 
     def unless_empty(self, i: Any, j: Any, body: Callable[..., Any], carry: Any) -> Any:
-        """`body(carry)`, or `carry` where segments, ranges or mask blocks show that no score of the tile is visible."""
+        """`body(carry)`, or `carry` and no wish for another attempt where segments, ranges or mask blocks show that no
+        score of the tile is visible."""
         some = []
         if self.query_segments is not None:
             a, b = self.segments(i, j)
@@ -274,16 +302,21 @@ class Step:
             some.append((self.blocks & touched.reshape(1, 1, 1, *touched.shape)).any())
         if not some:
             return body(carry)
-        return lax.cond(functools.reduce(jnp.logical_and, some), body, lambda x: x, carry)
+        none = None if self.attempt is None else jnp.zeros((), bool)
+        return lax.cond(functools.reduce(jnp.logical_and, some), body, lambda x: (x, none), carry)
 
     def tile_of(self, x: Any, i: Any, j: Any) -> Array:
         x = slice_axis(x, self.row_start(i), self.p.tiles.rows, 3)
         return slice_axis(x, self.column_start(j), self.p.tiles.columns, 4)
 
-    # --- products and scores
+    # --- products
 
     def product(self, a: Array, b: Array, transpose: bool = False) -> Array:
-        """`[R, E, M, x] · [R|1, E, x, y]`, or `[R|1, E, y, x]` to transpose: [R, E, M, y]."""
+        """`[R, E, M, x] · [R|1, E, x, y]`, or `[R|1, E, y, x]` to transpose: [R, E, M, y]. A `b` is what `columns_of`
+        gives."""
+        return (self._product_in_one if self.p.heads_in_one else self._product_by_head)(a, b, transpose)
+
+    def _product_by_head(self, a: Array, b: Array, transpose: bool) -> Array:
         b = jnp.broadcast_to(b, (a.shape[0], *b.shape[1:]))
         if a.dtype != self.p.acc or (transpose and self.p.keys_transposed):
             # where the batch axes are not the first, XLA multiplies numbers of 16 bits as they are, which else it
@@ -293,7 +326,7 @@ class Step:
             return lax.dot_general(a, b, (((3,), (3,)), ((0, 2), (0, 2))), preferred_element_type=self.p.acc)
         return lax.dot_general(a, b, (((3,), (3 if transpose else 2,)), ((0, 1), (0, 1))))
 
-    def product_in_one(self, a: Array, b: Array, transpose: bool = False) -> Array:
+    def _product_in_one(self, a: Array, b: Array, transpose: bool) -> Array:
         """`product` with a `b` of `[R|1, columns, E, y]`, whose products of other heads are made and thrown away."""
         r, e, m, _ = a.shape
         own = jnp.eye(e, dtype=bool)[:, None, :, None]
@@ -317,45 +350,48 @@ class Step:
         weights = barrier(jnp.moveaxis(weights[:, :, None], 4, 2).reshape(r, e, s, m))
         return lax.dot_general(weights, a, (((3,), (2,)), ((0, 1), (0, 1))))
 
-    def sums(self, products: Any, i: Any, j: Any, careful: bool) -> Any:
-        """`product(weights, x)` of each (product, weights, x), of which what is hidden has no part though `x` is not
-        finite: 0 · NaN is NaN. What is not finite is then added term by term; it is rare.
+    # --- attempts: 0 · NaN is NaN, but what is hidden takes no part
+
+    def sums(self, products: Any) -> tuple[list[Array], Any]:
+        """`product(weights, x)` of each (product, weights, x, signed), of which what is hidden has no part though `x` is
+        not finite; and whether it takes other attempts to find that.
 
         Args:
-          products: `product`, `product_of_rows` or `transposed_product` each, with weights [R, E, M, columns] that are
-            zero where hidden, and what gives x: what `columns_of`, `rows_of` or `transposed_rows_of` does. Given
-            inside of a branch that is seldom taken, it is not kept for that branch.
-          careful: that it be added so; otherwise only where a sum is not finite and something may be hidden.
+          products: `product`, `product_of_rows` or `transposed_product` each, with what `weighing` made of weights, and
+            with x: what `columns_of`, `rows_of` or `transposed_rows_of` gives. Weights that are not probabilities are
+            signed: what is visible and not finite makes NaN of their sums. It is a query or key: either the row has no
+            softmax, or the weight is 0.
         """
+        if self.attempt is None:
+            return [product(weights, x) for product, weights, x, _ in products], None
+        first, zero = self.attempt.first, self.p.acc.type(0)
+        terms = (np.nan if signed else self.attempt.sign * np.inf for *_, signed in products)
+        found = (product(weights, self._factor(x)) for product, weights, x, _ in products)
+        sums = [jnp.where(first, x, jnp.where(x > 0, term, zero)) for x, term in zip(found, terms)]
+        finite = self.p.all_finite
+        return sums, first & ~(finite_sums(x for _, _, x, _ in products) if finite is None else finite)
 
-        def multiplied(weights: list[Any]) -> list[Array]:
-            return [
-                (self.product_in_one if self.p.heads_in_one else product)(x, y())
-                for (product, _, y), x in zip(products, weights)
-            ]
+    def _factor(self, x: Array) -> Array:
+        """What is multiplied with weights in this attempt."""
+        plain = jnp.where(jnp.isfinite(x), x, x.dtype.type(0))
+        sought = ~(x * self.attempt.sign.astype(x.dtype) <= jnp.finfo(x.dtype).max)
+        return jnp.where(self.attempt.first, plain, sought.astype(x.dtype))
 
-        def with_care(weights: list[Any]) -> list[Any]:
-            ys = [self.by_head(y()) for *_, y in products]
-            see = self.all_visible(i, j)
-            factors: Any = {  # of weights x and what they are multiplied with; which are the weights; what they see
-                self.product: lambda x, y: (x, y, 0, see),
-                self.product_of_rows: lambda x, y: (x.swapaxes(2, 3), y, 0, see.swapaxes(2, 3)),
-                self.transposed_product: lambda x, y: (y if ROWS_TRANSPOSED else y.swapaxes(2, 3), x, 1, see),
-            }
-            others = sums_of_others([factors[product](x, y) for (product, *_), x, y in zip(products, weights, ys)])
-            return [product(x, finite(y)) + z for (product, *_), x, y, z in zip(products, weights, ys, others)]
+    def weighing(self, weights: Any, see: Any) -> Array:
+        """Weights [R, E, M, columns] as this attempt takes them; they are zero where hidden, and `see` says where they
+        are not."""
+        if self.attempt is None:
+            return weights
+        later = ~self.attempt.first
+        # behind a barrier, and as XLA multiplies them: it would compute them anew for each use
+        taken = jnp.where(later if see is None else see & later, weights.dtype.type(1), weights)
+        return barrier(taken.reshape(-1, *taken.shape[2:])).reshape(taken.shape)
 
-        weights = [x for _, x, _ in products]
-        if careful:
-            return with_care(weights)
-        if self.p.whole or not self.p.masked:
-            return multiplied(weights)
-        # as XLA multiplies them, and behind a barrier: it would compute them a second time for the branch
-        flat = [barrier(x.reshape(-1, *x.shape[2:])) for x in weights]
-        kept = lambda: [x.reshape(like.shape) for x, like in zip(flat, weights)]
-        sums = multiplied(kept())
-        axes = [3 if product == self.transposed_product else 2 for product, *_ in products]
-        return lax.cond(all_finite(zip(sums, axes)), lambda: sums, lambda: with_care(kept()))
+    def first(self, x: Any) -> Any:
+        """What is added once: `x` in the first attempt, then 0."""
+        return x if self.attempt is None else jnp.where(self.attempt.first, x, x.dtype.type(0))
+
+    # --- scores
 
     def factor(self) -> float:
         """The scale: a number, or [R|1, 1, 1, 1]."""
@@ -364,14 +400,12 @@ class Step:
     def scores(self, q: Array, keys: Callable[[], Array], i: Any, j: Any) -> tuple[Array, Array | None]:
         """Scores of a tile after bias, slopes and soft cap, and the derivative of the cap (None without one).
 
-        `keys` gives what `columns_of` does, as in `sums`.
+        `keys` gives what `columns_of` does.
         """
+        x = self.product(q, keys(), transpose=True)
         if self.p.heads_in_one:
-            x = self.product_in_one(q, keys(), transpose=True)
-            by_head = lambda: self.product(q, self.by_head(keys()), transpose=True)
+            by_head = lambda: self._product_by_head(q, self.by_head(keys()), transpose=True)
             x = lax.cond(jnp.isfinite(x.sum()), lambda: x, by_head)
-        else:
-            x = self.product(q, keys(), transpose=True)
         x = x * self.factor()
         if self.bias is not None:
             bias = self.merged(self.tile_of(self.bias, i, j)).astype(x.dtype)

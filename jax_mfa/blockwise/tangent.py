@@ -43,13 +43,13 @@ def tangent(
     empty = sees_nothing(row_sum)
     inverse = 1 / jnp.where(empty, acc.type(1), row_sum)
 
-    def tile(w: Step, i: Any, j: Any, results: Any, careful: bool, rows: Any, columns: Any) -> Any:
+    def tile(w: Step, i: Any, j: Any, results: Any, rows: Any, columns: Any) -> Any:
         dtype, (query, t_query, *found) = w.p.factors(operands.query, operands.key), rows
         query_i = w.rows_of(query, i, dtype)
         t_query_i: Any = None if t_query is None else w.rows_of(t_query, i, dtype)
         row_max_i, inverse_i = (w.rows_of(x, i) for x in found)
 
-        def visit(results: Any) -> tuple[tuple[Array], tuple[Array]]:
+        def visit(results: Any) -> tuple[Any, Any]:
             (sums,), (lse,) = results
             key_j, t_key_j, value_j, t_value_j = (
                 functools.partial(w.columns_of, name, x, j, query_i.dtype if name == "key" else None)
@@ -75,11 +75,12 @@ def tangent(
                 t_x = t_x * d_cap
             moved = probability * (t_x if see is None else jnp.where(see, t_x, acc.type(0)))
 
-            products = [(w.product, w.dropped(moved, i, j), value_j)]
+            weights = lambda x: w.weighing(w.dropped(x, i, j), see)
+            products = [(w.product, weights(moved), value_j(), True)]
             if t.value is not None:
-                products.append((w.product, w.dropped(probability, i, j), t_value_j))
-            sums = w.add_rows(sums, sum(w.sums(products, i, j, careful)), i)
-            return (sums,), (w.add_rows(lse, moved.sum(-1), i),)
+                products.append((w.product, weights(probability), t_value_j(), False))
+            found, again = w.sums(products)
+            return ((w.add_rows(sums, sum(found), i),), (w.add_rows(lse, w.first(moved.sum(-1)), i),)), again
 
         return w.unless_empty(i, j, visit, results)
 
@@ -93,7 +94,7 @@ def tangent(
         rows += [p.rows_for_steps(x) for x in (row_max, inverse)]
         columns = [given(p.columns_by_head, x, dtype) for x in (operands.key, t.key)]
         columns += [given(p.columns_by_head, x) for x in (operands.value, t.value)]
-        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, careful, rows, columns), init)
+        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, rows, columns), init)
 
     (sums,), (lse,) = p.mended(run)
     sums, lse = p.by_token(sums), p.by_token(lse)
