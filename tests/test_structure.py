@@ -230,12 +230,13 @@ def test_few_rows_meet_the_keys_of_all_heads_unless_a_gradient_follows(monkeypat
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
-def test_a_program_holds_each_product_of_a_tile_once_and_once_more_for_care(gradient):
+def test_a_program_holds_each_product_of_a_tile_once(gradient):
+    """Also for what is not finite: programs that hold it twice take twice as long to compile."""
     x = jax.ShapeDtypeStruct((1, 1024, 8, 64), jnp.float32)
     attend = lambda q, k, v: jax_mfa.dot_product_attention(q, k, v, is_causal=True, implementation="blockwise").sum()
     text = jax.jit(jax.grad(attend, (0, 1, 2)) if gradient else attend).lower(x, x, x).as_text()
-    # scores and output; scores again, d(p), dq, dk, dv and Σ d(out) · out; and those that sum what may be hidden
-    assert text.count("stablehlo.dot_general") == (2 + 1 + 6 + 3 if gradient else 2 + 1)
+    # scores and output; scores again, d(p), dq, dk, dv and Σ d(out) · out
+    assert text.count("stablehlo.dot_general") == (2 + 6 if gradient else 2)
 
 
 def _of_one_tile(dtype, gradient):

@@ -73,7 +73,7 @@ class Problem:
         # of all factors of the products, where it is known; else each step asks its own
         self.all_finite: Any = None
         # whether tiles are attempted again that meet such: else all is done again, see `mended`
-        self.attempts = self.masked and not self.row_tiles == self.column_tiles == 1
+        self.attempts = self.masked and self.row_tiles > 1
 
     # --- layouts
 
@@ -266,10 +266,10 @@ class Problem:
         sums, rest = run(self, False)
         if self.attempts or not self.masked:
             return sums, rest
+        careful = Problem(self.spec, self.operands, careful_tiling(self.operands) if self.whole else self.tiles)
+        careful.rows_by_head, careful.attempts = self.rows_by_head, True  # results in the layout of these
         # a loop of one turn or none, for it changes its arrays in place; `lax.cond` copies what it hands on
-        one_head = Problem(self.spec, self.operands, careful_tiling(self.operands))
-        one_head.rows_by_head, one_head.attempts = self.rows_by_head, True  # results in the layout of this one
-        again = lambda _: (jnp.zeros((), bool), run(one_head, True)[0])
+        again = lambda _: (jnp.zeros((), bool), run(careful, True)[0])
         products = [(x, columns_axis if n else 2) for n, x in enumerate(sums) if x.ndim]
         return lax.while_loop(lambda state: state[0], again, (~all_finite(products), sums))[1], rest
 
