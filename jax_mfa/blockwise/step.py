@@ -353,8 +353,8 @@ class Step:
     # --- attempts: 0 · NaN is NaN, but what is hidden takes no part
 
     def sums(self, products: Any) -> tuple[list[Array], Any]:
-        """`product(weights, x)` of each (product, weights, x, signed), of which what is hidden has no part though `x` is
-        not finite; and whether it takes other attempts to find that.
+        """`product(weights, x)` of each (product, weights, x, signed), of which what is hidden has no part, though `x`
+        be not finite; and whether it takes other attempts to find that.
 
         Args:
           products: `product`, `product_of_rows` or `transposed_product` each, with what `weighing` made of weights, and
