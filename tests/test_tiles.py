@@ -3,6 +3,8 @@
 The only tests that reach into `blockwise`: its tile sizes are module constants.
 """
 
+import math
+
 import jax
 import numpy as np
 import oracle
@@ -165,9 +167,12 @@ def test_few_rows_meet_all_heads_in_one_product(spoil, dtype, monkeypatch):
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
 @pytest.mark.parametrize("offset", [0, 3, -2])
 @pytest.mark.parametrize("name", ["query", "key", "value", "d_out"])
-def test_what_is_not_finite_anywhere_taints_only_what_sees_it(name, offset, spoil):
-    """Of products only one row or column is asked whether it is finite."""
+@pytest.mark.parametrize("size", [None, (4, 5), (14, 4)], ids=["one tile", "tiles", "one row of tiles"])
+def test_what_is_not_finite_anywhere_taints_only_what_sees_it(size, name, offset, spoil, tiles):
+    """Of the products of one tile only one row or column is asked whether it is finite."""
     t, s, group = 7, 9, 2
+    if size:
+        tiles(*size, math.prod(size))
     arguments = Case("one", B=2, T=t, S=s, N=4, K=2, H=8, is_causal=True, query_offset=offset).arguments()
     d_out, d_lse = cotangents(arguments)
     clean = evaluate(BLOCKWISE, arguments, d_out, d_lse)
@@ -175,11 +180,11 @@ def test_what_is_not_finite_anywhere_taints_only_what_sees_it(name, offset, spoi
     for place in range(s if name in ("key", "value") else t):
         spoilt = {**arguments, "d_out": d_out}
         spoilt[name] = spoilt[name].copy()
-        spoilt[name][0, place, 0, 3] = spoil  # of the first head, and its group
+        spoilt[name][0, place, -1, 3] = spoil  # of the last head, and its group
         out, lse, gradients = evaluate(BLOCKWISE, {x: spoilt[x] for x in arguments}, spoilt["d_out"], d_lse)
         rows = sees[:, place] if name in ("key", "value") else (np.arange(t) == place) & sees.any(1)
         columns = sees[rows].any(0)
-        kept = lambda x, tainted, heads: (x[0, ~tainted], x[0, :, heads:], x[1])
+        kept = lambda x, tainted, heads: (x[0, ~tainted], x[0, :, :-heads], x[1])
         pairs = [(out, clean[0], rows, group), (lse, clean[1], rows, group)]
         pairs += [(gradients[x], clean[2][x], rows if x == "query" else columns, 1 + (x == "query")) for x in gradients]
         for got, wanted, tainted, heads in pairs:

@@ -72,7 +72,8 @@ class Problem:
         self.masked = spec.has_mask(operands) or overlap or self.heads_in_one
         # of all factors of the products, where it is known; else each step asks its own
         self.all_finite: Any = None
-        # whether tiles are attempted again that meet such: else all is done again, see `mended`
+        # whether tiles are attempted again that meet such; else all is, see `mended`: what is found of few rows is
+        # asked sooner than what they meet
         self.attempts = self.masked and self.row_tiles > 1
 
     # --- layouts
@@ -257,11 +258,11 @@ class Problem:
         return lax.while_loop(lambda x: x[0] < turns, next_attempt, (jnp.uint32(0), jnp.int32(0), state))[2]
 
     def mended(self, run: Any, columns_axis: int | None = None) -> tuple[Any, Any]:
-        """`run(problem, careful=False)`: sums, and what takes no care. The sums of a problem of one tile are those of a
-        careful run if what they are sums of is not finite; other problems attempt tile by tile again.
+        """`run(problem, careful=False)`: sums, and what takes no care. Of a single row tile, which meets each column
+        once, the sums are those of a careful run if they are not finite; other problems attempt tile by tile again.
 
         Args:
-          columns_axis: where all sums but the first, whose axis 2 is that of rows, have columns.
+          columns_axis: where all sums but the first, whose axis 2 is that of rows, have columns, if of one tile.
         """
         sums, rest = run(self, False)
         if self.attempts or not self.masked:
@@ -270,8 +271,11 @@ class Problem:
         careful.rows_by_head, careful.attempts = self.rows_by_head, True  # results in the layout of these
         # a loop of one turn or none, for it changes its arrays in place; `lax.cond` copies what it hands on
         again = lambda _: (jnp.zeros((), bool), run(careful, True)[0])
-        products = [(x, columns_axis if n else 2) for n, x in enumerate(sums) if x.ndim]
-        return lax.while_loop(lambda state: state[0], again, (~all_finite(products), sums))[1], rest
+        if self.whole:
+            finite = all_finite([(x, columns_axis if n else 2) for n, x in enumerate(sums) if x.ndim])
+        else:  # not all tiles are visited
+            finite = finite_sums(sums)
+        return lax.while_loop(lambda state: state[0], again, (~finite, sums))[1], rest
 
     def weights(self, scores: Array, row_max: Array) -> Array:
         """exp(scores − row_max) of [..., columns] and [...]."""

@@ -19,6 +19,7 @@ from jax_mfa.blockwise.arrays import (
     barrier,
     cut,
     derivative_of_tanh,
+    finite,
     finite_sums,
     put,
     slice_axis,
@@ -358,9 +359,9 @@ class Step:
 
         Args:
           products: `product`, `product_of_rows` or `transposed_product` each, with what `weighing` made of weights, and
-            with x: what `columns_of`, `rows_of` or `transposed_rows_of` gives. Weights that are not probabilities are
-            signed: what is visible and not finite makes NaN of their sums. It is a query or key: either the row has no
-            softmax, or the weight is 0.
+            with x: what `columns_of`, `rows_of` or `transposed_rows_of` gives. Weights are probabilities, of which no
+            visible one is 0, however small; or signed: what is visible and not finite makes NaN of their sums, for it
+            is a query or key, where either the row has no softmax or the weight is 0.
         """
         if self.attempt is None:
             return [product(weights, x) for product, weights, x, _ in products], None
@@ -368,14 +369,13 @@ class Step:
         terms = (np.nan if signed else self.attempt.sign * np.inf for *_, signed in products)
         found = (product(weights, self._factor(x)) for product, weights, x, _ in products)
         sums = [jnp.where(first, x, jnp.where(x > 0, term, zero)) for x, term in zip(found, terms)]
-        finite = self.p.all_finite
-        return sums, first & ~(finite_sums(x for _, _, x, _ in products) if finite is None else finite)
+        all_finite = self.p.all_finite
+        return sums, first & ~(finite_sums(x for _, _, x, _ in products) if all_finite is None else all_finite)
 
     def _factor(self, x: Array) -> Array:
         """What is multiplied with weights in this attempt."""
-        plain = jnp.where(jnp.isfinite(x), x, x.dtype.type(0))
-        sought = ~(x * self.attempt.sign.astype(x.dtype) <= jnp.finfo(x.dtype).max)
-        return jnp.where(self.attempt.first, plain, sought.astype(x.dtype))
+        sought = ~(x * self.attempt.sign <= jnp.finfo(x.dtype).max)
+        return jnp.where(self.attempt.first, finite(x), sought.astype(x.dtype))
 
     def weighing(self, weights: Any, see: Any) -> Array:
         """Weights [R, E, M, columns] as this attempt takes them; they are zero where hidden, and `see` says where they
