@@ -26,8 +26,34 @@ _SUMS_AS_PRODUCTS = (0, 10) <= jax.__version_info__ < (0, 11)
 ROWS_TRANSPOSED = jax.__version_info__ >= (0, 11)
 
 
+# `jnp` makes three instructions of a broadcast of axes of size 1, and a function of each selection. Without those a
+# program of many layers is compiled in less time.
+
+
+def broadcast(x: Any, shape: tuple[Any, ...]) -> Any:
+    """`jnp.broadcast_to`."""
+    first = len(shape) - x.ndim
+    kept = [axis for axis in range(x.ndim) if x.shape[axis] == shape[first + axis]]
+    if len(kept) == len(shape):
+        return x
+    x = lax.squeeze(x, [axis for axis in range(x.ndim) if axis not in kept])
+    return lax.broadcast_in_dim(x, shape, [first + axis for axis in kept])
+
+
+def along_last(x: Any, like: Any) -> Any:
+    """`x[..., None]` of the shape of `like`."""
+    return broadcast(lax.broadcast_in_dim(x, (*x.shape, like.shape[-1]), range(x.ndim)), like.shape)
+
+
+def where(condition: Any, x: Any, y: Any) -> Array:
+    """`jnp.where` of arrays and numbers of the same dtype."""
+    shape = lax.broadcast_shapes(*(a.shape for a in (condition, x, y)))
+    x, y = broadcast(x, shape), broadcast(y, shape)
+    return lax.select(broadcast(condition, shape) if condition.ndim else condition, x, y)
+
+
 def finite(x: Any) -> Array:
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+    return where(jnp.isfinite(x), x, x.dtype.type(0))
 
 
 def all_finite(products: Any) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mfa import whole_rows
-from jax_mfa.blockwise.arrays import add, finite, row_dots
+from jax_mfa.blockwise.arrays import add, along_last, finite, row_dots, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.problem import Problem
 from jax_mfa.blockwise.step import Step
@@ -55,35 +55,36 @@ def backward(
     as_rows = gradients_as_rows(operands, p.tiles)
     if not spec.every_row_sees(operands):
         empty = sees_nothing(row_sum)
-        row_sum = jnp.where(empty, acc.type(1), row_sum)
-        shift = jnp.where(empty, acc.type(0), shift)
-        d_rows = jnp.where(empty[..., None], d_out.dtype.type(0), d_out)
+        row_sum = where(empty, acc.type(1), row_sum)
+        shift = where(empty, acc.type(0), shift)
+        d_rows = where(along_last(empty, d_out), d_out.dtype.type(0), d_out)
     inverse = 1 / row_sum
 
-    def tile(w: Step, i: Any, j: Any, results: Any, rows: Any, of_products: Any, columns: Any) -> Any:
+    def tile(w: Step, results: Any, rows: Any, of_products: Any, columns: Any) -> Any:
         p, (query, d_rows, shift, *found) = w.p, rows
         of_scores, of_values = p.factors(operands.query, operands.key), p.factors(operands.query, operands.value)
         (query_again, d_again), (key, key_again, value) = of_products, columns
 
         def visit(results: Any) -> tuple[Any, Any]:
             (d_query, d_key, d_value), (d_slopes, d_bias) = results
-            query_i, d_i = w.rows_of(query, i, of_scores), w.rows_of(d_rows, i, of_values)
-            x, d_cap, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, of_scores), i, j)
+            query_i, d_i = w.rows_of(query, of_scores), w.rows_of(d_rows, of_values)
+            x, d_cap, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, of_scores))
             # a value that is not finite spoils only dp, which is overwritten where nobody may see it
-            d_p = w.product(d_i, w.columns_of("value", value, j, of_values), transpose=True)
+            d_p = w.product(d_i, w.columns_of("value", value, of_values), transpose=True)
             if found:
-                high, inverse = (w.rows_of(a, i) for a in found)
+                high, inverse = (w.rows_of(a) for a in found)
             else:
                 high = x.max(-1)
                 inverse = 1 / p.weights(x, high).sum(-1)
-            probability, see = w.probability(x, see, high, inverse, i, j)
-            dropped = w.dropped(probability, i, j)
-            shift_i = w.rows_of(shift, i)[..., None]
+            probability, see = w.probability(x, see, high, inverse)
+            dropped = w.dropped(probability)
+            shift_i = w.rows_of(shift)
             if whole_rows_in_tile:
                 if see is None:
-                    shift_i += row_dots(dropped, d_p)[..., None]
+                    shift_i += row_dots(dropped, d_p)
                 else:
-                    shift_i += jnp.where(see, dropped * d_p, acc.type(0)).sum(-1, keepdims=True)
+                    shift_i += where(see, dropped * d_p, acc.type(0)).sum(-1)
+            shift_i = along_last(shift_i, d_p)
             if operands.dropout is None:
                 d_x = probability * (d_p - shift_i)
             else:
@@ -91,28 +92,28 @@ def backward(
             if d_cap is not None:
                 d_x = d_x * d_cap
             if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
-                d_x = jnp.where(see, d_x, acc.type(0))
+                d_x = where(see, d_x, acc.type(0))
 
             weights = w.weighing(d_x, see)
-            products: list[Any] = [(w.product, weights, w.columns_of("key", key_again, j), True)]
+            products: list[Any] = [(w.product, weights, w.columns_of("key", key_again), True)]
             if of_columns:
                 taken, product = (
                     (w.rows_of, w.product_of_rows) if as_rows else (w.transposed_rows_of, w.transposed_product)
                 )
-                products.append((product, weights, taken(query_again, i), True))
-                products.append((product, w.weighing(dropped, see), taken(d_again, i), False))
+                products.append((product, weights, taken(query_again), True))
+                products.append((product, w.weighing(dropped, see), taken(d_again), False))
             (d_query_i, *d_columns), again = w.sums(products)
-            d_query = w.add_rows(d_query, d_query_i, i)
+            d_query = w.add_rows(d_query, d_query_i)
             if of_columns:
-                d_key, d_value = (w.add_columns(x, part, j, as_rows) for x, part in zip((d_key, d_value), d_columns))
+                d_key, d_value = (w.add_columns(x, part, as_rows) for x, part in zip((d_key, d_value), d_columns))
             if slope_gradient:
-                moment = w.first((d_x * w.merged(w.distance(i, j))).sum(3))
+                moment = w.first((d_x * w.merged(w.distance())).sum(3))
                 d_slopes = w.add_heads(d_slopes, moment.reshape(*moment.shape[:2], p.g, -1).sum(3))
             if bias_gradient:
-                d_bias = _add_bias_gradient(w, d_bias, w.first(d_x), w.row_start(i), w.column_start(j))
+                d_bias = _add_bias_gradient(w, d_bias, w.first(d_x), w.row_start, w.column_start)
             return ((d_query, d_key, d_value), (d_slopes, d_bias)), again
 
-        return w.unless_empty(i, j, visit, results)
+        return w.unless_empty(visit, results)
 
     # keys and values stay transposed till the end: XLA transposes a whole array several times as fast as a part of one
     shape_of = lambda size: (p.batch, p.k, *((p.s, size) if as_rows else (size, p.s))) if of_columns else ()
@@ -131,7 +132,7 @@ def backward(
         of_products = [(p.rows_for_steps if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
         columns = [p.columns_by_head(operands.key, of_scores, p.keys_transposed), p.columns_by_head(operands.key)]
         columns.append(p.columns_by_head(operands.value, of_values, p.keys_transposed))
-        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, rows, of_products, columns), init)
+        return p.over_tiles(lambda w, results: tile(w, results, rows, of_products, columns), init)
 
     # the gradients by the scaled product; the scale itself follows outside, in the layout of the results: in that of
     # the scores XLA may take both for one array of scales, and keep that
@@ -141,7 +142,7 @@ def backward(
         if operands.scale is None:
             return x * spec.scale
         scale = whole_rows.per_batch_row(spec, operands, "scale", acc).reshape(-1, *(1,) * (x.ndim - 1))
-        return jnp.where(x == 0, x, x * scale)  # a sum of nothing is 0, whatever the scale
+        return where(x == 0, x, x * scale)  # a sum of nothing is 0, whatever the scale
 
     def cotangent(name: str) -> Any:
         operand, repeat = getattr(operands, name), getattr(p.repeats, name)

@@ -26,14 +26,14 @@ def with_columns(spec: Specification, operands: Operands) -> Operands:
 class Columns(Stored):
     """Keys or values whose tiles are read one at a time."""
 
-    def tile(self, w: Step, j: Any) -> Array:
-        """The columns of tile `j`, [R|1, columns, E, size] in the accumulation dtype."""
+    def tile(self, w: Step) -> Array:
+        """The columns of the step's tile, [R|1, columns, E, size] in the accumulation dtype."""
         read = self._of_row if self.page_size is None else self._of_pages
-        return self.decoded({part: read(w, part, x, j) for part, x in self.parts.items()}, w.p.acc)
+        return self.decoded({part: read(w, part, x) for part, x in self.parts.items()}, w.p.acc)
 
-    def _of_row(self, w: Step, part: str, x: Any, j: Any) -> Array:
-        start, count, per = w.column_start(j), w.p.tiles.columns, self.tokens_of(part)
-        words = as_words(x, j)
+    def _of_row(self, w: Step, part: str, x: Any) -> Array:
+        start, count, per = w.column_start, w.p.tiles.columns, self.tokens_of(part)
+        words = as_words(x, w.j)
         if per == 1:
             words = slice_axis(words, start, count, 1)
         elif x.shape[1] > 1:
@@ -41,13 +41,13 @@ class Columns(Stored):
         words = slice_axis(words, w.head0, w.p.tiles.key_heads, 2)
         return as_numbers(w.rows(field_of(self.name, part), words), x.dtype)
 
-    def _of_pages(self, w: Step, part: str, x: Any, j: Any) -> Array:
+    def _of_pages(self, w: Step, part: str, x: Any) -> Array:
         page, per = self.page_size, self.tokens_of(part)
         assert page is not None
         c, (_, entries, heads, size) = w.p.tiles, x.shape
         pages = w.rows("block_tables", self.tables)
-        pages = lax.dynamic_slice_in_dim(pages, w.column_start(j) // page, c.columns // page, 1)
-        words = as_words(x, j).reshape(-1, entries, heads * size)
+        pages = lax.dynamic_slice_in_dim(pages, w.column_start // page, c.columns // page, 1)
+        words = as_words(x, w.j).reshape(-1, entries, heads * size)
         first, taken = (0, 1) if heads == 1 else (w.head0 * size, c.key_heads)
 
         def one(index: Any) -> Array:

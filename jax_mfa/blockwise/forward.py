@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_mfa.blockwise.arrays import along_last, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.problem import Problem
 from jax_mfa.blockwise.step import Step
@@ -39,33 +40,33 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     plain = p.rows_once and every_row_sees
     divided_first = plain and p.whole and divides_first(operands)
 
-    def tile(w: Step, i: Any, j: Any, results: Any, query: Any, key: Any, value: Any) -> Any:
+    def tile(w: Step, results: Any, query: Any, key: Any, value: Any) -> Any:
         p, dtype = w.p, w.p.factors(operands.query, operands.key)
 
         def visit(results: Any) -> tuple[Any, Any]:
             (sums,), (high, total) = results
-            query_i = w.rows_of(query, i, dtype)
-            x, _, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, j, dtype), i, j)
+            query_i = w.rows_of(query, dtype)
+            x, _, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, dtype))
             new_high = x.max(-1)
             if not p.rows_once:
-                new_high = jnp.maximum(w.rows_of(high, i), new_high)
-            shift = new_high if plain else jnp.where(new_high == -np.inf, acc.type(0), new_high)
+                new_high = jnp.maximum(w.rows_of(high), new_high)
+            shift = new_high if plain else where(new_high == -np.inf, acc.type(0), new_high)
             probability = p.weights(x, shift)
             if divided_first:
                 new_total = probability.sum(-1)
-                probability = probability / new_total[..., None]
-            weights = w.weighing(w.dropped(probability, i, j), w.after_bias(see, i, j))
+                probability = probability / along_last(new_total, probability)
+            weights = w.weighing(w.dropped(probability), w.after_bias(see))
             if not divided_first:  # an array less: in the first attempt, which alone counts, weights are probabilities
                 new_total = w.first((weights if operands.dropout is None else probability).sum(-1))
-            (new_sums,), again = w.sums([(w.product, weights, w.columns_of("value", value, j), False)])
+            (new_sums,), again = w.sums([(w.product, weights, w.columns_of("value", value), False)])
             if p.rows_once:
-                new_high, sums, total = shift, w.add_rows(sums, new_sums, i), w.add_rows(total, new_total, i)
+                new_high, sums, total = shift, w.add_rows(sums, new_sums), w.add_rows(total, new_total)
             else:
-                rescale = jnp.exp(w.rows_of(high, i) - shift)
-                sums, total = w.add_rows(sums, new_sums, i, rescale), w.add_rows(total, new_total, i, rescale)
-            return ((sums,), (w.put_rows(high, new_high, i), total)), again
+                rescale = jnp.exp(w.rows_of(high) - shift)
+                sums, total = w.add_rows(sums, new_sums, rescale), w.add_rows(total, new_total, rescale)
+            return ((sums,), (w.put_rows(high, new_high), total)), again
 
-        return w.unless_empty(i, j, visit, results)
+        return w.unless_empty(visit, results)
 
     rows = p.results()
     init = (jnp.zeros((*rows, p.v), acc),), (jnp.full(rows, 0 if p.rows_once else -np.inf, acc), jnp.zeros(rows, acc))
@@ -75,17 +76,17 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
         key = p.columns_by_head(operands.key, dtype, p.keys_transposed)
         p.ask_before(operands.value)
         arrays = p.rows_for_steps(operands.query, dtype), key, p.columns_by_head(operands.value)
-        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, *arrays), init)
+        return p.over_tiles(lambda w, results: tile(w, results, *arrays), init)
 
     (sums,), (high, total) = p.mended(run)
 
     if plain:
-        out, row_max, row_sum = sums if divided_first else sums / total[..., None], high, total
+        out, row_max, row_sum = sums if divided_first else sums / along_last(total, sums), high, total
     else:
         lost = total == 0  # rows that have met no score above −∞
-        row_max = high if p.rows_once else jnp.where(lost, acc.type(0), high)
+        row_max = high if p.rows_once else where(lost, acc.type(0), high)
         if every_row_sees:
-            out, row_sum = sums / total[..., None], jnp.where(lost, acc.type(np.nan), total)
+            out, row_sum = sums / along_last(total, sums), where(lost, acc.type(np.nan), total)
         else:
             out, row_max, row_sum = _with_lost_rows(p, lost, sums, row_max, total)
     return p.by_token(out.astype(operands.query.dtype)), p.by_token(row_max), p.by_token(row_sum)
@@ -98,14 +99,14 @@ def _with_lost_rows(p: Problem, lost: Array, sums: Array, row_max: Array, total:
     undefined, empty = lost & seen, lost & ~seen  # rows that see scores of −∞ alone, and rows that see nothing
     if o.sinks is not None:
         sinks = p.per_row_and_head("sinks")
-        high = jnp.where(lost, -np.inf, row_max)
-        new_max = jnp.where(empty, zero, jnp.maximum(high, sinks))
-        rescale = jnp.where(undefined, zero, jnp.exp(high - new_max))
+        high = where(lost, p.acc.type(-np.inf), row_max)
+        new_max = where(empty, zero, jnp.maximum(high, sinks))
+        rescale = where(undefined, zero, jnp.exp(high - new_max))
         total = total * rescale + jnp.exp(sinks - new_max)
-        sums, row_max = sums * rescale[..., None], jnp.where(new_max == -np.inf, zero, new_max)
+        sums, row_max = sums * along_last(rescale, sums), where(new_max == -np.inf, zero, new_max)
         undefined = undefined & (sinks == -np.inf)
-    total = jnp.where(empty, zero, jnp.where(undefined, p.acc.type(np.nan), total))
-    return sums / jnp.where(empty, p.acc.type(1), total)[..., None], row_max, total
+    total = where(empty, zero, where(undefined, p.acc.type(np.nan), total))
+    return sums / along_last(where(empty, p.acc.type(1), total), sums), row_max, total
 
 
 def _seen(p: Problem, lost: Array) -> Array:
@@ -113,12 +114,10 @@ def _seen(p: Problem, lost: Array) -> Array:
     if p.spec.every_row_sees(p.operands):
         return jnp.ones(lost.shape, bool)
 
-    def tile(w: Step, i: Any, j: Any, seen: Any) -> Any:
-        any_visible = lambda: w.all_visible(i, j).any(-1)
-        visit = lambda seen: w.put_rows(
-            seen, any_visible() if p.rows_once else w.rows_of(seen, i, bool) | any_visible(), i
-        )
-        return w.unless_empty(i, j, lambda seen: (visit(seen), None), seen)
+    def tile(w: Step, seen: Any) -> Any:
+        any_visible = lambda: w.all_visible().any(-1)
+        visit = lambda seen: w.put_rows(seen, any_visible() if p.rows_once else w.rows_of(seen, bool) | any_visible())
+        return w.unless_empty(lambda seen: (visit(seen), None), seen)
 
     none = jnp.zeros(lost.shape, bool)
     return lax.cond(lost.any(), lambda: p.over_tiles(tile, none, attempts=False), lambda: none)

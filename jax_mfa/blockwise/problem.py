@@ -14,6 +14,7 @@ from jax_mfa.blockwise.arrays import (
     ROWS_TRANSPOSED,
     after,
     all_finite,
+    along_last,
     before,
     clip,
     divmod_unsigned,
@@ -21,6 +22,7 @@ from jax_mfa.blockwise.arrays import (
     laid_out,
     slice_axis,
     tile_start,
+    where,
 )
 from jax_mfa.blockwise.step import Attempt, Step
 from jax_mfa.blockwise.tiling import LISTED_TURNS, Tiling, careful_tiling
@@ -175,17 +177,17 @@ class Problem:
         if o.key_lengths is not None:
             high = clip(per_step("key_lengths").max(1, keepdims=True), 0, high)
         if o.query_lengths is not None:
-            high = jnp.where(first < per_step("query_lengths").max(1, keepdims=True), high, 0)
+            high = where(first < per_step("query_lengths").max(1, keepdims=True), high, np.int32(0))
         end = -(-high // size)
         low = low // size + 0 * end
         return low, clip(end, low, self.column_tiles)
 
     def over_tiles(self, body: Callable[..., Any], carry: Any, attempts: bool = True) -> Any:
-        """`body(step, i, j, carry)` over all tiles in which a row may see something. It gives the next carry, and
+        """`body(step, carry)` over all tiles in which a row may see something. It gives the next carry, and
         whether that tile is to be attempted again, which it is if `attempts` and something may be hidden."""
         attempts = attempts and self.attempts
         if self.whole and not attempts:
-            return body(Step(self, 0, 0), 0, 0, carry)[0]
+            return body(Step(self, 0, 0, 0, 0), carry)[0]
         low, end = self.bounds()
         if isinstance(end, np.ndarray) and isinstance(self.batch, int):  # not of a program for any batch
             turns = self.batch_steps * self.head_steps * int((end - low).sum())
@@ -237,7 +239,7 @@ class Problem:
 
     def _turn(self, place: Any, attempt: Any, body: Callable[..., Any], carry: Any) -> tuple[Any, Any]:
         batch_step, head_step, i, j = place
-        return body(Step(self, batch_step, head_step, attempt), i, j, carry)
+        return body(Step(self, batch_step, head_step, i, j, attempt), carry)
 
     def _loop(
         self, turns: Array, turn: Any, state: Any, attempts: bool, moved: Any = lambda index, state: state
@@ -251,9 +253,9 @@ class Problem:
         def next_attempt(all_state: Any) -> Any:
             index, attempt, state = all_state
             state, again = turn(index, attempt, state)
-            stays = jnp.where(attempt == 0, again, attempt < Attempt.LAST)
+            stays = where(attempt == 0, again, attempt < Attempt.LAST)
             index = index + (~stays).astype(jnp.uint32)
-            return index, jnp.where(stays, attempt + 1, 0), moved(index, state)
+            return index, where(stays, attempt + 1, np.int32(0)), moved(index, state)
 
         return lax.while_loop(lambda x: x[0] < turns, next_attempt, (jnp.uint32(0), jnp.int32(0), state))[2]
 
@@ -279,9 +281,9 @@ class Problem:
 
     def weights(self, scores: Array, row_max: Array) -> Array:
         """exp(scores − row_max) of [..., columns] and [...]."""
-        x = scores - row_max[..., None]
+        x = scores - along_last(row_max, scores)
         if self.operands.bias is not None or self.operands.alibi_slopes is not None:
             # scores that are made again may be rounded otherwise: where they are huge, and one unit in the last place
             # is a large power of e, none may pass the maximum
-            x = jnp.where(x > 0, self.acc.type(0), x)
+            x = where(x > 0, self.acc.type(0), x)
         return jnp.exp(x)

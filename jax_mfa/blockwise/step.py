@@ -14,9 +14,11 @@ from jax import Array, lax
 from jax_mfa.blockwise.arrays import (
     ROWS_TRANSPOSED,
     add,
+    along_last,
     as_numbers,
     as_words,
     barrier,
+    broadcast,
     cut,
     derivative_of_tanh,
     finite,
@@ -24,6 +26,7 @@ from jax_mfa.blockwise.arrays import (
     put,
     slice_axis,
     tile_start,
+    where,
 )
 from jax_mfa.philox import keep_mask
 from jax_mfa.specification import row_index
@@ -44,13 +47,16 @@ class Attempt:
 
 
 class Step:
-    """The operands of one step. R batch rows and E key heads of it, M = G · rows: the rows of a group's heads are rows
-    of one matrix. Everything else keeps its letter."""
+    """The operands of one step: R batch rows and E key heads, of which it meets the rows of tile `i` and the columns of
+    tile `j`. M = G · rows: the rows of a group's heads are rows of one matrix. Everything else keeps its letter."""
 
-    def __init__(self, problem: Problem, batch_step: Any, head_step: Any, attempt: Any = None) -> None:
+    def __init__(self, problem: Problem, batch_step: Any, head_step: Any, i: Any, j: Any, attempt: Any = None) -> None:
         self.p, c = problem, problem.tiles
         self.attempt: Any = None if attempt is None else Attempt(attempt, problem.acc)
+        self.i, self.j = i, j
         self.row0, self.head0 = batch_step * c.batch_rows, head_step * c.key_heads
+        self.row_start = 0 if problem.row_tiles == 1 else tile_start(i, c.rows, problem.t)
+        self.column_start = tile_start(j, c.columns, problem.s)
         o, acc = problem.operands, problem.acc
 
         per_row: Any = lambda name: None if getattr(o, name) is None else self.per_row(name, getattr(o, name))
@@ -100,42 +106,42 @@ class Step:
         heads = (1, 1) if x.shape[1] == 1 else (self.p.k, self.p.g)
         return slice_axis(x.reshape(x.shape[0], *heads, *x.shape[2:]), self.head0, self.p.tiles.key_heads, 1)
 
-    def rows_of(self, x: Any, i: Any, dtype: Any = None) -> Any:
-        """The rows of tile `i` of what `rows_for_steps` gave, or of `results`, of this dtype or else that of
-        accumulation: `[R, E, M, ...]`."""
+    def rows_of(self, x: Any, dtype: Any = None) -> Any:
+        """The rows of what `rows_for_steps` gave, or of `results`, of this dtype or else that of accumulation:
+        `[R, E, M, ...]`."""
         if self.p.rows_by_head:
             c = self.p.tiles
             return cut(x, (c.batch_rows, c.key_heads, *x.shape[2:]), self.row0, self.head0, *(0,) * (x.ndim - 2))
-        rows = jnp.moveaxis(self._rows_as_they_lie(x, i), 1, 3).astype(dtype or self.p.acc)
+        rows = jnp.moveaxis(self._rows_as_they_lie(x), 1, 3).astype(dtype or self.p.acc)
         return rows.reshape(*rows.shape[:2], -1, *rows.shape[4:])
 
-    def _rows_as_they_lie(self, x: Any, i: Any) -> Array:
-        """Those of tile `i` of `[B, T, N, ...]`: `[R, rows, E, G, ...]`."""
+    def _rows_as_they_lie(self, x: Any) -> Array:
+        """Those of `[B, T, N, ...]`: `[R, rows, E, G, ...]`."""
         c, g, tail = self.p.tiles, self.p.g, x.shape[3:]
-        index = next((n for n in (i, self.head0, self.row0) if isinstance(n, jax.Array)), 0)
-        start = self.row0, self.row_start(i), self.head0 * g, *(0,) * len(tail)
+        index = next((n for n in (self.i, self.head0, self.row0) if isinstance(n, jax.Array)), 0)
+        start = self.row0, self.row_start, self.head0 * g, *(0,) * len(tail)
         words = cut(as_words(x, index), (c.batch_rows, c.rows, c.key_heads * g, *tail), *start)
         return as_numbers(words, x.dtype).reshape(c.batch_rows, c.rows, c.key_heads, g, *tail)
 
-    def transposed_rows_of(self, x: Any, i: Any) -> Array:
-        """The rows of tile `i` of what `rows_transposed` gave, for `transposed_product`: `[R, E, x, M]`, or `[R, E, M,
-        x]` where they are not `ROWS_TRANSPOSED`."""
+    def transposed_rows_of(self, x: Any) -> Array:
+        """The rows of what `rows_transposed` gave, for `transposed_product`: `[R, E, x, M]`, or `[R, E, M, x]` where
+        they are not `ROWS_TRANSPOSED`."""
         if not ROWS_TRANSPOSED or self.p.rows_by_head:
-            return self.rows_of(x, i)
-        rows = self._rows_as_they_lie(x, i).transpose(0, 2, 4, 3, 1)
+            return self.rows_of(x)
+        rows = self._rows_as_they_lie(x).transpose(0, 2, 4, 3, 1)
         return rows.reshape(*rows.shape[:3], -1).astype(self.p.acc)
 
-    def put_rows(self, x: Any, part: Any, i: Any) -> Array:
-        """`x`, of the shape of `results`, with `part`, [R, E, M, ...], as the rows of tile `i`."""
-        return put(x, self._as_results(part), *self._rows_start(x, i))
+    def put_rows(self, x: Any, part: Any) -> Array:
+        """`x`, of the shape of `results`, with `part`, [R, E, M, ...], as its rows."""
+        return put(x, self._as_results(part), *self._rows_start(x))
 
-    def add_rows(self, x: Any, part: Any, i: Any, kept: Any = None) -> Array:
-        """`x`, of the shape of `results`, with `part` added to the rows of tile `i`, which are multiplied with `kept`,
-        [R, E, M], before."""
+    def add_rows(self, x: Any, part: Any, kept: Any = None) -> Array:
+        """`x`, of the shape of `results`, with `part` added to its rows, which are multiplied with `kept`, [R, E, M],
+        before."""
         if kept is None and self.p.rows_once and self.attempt is None:
-            return self.put_rows(x, part, i)
+            return self.put_rows(x, part)
         # in the layout of the results, so that one kernel reads and writes them
-        part, start = self._as_results(part), self._rows_start(x, i)
+        part, start = self._as_results(part), self._rows_start(x)
         old = cut(x, part.shape, *start)
         if kept is not None:
             old = old * self._as_results(kept).reshape(*part.shape[:3], *(1,) * (x.ndim - 3))
@@ -149,31 +155,31 @@ class Step:
         part = jnp.moveaxis(part.reshape(*part.shape[:2], self.p.g, c.rows, *tail), 3, 1)
         return part.reshape(c.batch_rows, c.rows, -1, *tail)
 
-    def _rows_start(self, x: Any, i: Any) -> tuple[Any, ...]:
-        """Where the rows of tile `i` start in `results`."""
-        place = (self.head0, 0) if self.p.rows_by_head else (self.row_start(i), self.head0 * self.p.g)
+    def _rows_start(self, x: Any) -> tuple[Any, ...]:
+        """Where its rows start in `results`."""
+        place = (self.head0, 0) if self.p.rows_by_head else (self.row_start, self.head0 * self.p.g)
         return self.row0, *place, *(0,) * (x.ndim - 3)
 
-    def columns_of(self, name: str, x: Any, j: Any, dtype: Any = None) -> Array:
-        """The columns of tile `j` of an operand, or of an array like it: `[R|1, E, columns, ...]`, or `[R|1, columns,
-        E, ...]` where `heads_in_one`.
+    def columns_of(self, name: str, x: Any, dtype: Any = None) -> Array:
+        """The columns of an operand, or of an array like it: `[R|1, E, columns, ...]`, or `[R|1, columns, E, ...]`
+        where `heads_in_one`.
 
         Args:
           x: what `columns_by_head` made of the operand, of this dtype.
         """
         c = self.p.tiles
         if not isinstance(x, jax.Array):  # quantised or in pages: `Columns`
-            columns = x.tile(self, j)
+            columns = x.tile(self)
             return columns if self.p.heads_in_one else jnp.moveaxis(columns, 2, 1)
         if not self.p.met_once:
             return self.rows(
-                name, slice_axis(slice_axis(x, self.column_start(j), c.columns, 2), self.head0, c.key_heads, 1)
+                name, slice_axis(slice_axis(x, self.column_start, c.columns, 2), self.head0, c.key_heads, 1)
             )
         if self.p.whole:
             return self.rows(name, x).astype(dtype or self.p.acc)
         # an index that is the same in every turn is no array, and would keep nothing in the loop
-        index = next((n for n in (j, self.head0, self.row0) if isinstance(n, jax.Array)), j)
-        words = slice_axis(as_words(x, index), self.column_start(j), c.columns, 1)
+        index = next((n for n in (self.j, self.head0, self.row0) if isinstance(n, jax.Array)), self.j)
+        words = slice_axis(as_words(x, index), self.column_start, c.columns, 1)
         words = self.rows(name, slice_axis(words, self.head0, c.key_heads, 2))
         columns = as_numbers(words, x.dtype).astype(dtype or self.p.acc)
         return columns if self.p.heads_in_one else self.p.laid_out_columns(jnp.moveaxis(columns, 2, 1))
@@ -182,10 +188,10 @@ class Step:
         """What `columns_of` gave, as `[R|1, E, columns, ...]`."""
         return jnp.moveaxis(columns, 2, 1) if self.p.heads_in_one else columns
 
-    def add_columns(self, x: Any, part: Any, j: Any, as_rows: bool) -> Array:
-        """`x`, [B, K, x, S], with `part`, [R, E, x, columns], added to the columns of tile `j`; [B, K, S, x] and
-        [R, E, columns, x] if `as_rows`."""
-        start = (self.column_start(j), 0) if as_rows else (0, self.column_start(j))
+    def add_columns(self, x: Any, part: Any, as_rows: bool) -> Array:
+        """`x`, [B, K, x, S], with `part`, [R, E, x, columns], added to its columns; [B, K, S, x] and [R, E, columns, x]
+        if `as_rows`."""
+        start = (self.column_start, 0) if as_rows else (0, self.column_start)
         once = self.p.columns_once and self.attempt is None
         return (put if once else add)(x, part, self.row0, self.head0, *start)
 
@@ -199,40 +205,34 @@ class Step:
         """`[R|1, 1|E, 1|G, 1|rows, 1|columns]` as `[R|1, 1|E, 1|M, 1|columns]`."""
         r, e, g, t, s = x.shape
         if g * t > 1 and self.p.g > 1:
-            x = jnp.broadcast_to(x, (r, e, self.p.g, self.p.tiles.rows, s))
+            x = broadcast(x, (r, e, self.p.g, self.p.tiles.rows, s))
         return x.reshape(r, e, -1, s)
 
-    def row_start(self, i: Any) -> Any:
-        return 0 if self.p.row_tiles == 1 else tile_start(i, self.p.tiles.rows, self.p.t)
-
-    def column_start(self, j: Any) -> Array:
-        return tile_start(j, self.p.tiles.columns, self.p.s)
-
-    def positions(self, i: Any) -> Array:
-        """Positions of tile `i`'s rows: [R|1, 1, 1, rows, 1]."""
-        t = self.row_start(i) + jnp.arange(self.p.tiles.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+    def positions(self) -> Array:
+        """Positions of the rows: [R|1, 1, 1, rows, 1]."""
+        t = self.row_start + jnp.arange(self.p.tiles.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
         return t + (self.p.spec.query_offset if self.offset is None else self.offset)
 
-    def columns(self, j: Any) -> Array:
-        return self.column_start(j) + jnp.arange(self.p.tiles.columns, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+    def columns(self) -> Array:
+        return self.column_start + jnp.arange(self.p.tiles.columns, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
 
-    def distance(self, i: Any, j: Any) -> Array:
+    def distance(self) -> Array:
         """How far a column stands after a row: [R|1, 1, 1, rows, columns]."""
-        return (self.columns(j) - self.positions(i)).astype(self.p.acc)
+        return (self.columns() - self.positions()).astype(self.p.acc)
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self) -> Any:
         """Which scores of a tile count: bool, broadcastable to [R, E, M, columns]; None where all do.
 
         A bias of −∞ is not asked: `scores` are −∞ there.
         """
         p, spec, c = self.p, self.p.spec, self.p.tiles
         rules = []
-        column = self.columns(j)
-        row = self.row_start(i) + jnp.arange(c.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+        column = self.columns()
+        row = self.row_start + jnp.arange(c.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
         if p.masked:
             left, right = spec.band
             if (left, right) != (None, None):
-                distance = column - self.positions(i)
+                distance = column - self.positions()
                 if left is not None:
                     rules.append(distance >= -left)
                 if right is not None:
@@ -242,12 +242,12 @@ class Step:
             if self.query_lengths is not None:
                 rules.append(row < self.query_lengths)
             if self.mask is not None:
-                rules.append(self.tile_of(self.mask, i, j))
+                rules.append(self.tile_of(self.mask))
             if self.query_segments is not None:
-                a, b = self.segments(i, j)
+                a, b = self.segments()
                 rules.append(a[:, None, None, :, None] == b[:, None, None, None, :])
             if self.key_ranges is not None:
-                start, end = (x[:, None, None, :, None] for x in self.ranges(i))
+                start, end = (x[:, None, None, :, None] for x in self.ranges())
                 rules.append((column >= start) & (column < end))
             if self.blocks is not None and spec.mask_block is not None:
                 block_rows, block_columns = spec.mask_block
@@ -255,48 +255,48 @@ class Step:
                 rules.append(jnp.take(blocks, column.reshape(-1) // block_columns, axis=4))
             # what tiles share belongs to the first of them
             if p.t % c.rows:
-                rules.append(row >= i * c.rows)
+                rules.append(row >= self.i * c.rows)
             if p.s % c.columns:
-                rules.append(column >= j * c.columns)
+                rules.append(column >= self.j * c.columns)
         return self.merged(functools.reduce(jnp.logical_and, rules)) if rules else None
 
-    def all_visible(self, i: Any, j: Any) -> Array:
+    def all_visible(self) -> Array:
         """The same after the bias: [R, E, M, columns]."""
-        c, see = self.p.tiles, self.after_bias(self.visible(i, j), i, j)
+        c, see = self.p.tiles, self.after_bias(self.visible())
         return jnp.broadcast_to(True if see is None else see, (c.batch_rows, c.key_heads, self.p.g * c.rows, c.columns))
 
-    def after_bias(self, see: Array | None, i: Any, j: Any) -> Array | None:
+    def after_bias(self, see: Array | None) -> Array | None:
         """`see` without the columns that a bias of −∞ hides; None where nothing is hidden."""
         if not self.p.spec.bias_hides(self.p.operands):
             return see
-        shown = self.merged(self.tile_of(self.bias, i, j)) != -np.inf
+        shown = self.merged(self.tile_of(self.bias)) != -np.inf
         return shown if see is None else see & shown
 
-    def segments(self, i: Any, j: Any) -> tuple[Array, Array]:
+    def segments(self) -> tuple[Array, Array]:
         return (
-            slice_axis(self.query_segments, self.row_start(i), self.p.tiles.rows, 1),
-            slice_axis(self.key_segments, self.column_start(j), self.p.tiles.columns, 1),
+            slice_axis(self.query_segments, self.row_start, self.p.tiles.rows, 1),
+            slice_axis(self.key_segments, self.column_start, self.p.tiles.columns, 1),
         )
 
-    def ranges(self, i: Any) -> tuple[Array, Array]:
-        """First visible column of tile `i`'s rows and the one after the last: [R|1, rows] each."""
-        x = slice_axis(self.key_ranges, self.row_start(i), self.p.tiles.rows, 1)
+    def ranges(self) -> tuple[Array, Array]:
+        """First visible column of each row and the one after the last: [R|1, rows] each."""
+        x = slice_axis(self.key_ranges, self.row_start, self.p.tiles.rows, 1)
         return x[..., 0], x[..., 1]
 
-    def unless_empty(self, i: Any, j: Any, body: Callable[..., Any], carry: Any) -> Any:
+    def unless_empty(self, body: Callable[..., Any], carry: Any) -> Any:
         """`body(carry)`, or `carry` and no wish for another attempt where segments, ranges or mask blocks show that no
         score of the tile is visible."""
         some = []
         if self.query_segments is not None:
-            a, b = self.segments(i, j)
+            a, b = self.segments()
             some.append(((a.min(1) <= b.max(1)) & (b.min(1) <= a.max(1))).any())
         if self.key_ranges is not None:
-            (start, end), column = self.ranges(i), self.column_start(j)
+            (start, end), column = self.ranges(), self.column_start
             some.append(((start < column + self.p.tiles.columns) & (end > column) & (start < end)).any())
         if self.blocks is not None and self.p.spec.mask_block is not None:
             rows, columns = self.p.spec.mask_block
-            row = self.row_start(i) + jnp.arange(self.p.tiles.rows)
-            column = self.column_start(j) + jnp.arange(self.p.tiles.columns)
+            row = self.row_start + jnp.arange(self.p.tiles.rows)
+            column = self.column_start + jnp.arange(self.p.tiles.columns)
             row_blocks = jnp.zeros(self.blocks.shape[3], bool).at[row // rows].set(True)
             column_blocks = jnp.zeros(self.blocks.shape[4], bool).at[column // columns].set(True)
             touched = row_blocks[:, None] & column_blocks[None, :]
@@ -306,9 +306,9 @@ class Step:
         none = None if self.attempt is None else jnp.zeros((), bool)
         return lax.cond(functools.reduce(jnp.logical_and, some), body, lambda x: (x, none), carry)
 
-    def tile_of(self, x: Any, i: Any, j: Any) -> Array:
-        x = slice_axis(x, self.row_start(i), self.p.tiles.rows, 3)
-        return slice_axis(x, self.column_start(j), self.p.tiles.columns, 4)
+    def tile_of(self, x: Any) -> Array:
+        x = slice_axis(x, self.row_start, self.p.tiles.rows, 3)
+        return slice_axis(x, self.column_start, self.p.tiles.columns, 4)
 
     # --- products
 
@@ -318,7 +318,7 @@ class Step:
         return (self._product_in_one if self.p.heads_in_one else self._product_by_head)(a, b, transpose)
 
     def _product_by_head(self, a: Array, b: Array, transpose: bool) -> Array:
-        b = jnp.broadcast_to(b, (a.shape[0], *b.shape[1:]))
+        b = broadcast(b, (a.shape[0], *b.shape[1:]))
         if a.dtype != self.p.acc or (transpose and self.p.keys_transposed):
             # where the batch axes are not the first, XLA multiplies numbers of 16 bits as they are, which else it
             # converts, and lays out the second factor as it likes
@@ -331,13 +331,13 @@ class Step:
         """`product` with a `b` of `[R|1, columns, E, y]`, whose products of other heads are made and thrown away."""
         r, e, m, _ = a.shape
         own = jnp.eye(e, dtype=bool)[:, None, :, None]
-        b = jnp.broadcast_to(b, (r, *b.shape[1:])).reshape(*b.shape[:2], -1)
+        b = broadcast(b, (r, *b.shape[1:])).reshape(*b.shape[:2], -1)
         if transpose:
-            a = jnp.where(own, a[:, :, :, None], 0).reshape(r, e * m, -1)
+            a = where(own, a[:, :, :, None], self.p.acc.type(0)).reshape(r, e * m, -1)
             x = lax.dot_general(b, a, (((2,), (2,)), ((0,), (0,))))
             return jnp.moveaxis(x, 1, 2).reshape(r, e, m, -1)
         x = lax.dot_general(a.reshape(r, e * m, -1), b, (((2,), (1,)), ((0,), (0,))))
-        return jnp.where(own, x.reshape(r, e, m, e, -1), 0).sum(3)
+        return where(own, x.reshape(r, e, m, e, -1), self.p.acc.type(0)).sum(3)
 
     def transposed_product(self, weights: Array, a: Array) -> Array:
         """`[R, E, x, M] · [R, E, M, columns]` of an `a` as `transposed_rows_of` gives it: [R, E, x, columns]."""
@@ -366,16 +366,16 @@ class Step:
         if self.attempt is None:
             return [product(weights, x) for product, weights, x, _ in products], None
         first, zero = self.attempt.first, self.p.acc.type(0)
-        terms = (np.nan if signed else self.attempt.sign * np.inf for *_, signed in products)
+        terms = (self.p.acc.type(np.nan) if signed else self.attempt.sign * np.inf for *_, signed in products)
         found = (product(weights, self._factor(x)) for product, weights, x, _ in products)
-        sums = [jnp.where(first, x, jnp.where(x > 0, term, zero)) for x, term in zip(found, terms)]
+        sums = [where(first, x, where(x > 0, term, zero)) for x, term in zip(found, terms)]
         all_finite = self.p.all_finite
         return sums, first & ~(finite_sums(x for _, _, x, _ in products) if all_finite is None else all_finite)
 
     def _factor(self, x: Array) -> Array:
         """What is multiplied with weights in this attempt."""
         sought = ~(x * self.attempt.sign <= jnp.finfo(x.dtype).max)
-        return jnp.where(self.attempt.first, finite(x), sought.astype(x.dtype))
+        return where(self.attempt.first, finite(x), sought.astype(x.dtype))
 
     def weighing(self, weights: Any, see: Any) -> Array:
         """Weights [R, E, M, columns] as this attempt takes them; they are zero where hidden, and `see` says where they
@@ -384,12 +384,12 @@ class Step:
             return weights
         later = ~self.attempt.first
         # behind a barrier, and as XLA multiplies them: it would compute them anew for each use
-        taken = jnp.where(later if see is None else see & later, weights.dtype.type(1), weights)
+        taken = where(later if see is None else see & later, weights.dtype.type(1), weights)
         return barrier(taken.reshape(-1, *taken.shape[2:])).reshape(taken.shape)
 
     def first(self, x: Any) -> Any:
         """What is added once: `x` in the first attempt, then 0."""
-        return x if self.attempt is None else jnp.where(self.attempt.first, x, x.dtype.type(0))
+        return x if self.attempt is None else where(self.attempt.first, x, x.dtype.type(0))
 
     # --- scores
 
@@ -397,7 +397,7 @@ class Step:
         """The scale: a number, or [R|1, 1, 1, 1]."""
         return self.p.spec.scale if self.scale is None else self.merged(self.scale)
 
-    def scores(self, q: Array, keys: Callable[[], Array], i: Any, j: Any) -> tuple[Array, Array | None]:
+    def scores(self, q: Array, keys: Callable[[], Array]) -> tuple[Array, Array | None]:
         """Scores of a tile after bias, slopes and soft cap, and the derivative of the cap (None without one).
 
         `keys` gives what `columns_of` does.
@@ -408,12 +408,12 @@ class Step:
             x = lax.cond(jnp.isfinite(x.sum()), lambda: x, by_head)
         x = x * self.factor()
         if self.bias is not None:
-            bias = self.merged(self.tile_of(self.bias, i, j)).astype(x.dtype)
+            bias = self.merged(self.tile_of(self.bias)).astype(x.dtype)
             x = x + bias
         if self.slopes is not None:
-            x = x + self.merged(self.slopes * self.distance(i, j))
+            x = x + self.merged(self.slopes * self.distance())
         if self.p.spec.bias_hides(self.p.operands):  # whatever the rest is
-            x = jnp.where(bias == -np.inf, bias, x)
+            x = where(bias == -np.inf, bias, x)
         cap, d_cap = self.p.spec.logits_soft_cap, None
         if cap is not None:
             x = x / cap
@@ -424,24 +424,22 @@ class Step:
             x = barrier(x)
         return x, d_cap
 
-    def masked_scores(self, q: Array, keys: Callable[[], Array], i: Any, j: Any) -> tuple[Array, Array | None, Any]:
+    def masked_scores(self, q: Array, keys: Callable[[], Array]) -> tuple[Array, Array | None, Any]:
         """`scores`, −∞ where nothing is visible; the derivative of the cap; and `visible`."""
-        x, d_cap = self.scores(q, keys, i, j)
-        see = self.visible(i, j)
+        x, d_cap = self.scores(q, keys)
+        see = self.visible()
         # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
-        return (x if see is None else jnp.where(see, x, self.p.acc.type(-np.inf))), d_cap, see
+        return (x if see is None else where(see, x, self.p.acc.type(-np.inf))), d_cap, see
 
-    def probability(
-        self, scores: Array, see: Array | None, row_max: Array, inverse: Any, i: Any, j: Any
-    ) -> tuple[Array, Array | None]:
+    def probability(self, scores: Array, see: Array | None, row_max: Array, inverse: Any) -> tuple[Array, Array | None]:
         """The probabilities of `masked_scores`, given the rows' maxima and inverse sums; and what is visible after the
         bias, None where all is."""
-        probability = self.p.weights(scores, row_max) * inverse[..., None]
-        see = self.after_bias(see, i, j)
+        probability = self.p.weights(scores, row_max) * along_last(inverse, scores)
+        see = self.after_bias(see)
         # NaN in a row whose softmax is not defined
-        return (probability if see is None else jnp.where(see, probability, self.p.acc.type(0))), see
+        return (probability if see is None else where(see, probability, self.p.acc.type(0))), see
 
-    def dropped(self, probability: Any, i: Any, j: Any) -> Any:
+    def dropped(self, probability: Any) -> Any:
         """The probabilities of a tile after dropout."""
         o, c, p = self.p.operands, self.p.tiles, self.p
         if o.dropout is None:
@@ -450,8 +448,8 @@ class Step:
         seed0, seed1, batch, head0, row0, column0 = (words[:, w].reshape(-1, 1, 1, 1, 1) for w in range(6))
         head = jnp.arange(p.n, dtype=jnp.uint32).reshape(1, p.k, p.g, 1, 1)
         head = head0 + slice_axis(head, self.head0, c.key_heads, 1)
-        row = self.row_start(i) + jnp.arange(c.rows).reshape(1, 1, 1, -1, 1)
-        row, column = row0 + row.astype(jnp.uint32), column0 + jnp.asarray(self.column_start(j), jnp.uint32)
+        row = self.row_start + jnp.arange(c.rows).reshape(1, 1, 1, -1, 1)
+        row, column = row0 + row.astype(jnp.uint32), column0 + jnp.asarray(self.column_start, jnp.uint32)
         keep = keep_mask(p.spec.dropout_rate, (seed0, seed1), batch, head, row, column, c.columns)
         # a division, because XLA on CPU would compute a product, and the mask with it, once for each of its uses
-        return probability / self.merged(jnp.where(keep, p.acc.type(1 - p.spec.dropout_rate), p.acc.type(np.inf)))
+        return probability / self.merged(where(keep, p.acc.type(1 - p.spec.dropout_rate), p.acc.type(np.inf)))

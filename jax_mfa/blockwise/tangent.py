@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mfa import whole_rows
+from jax_mfa.blockwise.arrays import along_last, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.problem import Problem
 from jax_mfa.blockwise.step import Step
@@ -41,22 +42,22 @@ def tangent(
     p = Problem(spec, operands, forward_tiling(spec, operands, differentiated=True))
     acc, t = p.acc, Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
     empty = sees_nothing(row_sum)
-    inverse = 1 / jnp.where(empty, acc.type(1), row_sum)
+    inverse = 1 / where(empty, acc.type(1), row_sum)
 
-    def tile(w: Step, i: Any, j: Any, results: Any, rows: Any, columns: Any) -> Any:
+    def tile(w: Step, results: Any, rows: Any, columns: Any) -> Any:
         dtype, (query, t_query, *found) = w.p.factors(operands.query, operands.key), rows
-        query_i = w.rows_of(query, i, dtype)
-        t_query_i: Any = None if t_query is None else w.rows_of(t_query, i, dtype)
-        row_max_i, inverse_i = (w.rows_of(x, i) for x in found)
+        query_i = w.rows_of(query, dtype)
+        t_query_i: Any = None if t_query is None else w.rows_of(t_query, dtype)
+        row_max_i, inverse_i = (w.rows_of(x) for x in found)
 
         def visit(results: Any) -> tuple[Any, Any]:
             (sums,), (lse,) = results
             key_j, t_key_j, value_j, t_value_j = (
-                functools.partial(w.columns_of, name, x, j, query_i.dtype if name == "key" else None)
+                functools.partial(w.columns_of, name, x, query_i.dtype if name == "key" else None)
                 for name, x in zip(("key", "key", "value", "value"), columns)
             )
-            x, d_cap, see = w.masked_scores(query_i, key_j, i, j)
-            probability, see = w.probability(x, see, row_max_i, inverse_i, i, j)
+            x, d_cap, see = w.masked_scores(query_i, key_j)
+            probability, see = w.probability(x, see, row_max_i, inverse_i)
 
             t_x = jnp.zeros((), acc)
             if t.query is not None:
@@ -68,21 +69,21 @@ def tangent(
                 t_scale = w.merged(w.per_row("scale", t.scale).astype(acc))
                 t_x = t_x + t_scale * w.product(query_i, key_j(), transpose=True)
             if t.bias is not None:
-                t_x = t_x + w.merged(w.tile_of(w.scores_like("bias", t.bias), i, j)).astype(acc)
+                t_x = t_x + w.merged(w.tile_of(w.scores_like("bias", t.bias))).astype(acc)
             if t.alibi_slopes is not None:
-                t_x = t_x + w.merged(w.per_head("alibi_slopes", t.alibi_slopes) * w.distance(i, j))
+                t_x = t_x + w.merged(w.per_head("alibi_slopes", t.alibi_slopes) * w.distance())
             if d_cap is not None:
                 t_x = t_x * d_cap
-            moved = probability * (t_x if see is None else jnp.where(see, t_x, acc.type(0)))
+            moved = probability * (t_x if see is None else where(see, t_x, acc.type(0)))
 
-            weights = lambda x: w.weighing(w.dropped(x, i, j), see)
+            weights = lambda x: w.weighing(w.dropped(x), see)
             products = [(w.product, weights(moved), value_j(), True)]
             if t.value is not None:
                 products.append((w.product, weights(probability), t_value_j(), False))
             found, again = w.sums(products)
-            return ((w.add_rows(sums, sum(found), i),), (w.add_rows(lse, w.first(moved.sum(-1)), i),)), again
+            return ((w.add_rows(sums, sum(found)),), (w.add_rows(lse, w.first(moved.sum(-1))),)), again
 
-        return w.unless_empty(i, j, visit, results)
+        return w.unless_empty(visit, results)
 
     rows_shape = p.results()
     init = (jnp.zeros((*rows_shape, p.v), acc),), (jnp.zeros(rows_shape, acc),)
@@ -94,12 +95,12 @@ def tangent(
         rows += [p.rows_for_steps(x) for x in (row_max, inverse)]
         columns = [given(p.columns_by_head, x, dtype) for x in (operands.key, t.key)]
         columns += [given(p.columns_by_head, x) for x in (operands.value, t.value)]
-        return p.over_tiles(lambda w, i, j, results: tile(w, i, j, results, rows, columns), init)
+        return p.over_tiles(lambda w, results: tile(w, results, rows, columns), init)
 
     (sums,), (lse,) = p.mended(run)
     sums, lse = p.by_token(sums), p.by_token(lse)
     if t.sinks is not None:
         t_sinks = whole_rows.per_batch_row(spec, operands, "sinks", acc, t.sinks)[:, None]
         lse = lse + whole_rows.sink_probability(spec, operands, row_max, row_sum) * t_sinks
-    t_out = sums - out.astype(acc) * lse[..., None]
+    t_out = sums - out.astype(acc) * along_last(lse, sums)
     return t_out.astype(operands.query.dtype), lse
