@@ -107,7 +107,7 @@ def backward(
             if of_columns:
                 d_key, d_value = (w.add_columns(x, part, as_rows) for x, part in zip((d_key, d_value), d_columns))
             if slope_gradient:
-                moment = w.first((d_x * w.merged(w.distance())).sum(3))
+                moment = w.first((d_x * w.merged(w.distance().astype(acc))).sum(3))
                 d_slopes = w.add_heads(d_slopes, moment.reshape(*moment.shape[:2], p.g, -1).sum(3))
             if bias_gradient:
                 d_bias = _add_bias_gradient(w, d_bias, w.first(d_x), w.row_start, w.column_start)

@@ -33,7 +33,7 @@ class Columns(Stored):
 
     def _of_row(self, w: Step, part: str, x: Any) -> Array:
         start, count, per = w.column_start, w.p.tiles.columns, self.tokens_of(part)
-        words = as_words(x, w.j)
+        words = as_words(x, w.column_start)
         if per == 1:
             words = slice_axis(words, start, count, 1)
         elif x.shape[1] > 1:
@@ -47,7 +47,7 @@ class Columns(Stored):
         c, (_, entries, heads, size) = w.p.tiles, x.shape
         pages = w.rows("block_tables", self.tables)
         pages = lax.dynamic_slice_in_dim(pages, w.column_start // page, c.columns // page, 1)
-        words = as_words(x, w.j).reshape(-1, entries, heads * size)
+        words = as_words(x, w.column_start).reshape(-1, entries, heads * size)
         first, taken = (0, 1) if heads == 1 else (w.head0 * size, c.key_heads)
 
         def one(index: Any) -> Array:

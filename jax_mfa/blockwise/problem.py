@@ -24,7 +24,7 @@ from jax_mfa.blockwise.arrays import (
     tile_start,
     where,
 )
-from jax_mfa.blockwise.step import Attempt, Step
+from jax_mfa.blockwise.step import Attempt, Place, Step
 from jax_mfa.blockwise.tiling import LISTED_TURNS, Tiling, careful_tiling
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows
 from jax_mfa.whole_rows import per_batch_row
@@ -187,7 +187,7 @@ class Problem:
         whether that tile is to be attempted again, which it is if `attempts` and something may be hidden."""
         attempts = attempts and self.attempts
         if self.whole and not attempts:
-            return body(Step(self, 0, 0, 0, 0), carry)[0]
+            return body(Step(self, self.place(0, 0, 0, 0)), carry)[0]
         low, end = self.bounds()
         if isinstance(end, np.ndarray) and isinstance(self.batch, int):  # not of a program for any batch
             turns = self.batch_steps * self.head_steps * int((end - low).sum())
@@ -213,7 +213,7 @@ class Problem:
 
         def turn(index: Any, attempt: Any, state: Any) -> tuple[Any, Any]:
             at, carry = state
-            carry, again = self._turn(at, attempt, body, carry)
+            carry, again = body(Step(self, self.place(*at), attempt), carry)
             return (at, carry), again
 
         # the place of the next turn is found in this one: what is carried is not computed anew by all that need it
@@ -224,22 +224,25 @@ class Problem:
         self, low: Any, end: Any, turns: int, body: Callable[..., Any], carry: Any, attempts: bool
     ) -> Any:
         """`over_tiles` of bounds that are known, each turn's place read from lists."""
-        i, j = zip(*[(i, j) for i in range(self.row_tiles) for j in range(low[0, i], end[0, i])]) if turns else ((), ())
-        steps = np.indices((self.batch_steps, self.head_steps, len(i))).reshape(3, -1)
-        lists = [*steps[:2], np.array(i, np.int32)[steps[2]], np.array(j, np.int32)[steps[2]]]
+        if not turns:
+            return carry
+        i, j = zip(*[(i, j) for i in range(self.row_tiles) for j in range(low[0, i], end[0, i])])
+        batch_step, head_step, tile = np.indices((self.batch_steps, self.head_steps, len(i))).reshape(3, -1)
+        places = self.place(batch_step, head_step, np.array(i, np.int32)[tile], np.array(j, np.int32)[tile])
+        # what is the same in every turn is no array
+        lists = [int(np.min(x)) if np.min(x) == np.max(x) else x for x in places]
 
         def turn(index: Any, attempt: Any, carry: Any) -> tuple[Any, Any]:
-            # what is the same in every turn is no array
-            place = [
-                int(x[0]) if (x == x[0]).all() else slice_axis(jnp.asarray(x, jnp.int32), index, 1, 0)[0] for x in lists
-            ]
-            return self._turn(place, attempt, body, carry)
+            of_turn = lambda x: slice_axis(jnp.asarray(x, jnp.int32), index, 1, 0)[0]
+            return body(Step(self, Place(*(x if isinstance(x, int) else of_turn(x) for x in lists)), attempt), carry)
 
-        return self._loop(jnp.uint32(turns), turn, carry, attempts) if turns else carry
+        return self._loop(jnp.int32(turns), turn, carry, attempts)
 
-    def _turn(self, place: Any, attempt: Any, body: Callable[..., Any], carry: Any) -> tuple[Any, Any]:
-        batch_step, head_step, i, j = place
-        return body(Step(self, batch_step, head_step, i, j, attempt), carry)
+    def place(self, batch_step: Any, head_step: Any, i: Any, j: Any) -> Place:
+        """Of tile `i` of the rows and tile `j` of the columns; numbers, or arrays of numpy for all turns."""
+        c, start = self.tiles, (batch_step * self.tiles.batch_rows, head_step * self.tiles.key_heads)
+        row = 0 if self.row_tiles == 1 else tile_start(i, c.rows, self.t)
+        return Place(*start, row, tile_start(j, c.columns, self.s), i * c.rows, j * c.columns)
 
     def _loop(
         self, turns: Array, turn: Any, state: Any, attempts: bool, moved: Any = lambda index, state: state
@@ -247,17 +250,17 @@ class Problem:
         """`turn(index, attempt, state)` gives the next state and whether it is to be attempted again: one attempt after
         the other, and then the next turn, after `moved(index, state)`."""
         if not attempts:
-            once = lambda index, state: moved(index + jnp.uint32(1), turn(index, None, state)[0])
-            return lax.fori_loop(jnp.uint32(0), turns, once, state)
+            once = lambda index, state: moved(index + turns.dtype.type(1), turn(index, None, state)[0])
+            return lax.fori_loop(turns.dtype.type(0), turns, once, state)
 
         def next_attempt(all_state: Any) -> Any:
             index, attempt, state = all_state
             state, again = turn(index, attempt, state)
             stays = where(attempt == 0, again, attempt < Attempt.LAST)
-            index = index + (~stays).astype(jnp.uint32)
+            index = index + (~stays).astype(turns.dtype)
             return index, where(stays, attempt + 1, np.int32(0)), moved(index, state)
 
-        return lax.while_loop(lambda x: x[0] < turns, next_attempt, (jnp.uint32(0), jnp.int32(0), state))[2]
+        return lax.while_loop(lambda x: x[0] < turns, next_attempt, (turns.dtype.type(0), jnp.int32(0), state))[2]
 
     def mended(self, run: Any, columns_axis: int | None = None) -> tuple[Any, Any]:
         """`run(problem, careful=False)`: sums, and what takes no care. Of a single row tile, which meets each column

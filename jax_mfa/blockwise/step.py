@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from jax_mfa.blockwise.arrays import (
     finite_sums,
     put,
     slice_axis,
-    tile_start,
     where,
 )
 from jax_mfa.philox import keep_mask
@@ -46,17 +45,26 @@ class Attempt:
         self.first, self.sign = number == 0, (3 - 2 * number).astype(dtype)
 
 
-class Step:
-    """The operands of one step: R batch rows and E key heads, of which it meets the rows of tile `i` and the columns of
-    tile `j`. M = G · rows: the rows of a group's heads are rows of one matrix. Everything else keeps its letter."""
+class Place(NamedTuple):
+    """Where a step starts: the first of its batch rows, key heads, rows and columns, and the first row and column that
+    are its own, and not those of the tile before too."""
 
-    def __init__(self, problem: Problem, batch_step: Any, head_step: Any, i: Any, j: Any, attempt: Any = None) -> None:
-        self.p, c = problem, problem.tiles
+    row0: Any
+    head0: Any
+    row_start: Any
+    column_start: Any
+    own_row: Any
+    own_column: Any
+
+
+class Step:
+    """The operands of one step: R batch rows and E key heads, of which it meets the rows of one tile and the columns of
+    another. M = G · rows: the rows of a group's heads are rows of one matrix. Everything else keeps its letter."""
+
+    def __init__(self, problem: Problem, place: Place, attempt: Any = None) -> None:
+        self.p = problem
         self.attempt: Any = None if attempt is None else Attempt(attempt, problem.acc)
-        self.i, self.j = i, j
-        self.row0, self.head0 = batch_step * c.batch_rows, head_step * c.key_heads
-        self.row_start = 0 if problem.row_tiles == 1 else tile_start(i, c.rows, problem.t)
-        self.column_start = tile_start(j, c.columns, problem.s)
+        self.row0, self.head0, self.row_start, self.column_start, self.own_row, self.own_column = place
         o, acc = problem.operands, problem.acc
 
         per_row: Any = lambda name: None if getattr(o, name) is None else self.per_row(name, getattr(o, name))
@@ -112,23 +120,33 @@ class Step:
         if self.p.rows_by_head:
             c = self.p.tiles
             return cut(x, (c.batch_rows, c.key_heads, *x.shape[2:]), self.row0, self.head0, *(0,) * (x.ndim - 2))
-        rows = jnp.moveaxis(self._rows_as_they_lie(x), 1, 3).astype(dtype or self.p.acc)
+        rows, dtype = self._rows_as_they_lie(x), dtype or self.p.acc
+        if self.p.g == 1:
+            return jnp.swapaxes(rows, 1, 2).astype(dtype)
+        rows = jnp.moveaxis(self._grouped(rows), 1, 3).astype(dtype)
         return rows.reshape(*rows.shape[:2], -1, *rows.shape[4:])
 
     def _rows_as_they_lie(self, x: Any) -> Array:
-        """Those of `[B, T, N, ...]`: `[R, rows, E, G, ...]`."""
+        """Those of `[B, T, N, ...]`: `[R, rows, E · G, ...]`."""
         c, g, tail = self.p.tiles, self.p.g, x.shape[3:]
-        index = next((n for n in (self.i, self.head0, self.row0) if isinstance(n, jax.Array)), 0)
+        index = next((n for n in (self.row_start, self.head0, self.row0) if isinstance(n, jax.Array)), 0)
         start = self.row0, self.row_start, self.head0 * g, *(0,) * len(tail)
         words = cut(as_words(x, index), (c.batch_rows, c.rows, c.key_heads * g, *tail), *start)
-        return as_numbers(words, x.dtype).reshape(c.batch_rows, c.rows, c.key_heads, g, *tail)
+        return as_numbers(words, x.dtype)
+
+    def _grouped(self, x: Array) -> Array:
+        """`[R, rows, E · G, ...]` as `[R, rows, E, G, ...]`."""
+        return x.reshape(*x.shape[:2], self.p.tiles.key_heads, self.p.g, *x.shape[3:])
 
     def transposed_rows_of(self, x: Any) -> Array:
         """The rows of what `rows_transposed` gave, for `transposed_product`: `[R, E, x, M]`, or `[R, E, M, x]` where
         they are not `ROWS_TRANSPOSED`."""
         if not ROWS_TRANSPOSED or self.p.rows_by_head:
             return self.rows_of(x)
-        rows = self._rows_as_they_lie(x).transpose(0, 2, 4, 3, 1)
+        rows = self._rows_as_they_lie(x)
+        if self.p.g == 1:
+            return rows.transpose(0, 2, 3, 1).astype(self.p.acc)
+        rows = self._grouped(rows).transpose(0, 2, 4, 3, 1)
         return rows.reshape(*rows.shape[:3], -1).astype(self.p.acc)
 
     def put_rows(self, x: Any, part: Any) -> Array:
@@ -151,6 +169,8 @@ class Step:
         """[R, E, M, ...] in the layout of `results`."""
         if self.p.rows_by_head:
             return part
+        if self.p.g == 1:
+            return jnp.swapaxes(part, 1, 2)
         c, tail = self.p.tiles, part.shape[3:]
         part = jnp.moveaxis(part.reshape(*part.shape[:2], self.p.g, c.rows, *tail), 3, 1)
         return part.reshape(c.batch_rows, c.rows, -1, *tail)
@@ -178,7 +198,7 @@ class Step:
         if self.p.whole:
             return self.rows(name, x).astype(dtype or self.p.acc)
         # an index that is the same in every turn is no array, and would keep nothing in the loop
-        index = next((n for n in (self.j, self.head0, self.row0) if isinstance(n, jax.Array)), self.j)
+        index = next((n for n in (self.column_start, self.head0, self.row0) if isinstance(n, jax.Array)), 0)
         words = slice_axis(as_words(x, index), self.column_start, c.columns, 1)
         words = self.rows(name, slice_axis(words, self.head0, c.key_heads, 2))
         columns = as_numbers(words, x.dtype).astype(dtype or self.p.acc)
@@ -208,17 +228,14 @@ class Step:
             x = broadcast(x, (r, e, self.p.g, self.p.tiles.rows, s))
         return x.reshape(r, e, -1, s)
 
-    def positions(self) -> Array:
-        """Positions of the rows: [R|1, 1, 1, rows, 1]."""
-        t = self.row_start + jnp.arange(self.p.tiles.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
-        return t + (self.p.spec.query_offset if self.offset is None else self.offset)
-
     def columns(self) -> Array:
         return self.column_start + jnp.arange(self.p.tiles.columns, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
 
     def distance(self) -> Array:
         """How far a column stands after a row: [R|1, 1, 1, rows, columns]."""
-        return (self.columns() - self.positions()).astype(self.p.acc)
+        c, offset = self.p.tiles, self.p.spec.query_offset if self.offset is None else self.offset
+        row, column = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, c.rows, c.columns), axis) for axis in (3, 4))
+        return column - row - (self.row_start + offset - self.column_start)
 
     def visible(self) -> Any:
         """Which scores of a tile count: bool, broadcastable to [R, E, M, columns]; None where all do.
@@ -232,7 +249,7 @@ class Step:
         if p.masked:
             left, right = spec.band
             if (left, right) != (None, None):
-                distance = column - self.positions()
+                distance = self.distance()
                 if left is not None:
                     rules.append(distance >= -left)
                 if right is not None:
@@ -255,9 +272,9 @@ class Step:
                 rules.append(jnp.take(blocks, column.reshape(-1) // block_columns, axis=4))
             # what tiles share belongs to the first of them
             if p.t % c.rows:
-                rules.append(row >= self.i * c.rows)
+                rules.append(row >= self.own_row)
             if p.s % c.columns:
-                rules.append(column >= self.j * c.columns)
+                rules.append(column >= self.own_column)
         return self.merged(functools.reduce(jnp.logical_and, rules)) if rules else None
 
     def all_visible(self) -> Array:
@@ -411,7 +428,7 @@ class Step:
             bias = self.merged(self.tile_of(self.bias)).astype(x.dtype)
             x = x + bias
         if self.slopes is not None:
-            x = x + self.merged(self.slopes * self.distance())
+            x = x + self.merged(self.slopes * self.distance().astype(x.dtype))
         if self.p.spec.bias_hides(self.p.operands):  # whatever the rest is
             x = where(bias == -np.inf, bias, x)
         cap, d_cap = self.p.spec.logits_soft_cap, None

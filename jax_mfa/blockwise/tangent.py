@@ -71,7 +71,7 @@ def tangent(
             if t.bias is not None:
                 t_x = t_x + w.merged(w.tile_of(w.scores_like("bias", t.bias))).astype(acc)
             if t.alibi_slopes is not None:
-                t_x = t_x + w.merged(w.per_head("alibi_slopes", t.alibi_slopes) * w.distance())
+                t_x = t_x + w.merged(w.per_head("alibi_slopes", t.alibi_slopes) * w.distance().astype(acc))
             if d_cap is not None:
                 t_x = t_x * d_cap
             moved = probability * (t_x if see is None else where(see, t_x, acc.type(0)))
