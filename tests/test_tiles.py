@@ -28,8 +28,7 @@ def tiles(monkeypatch):
                 monkeypatch.setattr(tiling, name, (rows, columns))
         monkeypatch.setattr(tiling, "COLUMNS", columns)
         monkeypatch.setattr(tiling, "ALIGNMENT", 1)
-        monkeypatch.setattr(tiling, "FORWARD_SCORES", scores)
-        monkeypatch.setattr(tiling, "BACKWARD_SCORES", scores)
+        monkeypatch.setattr(tiling, "STEP_SCORES", scores)
         jax.clear_caches()
 
     yield cut

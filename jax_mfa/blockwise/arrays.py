@@ -24,6 +24,9 @@ _SUMS_AS_PRODUCTS = (0, 10) <= jax.__version_info__ < (0, 11)
 # Whether rows are transposed for a product over them, or that is left to the product: on 0.10.2 it then takes up to 1.6
 # times less (B8 T256 N8 H64 training 41 → 33 ms), on 0.12 up to 1.4 times more.
 ROWS_TRANSPOSED = jax.__version_info__ >= (0, 11)
+# Whether XLA keeps `barrier`s till it has made kernels, or takes them away before: then what they should hold together
+# is computed anew in each kernel that reads it.
+BARRIERS_LAST = jax.__version_info__ >= (0, 11)
 
 
 # `jnp` makes three instructions of a broadcast of axes of size 1, and a function of each selection. Without those a
@@ -65,10 +68,10 @@ def all_finite(products: Any) -> Array:
 
 
 def finite_sums(arrays: Iterable[Any]) -> Array:
-    """Whether all elements are finite: their sums, which are the fastest to find. Of numbers so large that their sum is
-    infinite it says no."""
+    """Whether all elements are finite: their sum, which is the fastest to find. Of numbers so large that it is infinite
+    it says no."""
     # behind a barrier: what is converted for the sum would be kept for other uses
-    return functools.reduce(jnp.logical_and, [jnp.isfinite(barrier(x).sum()) for x in arrays])
+    return jnp.isfinite(functools.reduce(jnp.add, [barrier(x).sum() for x in arrays]))
 
 
 def row_dots(a: Array, b: Array) -> Array:
@@ -124,6 +127,13 @@ def laid_out(x: Any) -> Array:
     if not moves or row < _SLOW_COPIES or (math.prod(lengths) & (math.prod(lengths) - 1)) == 0:
         return x
     return x * barrier(jnp.ones((), x.dtype))
+
+
+def settled(x: Any, axis: int) -> Array:
+    """`x`, in an order that it was just put into, and computed once for all that read it: XLA of JAX ≥ 0.11 then makes
+    one kernel of both. Merges `axis` and the next meanwhile; without an axis less it makes two."""
+    merged = *x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :]
+    return barrier(x.reshape(merged)).reshape(x.shape)
 
 
 def divmod_unsigned(a: Array, b: Array) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mfa import whole_rows
-from jax_mfa.blockwise.arrays import add, along_last, finite, row_dots, where
+from jax_mfa.blockwise.arrays import add, along_last, finite, row_dots, settled, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.problem import Problem
 from jax_mfa.blockwise.step import Step
@@ -58,7 +58,11 @@ def backward(
         row_sum = where(empty, acc.type(1), row_sum)
         shift = where(empty, acc.type(0), shift)
         d_rows = where(along_last(empty, d_out), d_out.dtype.type(0), d_out)
-    inverse = 1 / row_sum
+
+    # what of a row tells whether its query and cotangent are finite: less than they are themselves, if every row sees
+    # something, and no cap or sink makes anything finite of scores that are not
+    rows_tell = not whole_rows_in_tile and spec.every_row_sees(operands)
+    rows_tell = rows_tell and spec.logits_soft_cap is None and operands.sinks is None
 
     def tile(w: Step, results: Any, rows: Any, of_products: Any, columns: Any) -> Any:
         p, (query, d_rows, shift, *found) = w.p, rows
@@ -80,10 +84,7 @@ def backward(
             dropped = w.dropped(probability)
             shift_i = w.rows_of(shift)
             if whole_rows_in_tile:
-                if see is None:
-                    shift_i += row_dots(dropped, d_p)
-                else:
-                    shift_i += where(see, dropped * d_p, acc.type(0)).sum(-1)
+                shift_i += row_dots(dropped, d_p) if see is None else w.shown(dropped * d_p, see).sum(-1)
             shift_i = along_last(shift_i, d_p)
             if operands.dropout is None:
                 d_x = probability * (d_p - shift_i)
@@ -91,9 +92,7 @@ def backward(
                 d_x = dropped * d_p - probability * shift_i
             if d_cap is not None:
                 d_x = d_x * d_cap
-            if see is not None:  # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
-                d_x = where(see, d_x, acc.type(0))
-
+            # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
             weights = w.weighing(d_x, see)
             products: list[Any] = [(w.product, weights, w.columns_of("key", key_again), True)]
             if of_columns:
@@ -106,6 +105,8 @@ def backward(
             d_query = w.add_rows(d_query, d_query_i)
             if of_columns:
                 d_key, d_value = (w.add_columns(x, part, as_rows) for x, part in zip((d_key, d_value), d_columns))
+            if slope_gradient or bias_gradient:
+                d_x = w.shown(d_x, see)
             if slope_gradient:
                 moment = w.first((d_x * w.merged(w.distance().astype(acc))).sum(3))
                 d_slopes = w.add_heads(d_slopes, moment.reshape(*moment.shape[:2], p.g, -1).sum(3))
@@ -125,12 +126,17 @@ def backward(
         # scores and exponentials are computed from the same numbers as in `forward`: XLA then shares those of a problem
         # of one tile
         of_scores, of_values = p.factors(operands.query, operands.key), p.factors(d_rows, operands.value)
-        p.ask_before(operands.key, *((operands.query, d_rows) if of_columns else ()))
         rows = [p.rows_for_steps(operands.query, of_scores), p.rows_for_steps(d_rows, of_values)]
-        found = () if careful and found_again else (row_max, inverse)
-        rows += [p.rows_for_steps(x) for x in (shift, *found)]
+        shift_of_rows = p.rows_for_steps(shift)
+        rows.append(shift_of_rows if p.rows_by_head else settled(shift_of_rows, 0))
+        if not (careful and found_again):
+            rows += [p.rows_for_steps(row_max), 1 / p.rows_for_steps(row_sum)]
+        asked = (rows[2], rows[4]) if rows_tell else (operands.query, d_rows)
+        p.ask_before(operands.key, *(asked if of_columns else ()))
         of_products = [(p.rows_for_steps if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
-        columns = [p.columns_by_head(operands.key, of_scores, p.keys_transposed), p.columns_by_head(operands.key)]
+        key = p.columns_by_head(operands.key)
+        alike = key is operands.key or (key.dtype == of_scores and not p.keys_transposed)
+        columns = [key if alike else p.columns_by_head(operands.key, of_scores, p.keys_transposed), key]
         columns.append(p.columns_by_head(operands.value, of_values, p.keys_transposed))
         return p.over_tiles(lambda w, results: tile(w, results, rows, of_products, columns), init)
 
@@ -161,7 +167,7 @@ def backward(
             x = d_slopes.reshape(-1, p.n)
         elif name == "sinks":
             return whole_rows.sink_gradient(spec, operands, row_max, found_sum, shift).astype(operand.dtype)
-        return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
+        return p.kept(reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype))
 
     return tuple(cotangent(name) for name in wanted)
 

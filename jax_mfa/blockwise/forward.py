@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mfa.blockwise.arrays import along_last, where
+from jax_mfa.blockwise.arrays import along_last, barrier, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.problem import Problem
 from jax_mfa.blockwise.step import Step
@@ -47,29 +47,37 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
             (sums,), (high, total) = results
             query_i = w.rows_of(query, dtype)
             x, _, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, dtype))
+            if not p.whole:  # behind a barrier: exponentials would be those of scores that are masked anew
+                x = barrier(x)
             new_high = x.max(-1)
             if not p.rows_once:
-                new_high = jnp.maximum(w.rows_of(high), new_high)
-            shift = new_high if plain else where(new_high == -np.inf, acc.type(0), new_high)
+                # behind a barrier: read by all that need it, and so at any time, they could not be changed in place
+                old_high = barrier(w.rows_of(high))
+                new_high = jnp.maximum(old_high, new_high)
+            # −∞ is not shifted by −∞
+            shift = where(new_high == -np.inf, acc.type(0), new_high) if p.rows_once and not plain else new_high
             probability = p.weights(x, shift)
             if divided_first:
                 new_total = probability.sum(-1)
                 probability = probability / along_last(new_total, probability)
-            weights = w.weighing(w.dropped(probability), w.after_bias(see))
+            weights = w.dropped(probability)
+            if w.sign is not None:  # else they are 0 already where hidden, as exponentials of −∞
+                weights = w.weighing(weights, w.after_bias(see))
             if not divided_first:  # an array less: in the first attempt, which alone counts, weights are probabilities
                 new_total = w.first((weights if operands.dropout is None else probability).sum(-1))
             (new_sums,), again = w.sums([(w.product, weights, w.columns_of("value", value), False)])
             if p.rows_once:
                 new_high, sums, total = shift, w.add_rows(sums, new_sums), w.add_rows(total, new_total)
             else:
-                rescale = jnp.exp(w.rows_of(high) - shift)
+                rescale = jnp.exp(old_high - shift)
                 sums, total = w.add_rows(sums, new_sums, rescale), w.add_rows(total, new_total, rescale)
             return ((sums,), (w.put_rows(high, new_high), total)), again
 
         return w.unless_empty(visit, results)
 
     rows = p.results()
-    init = (jnp.zeros((*rows, p.v), acc),), (jnp.full(rows, 0 if p.rows_once else -np.inf, acc), jnp.zeros(rows, acc))
+    lowest = acc.type(0 if p.rows_once else jnp.finfo(acc).min)
+    init = (jnp.zeros(p.results(p.v), acc),), (jnp.full(rows, lowest), jnp.zeros(rows, acc))
 
     def run(p: Problem, careful: bool) -> Any:
         dtype = p.factors(operands.query, operands.key)
@@ -78,18 +86,17 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
         arrays = p.rows_for_steps(operands.query, dtype), key, p.columns_by_head(operands.value)
         return p.over_tiles(lambda w, results: tile(w, results, *arrays), init)
 
-    (sums,), (high, total) = p.mended(run)
-
-    if plain:
-        out, row_max, row_sum = sums if divided_first else sums / along_last(total, sums), high, total
+    (sums,), (row_max, total) = p.mended(run)
+    lost = total == 0  # rows that have met no score above −∞
+    if not (p.rows_once or every_row_sees):
+        row_max = where(lost, acc.type(0), row_max)
+    row_sum = total if plain or not every_row_sees else where(lost, acc.type(np.nan), total)
+    row_max, row_sum, lost = (p.along_rows(x) for x in (row_max, row_sum, lost))
+    if every_row_sees:
+        out = sums if divided_first else sums / along_last(row_sum, sums)
     else:
-        lost = total == 0  # rows that have met no score above −∞
-        row_max = high if p.rows_once else where(lost, acc.type(0), high)
-        if every_row_sees:
-            out, row_sum = sums / along_last(total, sums), where(lost, acc.type(np.nan), total)
-        else:
-            out, row_max, row_sum = _with_lost_rows(p, lost, sums, row_max, total)
-    return p.by_token(out.astype(operands.query.dtype)), p.by_token(row_max), p.by_token(row_sum)
+        out, row_max, row_sum = _with_lost_rows(p, lost, sums, row_max, row_sum)
+    return p.kept(p.by_token(out.astype(operands.query.dtype))), p.by_token(row_max), p.by_token(row_sum)
 
 
 def _with_lost_rows(p: Problem, lost: Array, sums: Array, row_max: Array, total: Any) -> tuple[Array, Array, Any]:
@@ -110,14 +117,14 @@ def _with_lost_rows(p: Problem, lost: Array, sums: Array, row_max: Array, total:
 
 
 def _seen(p: Problem, lost: Array) -> Array:
-    """Whether a row sees anything, shaped as `results`: right where it is `lost`, of which alone that is asked."""
+    """Whether a row sees anything, shaped as `lost`: right where it is `lost`, of which alone that is asked."""
     if p.spec.every_row_sees(p.operands):
         return jnp.ones(lost.shape, bool)
 
     def tile(w: Step, seen: Any) -> Any:
         any_visible = lambda: w.all_visible().any(-1)
-        visit = lambda seen: w.put_rows(seen, any_visible() if p.rows_once else w.rows_of(seen, bool) | any_visible())
+        visit = lambda seen: w.put_rows(seen, any_visible() if p.rows_once else w.rows_of(seen) | any_visible())
         return w.unless_empty(lambda seen: (visit(seen), None), seen)
 
-    none = jnp.zeros(lost.shape, bool)
-    return lax.cond(lost.any(), lambda: p.over_tiles(tile, none, attempts=False), lambda: none)
+    none = jnp.zeros(p.results(), bool)
+    return p.along_rows(lax.cond(lost.any(), lambda: p.over_tiles(tile, none, attempts=False), lambda: none))

@@ -11,23 +11,31 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa.blockwise.arrays import (
+    BARRIERS_LAST,
     ROWS_TRANSPOSED,
     after,
     all_finite,
     along_last,
+    barrier,
     before,
     clip,
     divmod_unsigned,
     finite_sums,
     laid_out,
+    settled,
     slice_axis,
     tile_start,
     where,
 )
 from jax_mfa.blockwise.step import Attempt, Place, Step
-from jax_mfa.blockwise.tiling import LISTED_TURNS, Tiling, careful_tiling
+from jax_mfa.blockwise.tiling import LISTED_TOGETHER, LISTED_TURNS, Tiling, careful_tiling
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows
 from jax_mfa.whole_rows import per_batch_row
+
+
+def _element(x: Any, index: Any) -> Array:
+    """`x[index]`, of a list."""
+    return slice_axis(jnp.asarray(x), index, 1, 0).reshape(())
 
 
 class Problem:
@@ -72,9 +80,9 @@ class Problem:
         self.keys_transposed = keys_transposed
         # whether anything that is not finite may spoil what does not see it
         self.masked = spec.has_mask(operands) or overlap or self.heads_in_one
-        # of all factors of the products, where it is known; else each step asks its own
+        # of all factors of the products: an array, False of what is to be found with care, None where each step asks
         self.all_finite: Any = None
-        # whether tiles are attempted again that meet such; else all is, see `mended`: what is found of few rows is
+        # whether attempts follow where some are not; else all is made again, see `mended`: what is found of few rows is
         # asked sooner than what they meet
         self.attempts = self.masked and self.row_tiles > 1
 
@@ -88,9 +96,9 @@ class Problem:
 
     def rows_for_steps(self, x: Any, dtype: Any = None) -> Array:
         """[B, T, N, ...] for `Step.rows_of`: of `rows_by_head` laid out, in this dtype or else that of accumulation;
-        or as it is."""
+        or as it is, but one number a row as `results` lie."""
         if not self.rows_by_head:
-            return x
+            return x if x.ndim > 3 else x.swapaxes(1, 2)
         tail = x.shape[3:]
         x = jnp.moveaxis(x.reshape(*x.shape[:2], self.k, self.g, *tail), 1, 3).astype(dtype or self.acc)
         if tail:
@@ -105,12 +113,23 @@ class Problem:
         x = x.reshape(*x.shape[:2], self.k, self.g, -1).transpose(0, 2, 4, 3, 1)
         return x.reshape(*x.shape[:3], -1).astype(self.acc)
 
+    def kept(self, x: Any) -> Any:
+        """A result by token, `settled` after a loop."""
+        return x if self.whole or x.ndim < 4 else settled(x, 2)
+
     def results(self, *tail: int) -> tuple[int, ...]:
-        """The shape of results of so many numbers a row: [B, K, G · T, ...] of `rows_by_head`, else [B, T, N, ...]."""
-        return (self.batch, *((self.k, self.g * self.t) if self.rows_by_head else (self.t, self.n)), *tail)
+        """The shape of results of so many numbers a row: [B, K, G · T, ...] of `rows_by_head`, else [B, T, N, x], or
+        [B, N, T] of one."""
+        if self.rows_by_head:
+            return self.batch, self.k, self.g * self.t, *tail
+        return (self.batch, self.t, self.n, *tail) if tail else (self.batch, self.n, self.t)
+
+    def along_rows(self, x: Any) -> Any:
+        """`results` of one number a row, with the axes of others."""
+        return x if self.rows_by_head else x.swapaxes(1, 2)
 
     def by_token(self, x: Any) -> Any:
-        """`results` as [B, T, N, ...]."""
+        """`results` as [B, T, N, ...]; of one number a row what `along_rows` gives."""
         if not self.rows_by_head:
             return x
         tail = x.shape[3:]
@@ -119,10 +138,13 @@ class Problem:
 
     def columns_by_head(self, x: Any, dtype: Any = None, transposed: bool = False) -> Array:
         """[rows, S, K, ...] as [rows, K, S, ...] of this dtype, or else that of accumulation; or as it is where it is
-        `met_once`, or no plain array. If `transposed`, a product lays it out again, and in one pass with this."""
+        `met_once`, or no plain array. If `transposed`, a product lays it out again, and in one pass with this. What
+        enters a loop is copied in any case."""
         if self.met_once or not isinstance(x, jax.Array):
             return x
         moved = jnp.moveaxis(x, 2, 1).astype(dtype or self.acc)
+        if not self.whole:
+            return settled(moved, 0)
         return moved if transposed else self.laid_out_columns(moved)
 
     def laid_out_columns(self, x: Array) -> Array:
@@ -137,7 +159,7 @@ class Problem:
         return laid_out(jnp.moveaxis(x[:, :, None], 3, 1).reshape(self.batch, self.s, self.k, x.shape[3]))
 
     def per_row_and_head(self, name: str) -> Any:
-        """The operand `[rows, N]` of this name, of a shape that broadcasts to that of `results`."""
+        """The operand `[rows, N]` of this name, of a shape that broadcasts to what `along_rows` gives."""
         x = per_batch_row(self.spec, self.operands, name, self.acc)
         if not self.rows_by_head:
             return x[:, None]
@@ -149,7 +171,7 @@ class Problem:
     def ask_before(self, *factors: Any) -> None:
         """Asks, once for all of the loop, whether these factors of its products are finite; unless all is not read, or
         each part only once."""
-        if self.attempts and self.row_tiles > 1 and self.operands.key_lengths is None:
+        if self.attempts and self.all_finite is None and self.operands.key_lengths is None:
             if all(isinstance(x, jax.Array) for x in factors):
                 self.all_finite = finite_sums(factors)
 
@@ -183,88 +205,99 @@ class Problem:
         return low, clip(end, low, self.column_tiles)
 
     def over_tiles(self, body: Callable[..., Any], carry: Any, attempts: bool = True) -> Any:
-        """`body(step, carry)` over all tiles in which a row may see something. It gives the next carry, and
-        whether that tile is to be attempted again, which it is if `attempts` and something may be hidden."""
+        """`body(step, carry)` over all tiles in which a row may see something. It gives the next carry, and whether
+        something of the tile is not finite, if that is to be asked. If `attempts` and anything may be hidden, the
+        `Attempt`s after the first follow, over all tiles again, where something is not finite."""
         attempts = attempts and self.attempts
         if self.whole and not attempts:
             return body(Step(self, self.place(0, 0, 0, 0)), carry)[0]
         low, end = self.bounds()
-        if isinstance(end, np.ndarray) and isinstance(self.batch, int):  # not of a program for any batch
-            turns = self.batch_steps * self.head_steps * int((end - low).sum())
-            if turns <= LISTED_TURNS:
-                return self._over_listed_tiles(low, end, turns, body, carry, attempts)
+        tries = len(Attempt.SIGNS) if attempts else 1
+        listed = self._listed(low, end, tries)
+        turns, same, each = listed or self._found(low, end, tries)
+        if isinstance(turns, int) and not turns:
+            return carry
+        once, most = (jnp.asarray(n, jnp.int32) if isinstance(n, int) else n for n in (turns, turns * tries))
+        last: Any = None  # index, where that may be before `most`
+        if attempts and self.all_finite is not False:
+            last = once if self.all_finite is None else where(self.all_finite, once, most)
+
+        # all that need the place would compute it anew: it stands behind a barrier, or where that does not help and it
+        # takes more than reading lists, it is found in the turn before
+        carried = listed is None and not BARRIERS_LAST
+
+        def turn(state: Any) -> Any:
+            index, last, here, carry = state
+            place = {**same, **(here if carried else barrier(each(index)))}
+            sign = place.pop("sign", None)
+            carry, spoilt = body(Step(self, Place(**place), sign), carry)
+            if spoilt is not None:
+                last = where(spoilt, most, last)
+            index = index + index.dtype.type(1)
+            return index, last, each(index) if carried else None, carry
+
+        first = most.dtype.type(0)
+        goes_on = lambda state: state[0] < (most if state[1] is None else state[1])
+        return lax.while_loop(goes_on, turn, (first, last, each(first) if carried else None, carry))[3]
+
+    def _listed(self, low: Any, end: Any, tries: int) -> tuple[int, dict[str, Any], Callable[..., Any]] | None:
+        """How many turns there are, what of their places is the same in all, and a function of an index that gives the
+        rest, and the sign of the attempt; read from lists, if the bounds are known and such lists short."""
+        if not isinstance(end, np.ndarray) or not isinstance(self.batch, int):  # of a program for any batch
+            return None
+        turns = self.batch_steps * self.head_steps * int((end - low).sum())
+        if turns > LISTED_TURNS:
+            return None
+        if not turns:
+            return turns, {}, lambda index: {}
+        tiles = [(i, j) for i in range(self.row_tiles) for j in range(low[0, i], end[0, i])]
+        i, j = np.array(tiles, np.int32).reshape(-1, 2).T
+        batch_step, head_step, tile = np.indices((self.batch_steps, self.head_steps, len(tiles))).reshape(3, -1)
+        places = self.place(batch_step, head_step, i[tile], j[tile])._asdict()
+        same = {name: x if x is None else int(np.min(x)) for name, x in places.items() if x is None or not np.ptp(x)}
+        lists = {name: np.tile(x, tries).astype(np.int32) for name, x in places.items() if name not in same}
+        if tries > 1:
+            lists["sign"] = np.repeat(Attempt.SIGNS, turns).astype(self.acc)
+        # loops that read lists of a length share the kernel
+        lists = {name: np.pad(x, (0, -x.size % LISTED_TOGETHER)) for name, x in lists.items()}
+        return turns, same, lambda index: {name: _element(x, index) for name, x in lists.items()}
+
+    def _found(self, low: Any, end: Any, tries: int) -> tuple[Any, dict[str, Any], Callable[..., Any]]:
+        """The same, found by arithmetic."""
         lists = low.shape[0]  # of tiles: one for each step of the batch, or one for all
         counts = (end - low).reshape(-1)
         ends = counts.cumsum()
         ends, shift = (jnp.asarray(x).astype(jnp.uint32) for x in (ends, low.reshape(-1) - (ends - counts)))
-        each = jnp.maximum(ends[-1], 1)  # a divisor
+        turns = ends[-1] * jnp.uint32(self.head_steps * (self.batch_steps if lists == 1 else 1))
+        same = {name: x for name, x in self.place(*[np.zeros(1, np.int32)] * 4)._asdict().items() if np.ndim(x) == 0}
 
-        def place(index: Any) -> tuple[Array, ...]:  # in numbers without a sign: quotients of others are long programs
-            step, rest = divmod_unsigned(index, each)
+        def each(index: Any) -> dict[str, Any]:  # in numbers without a sign: quotients of others are long programs
+            found = {}
+            if tries > 1:
+                attempt, index = divmod_unsigned(index, jnp.maximum(turns, 1))
+                found["sign"] = _element(np.array(Attempt.SIGNS, self.acc), attempt)
+            step, rest = divmod_unsigned(index, jnp.maximum(ends[-1], 1))
             row = (ends <= rest).sum(dtype=jnp.uint32)
-            i, j = divmod_unsigned(row, self.row_tiles)[1], rest + slice_axis(shift, row, 1, 0)[0]
+            i, j = divmod_unsigned(row, self.row_tiles)[1], rest + _element(shift, row)
             if lists == 1:
                 batch_step, head_step = divmod_unsigned(step, self.head_steps)
             else:
                 batch_step, head_step = divmod_unsigned(row, self.row_tiles)[0], step
-            return tuple(x.astype(jnp.int32) for x in (batch_step, head_step, i, j))
+            place = self.place(*(x.astype(jnp.int32) for x in (batch_step, head_step, i, j)))
+            return found | {name: x for name, x in place._asdict().items() if name not in same}
 
-        turns = ends[-1] * jnp.uint32(self.head_steps * (self.batch_steps if lists == 1 else 1))
-
-        def turn(index: Any, attempt: Any, state: Any) -> tuple[Any, Any]:
-            at, carry = state
-            carry, again = body(Step(self, self.place(*at), attempt), carry)
-            return (at, carry), again
-
-        # the place of the next turn is found in this one: what is carried is not computed anew by all that need it
-        moved = lambda index, state: (place(index), state[1])
-        return self._loop(turns, turn, (place(jnp.uint32(0)), carry), attempts, moved)[1]
-
-    def _over_listed_tiles(
-        self, low: Any, end: Any, turns: int, body: Callable[..., Any], carry: Any, attempts: bool
-    ) -> Any:
-        """`over_tiles` of bounds that are known, each turn's place read from lists."""
-        if not turns:
-            return carry
-        i, j = zip(*[(i, j) for i in range(self.row_tiles) for j in range(low[0, i], end[0, i])])
-        batch_step, head_step, tile = np.indices((self.batch_steps, self.head_steps, len(i))).reshape(3, -1)
-        places = self.place(batch_step, head_step, np.array(i, np.int32)[tile], np.array(j, np.int32)[tile])
-        # what is the same in every turn is no array
-        lists = [int(np.min(x)) if np.min(x) == np.max(x) else x for x in places]
-
-        def turn(index: Any, attempt: Any, carry: Any) -> tuple[Any, Any]:
-            of_turn = lambda x: slice_axis(jnp.asarray(x, jnp.int32), index, 1, 0)[0]
-            return body(Step(self, Place(*(x if isinstance(x, int) else of_turn(x) for x in lists)), attempt), carry)
-
-        return self._loop(jnp.int32(turns), turn, carry, attempts)
+        return turns, same, each
 
     def place(self, batch_step: Any, head_step: Any, i: Any, j: Any) -> Place:
         """Of tile `i` of the rows and tile `j` of the columns; numbers, or arrays of numpy for all turns."""
         c, start = self.tiles, (batch_step * self.tiles.batch_rows, head_step * self.tiles.key_heads)
         row = 0 if self.row_tiles == 1 else tile_start(i, c.rows, self.t)
-        return Place(*start, row, tile_start(j, c.columns, self.s), i * c.rows, j * c.columns)
-
-    def _loop(
-        self, turns: Array, turn: Any, state: Any, attempts: bool, moved: Any = lambda index, state: state
-    ) -> Any:
-        """`turn(index, attempt, state)` gives the next state and whether it is to be attempted again: one attempt after
-        the other, and then the next turn, after `moved(index, state)`."""
-        if not attempts:
-            once = lambda index, state: moved(index + turns.dtype.type(1), turn(index, None, state)[0])
-            return lax.fori_loop(turns.dtype.type(0), turns, once, state)
-
-        def next_attempt(all_state: Any) -> Any:
-            index, attempt, state = all_state
-            state, again = turn(index, attempt, state)
-            stays = where(attempt == 0, again, attempt < Attempt.LAST)
-            index = index + (~stays).astype(turns.dtype)
-            return index, where(stays, attempt + 1, np.int32(0)), moved(index, state)
-
-        return lax.while_loop(lambda x: x[0] < turns, next_attempt, (turns.dtype.type(0), jnp.int32(0), state))[2]
+        own = i * c.rows if self.t % c.rows else None, j * c.columns if self.s % c.columns else None
+        return Place(*start, row, tile_start(j, c.columns, self.s), *own)
 
     def mended(self, run: Any, columns_axis: int | None = None) -> tuple[Any, Any]:
         """`run(problem, careful=False)`: sums, and what takes no care. Of a single row tile, which meets each column
-        once, the sums are those of a careful run if they are not finite; other problems attempt tile by tile again.
+        once, the sums are those of a careful run if they are not finite; other problems attempt it in their loop.
 
         Args:
           columns_axis: where all sums but the first, whose axis 2 is that of rows, have columns, if of one tile.
@@ -273,7 +306,8 @@ class Problem:
         if self.attempts or not self.masked:
             return sums, rest
         careful = Problem(self.spec, self.operands, careful_tiling(self.operands) if self.whole else self.tiles)
-        careful.rows_by_head, careful.attempts = self.rows_by_head, True  # results in the layout of these
+        careful.rows_by_head = self.rows_by_head  # results in the layout of these
+        careful.attempts, careful.all_finite = True, False
         # a loop of one turn or none, for it changes its arrays in place; `lax.cond` copies what it hands on
         again = lambda _: (jnp.zeros((), bool), run(careful, True)[0])
         if self.whole:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,6 @@ from jax_mfa.blockwise.arrays import (
     broadcast,
     cut,
     derivative_of_tanh,
-    finite,
     finite_sums,
     put,
     slice_axis,
@@ -35,19 +35,24 @@ if TYPE_CHECKING:
 
 
 class Attempt:
-    """An attempt at the products of a tile, whose number is found when the program runs. The first takes what is finite
-    of their factors; the others look for what is not, one for ∞ and one for −∞, of which one that is visible tells. NaN
-    is both."""
+    """The first attempt at the products of all tiles takes what is finite of their factors. Where others are not, two
+    more look for them, for ∞ and for −∞, of which one that is visible tells. NaN is both.
 
-    LAST = 2
+    They do so by the same program: what is visible has the weight `WEIGHT`, and what is sought has so large a factor
+    that their product is infinite; what is hidden has a weight of 0, and what is not sought a factor of 0."""
 
-    def __init__(self, number: Any, dtype: Any) -> None:
-        self.first, self.sign = number == 0, (3 - 2 * number).astype(dtype)
+    SIGNS = 0, 1, -1  # of what is looked for
+    WEIGHT = 4
+
+    @staticmethod
+    def sought(dtype: Any) -> Any:
+        """A power of 2, which hardware that rounds factors leaves as it is."""
+        return dtype.type(2.0 ** (jnp.finfo(dtype).maxexp - 1))
 
 
 class Place(NamedTuple):
     """Where a step starts: the first of its batch rows, key heads, rows and columns, and the first row and column that
-    are its own, and not those of the tile before too."""
+    are its own, and not those of the tile before too; None where all are."""
 
     row0: Any
     head0: Any
@@ -61,9 +66,9 @@ class Step:
     """The operands of one step: R batch rows and E key heads, of which it meets the rows of one tile and the columns of
     another. M = G · rows: the rows of a group's heads are rows of one matrix. Everything else keeps its letter."""
 
-    def __init__(self, problem: Problem, place: Place, attempt: Any = None) -> None:
+    def __init__(self, problem: Problem, place: Place, sign: Any = None) -> None:
         self.p = problem
-        self.attempt: Any = None if attempt is None else Attempt(attempt, problem.acc)
+        self.sign = sign  # of the attempt, of `Attempt.SIGNS`; None where there is one
         self.row0, self.head0, self.row_start, self.column_start, self.own_row, self.own_column = place
         o, acc = problem.operands, problem.acc
 
@@ -120,11 +125,19 @@ class Step:
         if self.p.rows_by_head:
             c = self.p.tiles
             return cut(x, (c.batch_rows, c.key_heads, *x.shape[2:]), self.row0, self.head0, *(0,) * (x.ndim - 2))
+        if x.ndim == 3:
+            numbers = cut(x, self._numbers_shape(), *self._rows_start(x))
+            return numbers.reshape(*numbers.shape[:1], self.p.tiles.key_heads, -1)
         rows, dtype = self._rows_as_they_lie(x), dtype or self.p.acc
         if self.p.g == 1:
             return jnp.swapaxes(rows, 1, 2).astype(dtype)
         rows = jnp.moveaxis(self._grouped(rows), 1, 3).astype(dtype)
         return rows.reshape(*rows.shape[:2], -1, *rows.shape[4:])
+
+    def _numbers_shape(self) -> tuple[int, ...]:
+        """Of one number for each row, as it lies in `results`."""
+        c = self.p.tiles
+        return c.batch_rows, c.key_heads * self.p.g, c.rows
 
     def _rows_as_they_lie(self, x: Any) -> Array:
         """Those of `[B, T, N, ...]`: `[R, rows, E · G, ...]`."""
@@ -156,19 +169,21 @@ class Step:
     def add_rows(self, x: Any, part: Any, kept: Any = None) -> Array:
         """`x`, of the shape of `results`, with `part` added to its rows, which are multiplied with `kept`, [R, E, M],
         before."""
-        if kept is None and self.p.rows_once and self.attempt is None:
+        if kept is None and self.p.rows_once and self.sign is None:
             return self.put_rows(x, part)
         # in the layout of the results, so that one kernel reads and writes them
+        if kept is not None and part.ndim > 3:
+            kept = along_last(kept, part)
         part, start = self._as_results(part), self._rows_start(x)
         old = cut(x, part.shape, *start)
-        if kept is not None:
-            old = old * self._as_results(kept).reshape(*part.shape[:3], *(1,) * (x.ndim - 3))
-        return put(x, old + part, *start)
+        return put(x, (old if kept is None else old * self._as_results(kept)) + part, *start)
 
     def _as_results(self, part: Any) -> Any:
         """[R, E, M, ...] in the layout of `results`."""
         if self.p.rows_by_head:
             return part
+        if part.ndim == 3:
+            return part.reshape(self._numbers_shape())
         if self.p.g == 1:
             return jnp.swapaxes(part, 1, 2)
         c, tail = self.p.tiles, part.shape[3:]
@@ -177,8 +192,10 @@ class Step:
 
     def _rows_start(self, x: Any) -> tuple[Any, ...]:
         """Where its rows start in `results`."""
-        place = (self.head0, 0) if self.p.rows_by_head else (self.row_start, self.head0 * self.p.g)
-        return self.row0, *place, *(0,) * (x.ndim - 3)
+        if self.p.rows_by_head:
+            return self.row0, self.head0, *(0,) * (x.ndim - 2)
+        head = self.head0 * self.p.g
+        return (self.row0, head, self.row_start) if x.ndim == 3 else (self.row0, self.row_start, head, 0)
 
     def columns_of(self, name: str, x: Any, dtype: Any = None) -> Array:
         """The columns of an operand, or of an array like it: `[R|1, E, columns, ...]`, or `[R|1, columns, E, ...]`
@@ -192,9 +209,8 @@ class Step:
             columns = x.tile(self)
             return columns if self.p.heads_in_one else jnp.moveaxis(columns, 2, 1)
         if not self.p.met_once:
-            return self.rows(
-                name, slice_axis(slice_axis(x, self.column_start, c.columns, 2), self.head0, c.key_heads, 1)
-            )
+            shape = x.shape[0], c.key_heads, c.columns, *x.shape[3:]
+            return self.rows(name, cut(x, shape, 0, self.head0, self.column_start, *(0,) * (x.ndim - 3)))
         if self.p.whole:
             return self.rows(name, x).astype(dtype or self.p.acc)
         # an index that is the same in every turn is no array, and would keep nothing in the loop
@@ -212,7 +228,7 @@ class Step:
         """`x`, [B, K, x, S], with `part`, [R, E, x, columns], added to its columns; [B, K, S, x] and [R, E, columns, x]
         if `as_rows`."""
         start = (self.column_start, 0) if as_rows else (0, self.column_start)
-        once = self.p.columns_once and self.attempt is None
+        once = self.p.columns_once and self.sign is None
         return (put if once else add)(x, part, self.row0, self.head0, *start)
 
     def add_heads(self, x: Any, part: Any) -> Array:
@@ -231,11 +247,18 @@ class Step:
     def columns(self) -> Array:
         return self.column_start + jnp.arange(self.p.tiles.columns, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
 
-    def distance(self) -> Array:
-        """How far a column stands after a row: [R|1, 1, 1, rows, columns]."""
+    def _positions(self) -> tuple[Array, Array]:
+        """Columns and rows, [R|1, 1, 1, rows, columns] and [1, 1, 1, rows, columns]: how far each is from the row at
+        the position of the tile's first."""
         c, offset = self.p.tiles, self.p.spec.query_offset if self.offset is None else self.offset
         row, column = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, c.rows, c.columns), axis) for axis in (3, 4))
-        return column - row - (self.row_start + offset - self.column_start)
+        # not the column less the row first: that is the same in every turn, and would be kept, and read
+        return column - (self.row_start + offset - self.column_start), row
+
+    def distance(self) -> Array:
+        """How far a column stands after a row: [R|1, 1, 1, rows, columns]."""
+        column, row = self._positions()
+        return column - row
 
     def visible(self) -> Any:
         """Which scores of a tile count: bool, broadcastable to [R, E, M, columns]; None where all do.
@@ -248,12 +271,12 @@ class Step:
         row = self.row_start + jnp.arange(c.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
         if p.masked:
             left, right = spec.band
-            if (left, right) != (None, None):
-                distance = self.distance()
-                if left is not None:
-                    rules.append(distance >= -left)
-                if right is not None:
-                    rules.append(distance <= right)
+            if left is not None:
+                rules.append(self.distance() >= -left)
+            if right == 0:
+                rules.append(operator.le(*self._positions()))
+            elif right is not None:
+                rules.append(self.distance() <= right)
             if self.key_lengths is not None:
                 rules.append(column < self.key_lengths)
             if self.query_lengths is not None:
@@ -271,11 +294,15 @@ class Step:
                 blocks = jnp.take(self.blocks, row.reshape(-1) // block_rows, axis=3)
                 rules.append(jnp.take(blocks, column.reshape(-1) // block_columns, axis=4))
             # what tiles share belongs to the first of them
-            if p.t % c.rows:
+            if self.own_row is not None:
                 rules.append(row >= self.own_row)
-            if p.s % c.columns:
+            if self.own_column is not None:
                 rules.append(column >= self.own_column)
-        return self.merged(functools.reduce(jnp.logical_and, rules)) if rules else None
+        if not rules:
+            return None
+        see = functools.reduce(jnp.logical_and, rules)
+        # behind a barrier in loops: all that need it would compute it anew
+        return self.merged(see if p.whole else barrier(see))
 
     def all_visible(self) -> Array:
         """The same after the bias: [R, E, M, columns]."""
@@ -320,7 +347,7 @@ class Step:
             some.append((self.blocks & touched.reshape(1, 1, 1, *touched.shape)).any())
         if not some:
             return body(carry)
-        none = None if self.attempt is None else jnp.zeros((), bool)
+        none = None if self.sign is None or self.p.all_finite is not None else jnp.zeros((), bool)
         return lax.cond(functools.reduce(jnp.logical_and, some), body, lambda x: (x, none), carry)
 
     def tile_of(self, x: Any) -> Array:
@@ -380,33 +407,29 @@ class Step:
             visible one is 0, however small; or signed: what is visible and not finite makes NaN of their sums, for it
             is a query or key, where either the row has no softmax or the weight is 0.
         """
-        if self.attempt is None:
+        if self.sign is None:
             return [product(weights, x) for product, weights, x, _ in products], None
-        first, zero = self.attempt.first, self.p.acc.type(0)
-        terms = (self.p.acc.type(np.nan) if signed else self.attempt.sign * np.inf for *_, signed in products)
-        found = (product(weights, self._factor(x)) for product, weights, x, _ in products)
-        sums = [where(first, x, where(x > 0, term, zero)) for x, term in zip(found, terms)]
-        all_finite = self.p.all_finite
-        return sums, first & ~(finite_sums(x for _, _, x, _ in products) if all_finite is None else all_finite)
+        sums = [product(weights, self._factor(x, signed)) for product, weights, x, signed in products]
+        return sums, None if self.p.all_finite is not None else ~finite_sums(x for _, _, x, _ in products)
 
-    def _factor(self, x: Array) -> Array:
+    def _factor(self, x: Array, signed: bool) -> Array:
         """What is multiplied with weights in this attempt."""
-        sought = ~(x * self.attempt.sign <= jnp.finfo(x.dtype).max)
-        return where(self.attempt.first, finite(x), sought.astype(x.dtype))
+        sought, zero = self.sign * Attempt.sought(self.p.acc), self.p.acc.type(0)
+        if not signed:  # else any that is not finite, in both
+            sought = where(x * self.sign <= zero, zero, sought)
+        return where(jnp.isfinite(x), x * (1 - jnp.abs(self.sign)), sought)
 
     def weighing(self, weights: Any, see: Any) -> Array:
-        """Weights [R, E, M, columns] as this attempt takes them; they are zero where hidden, and `see` says where they
-        are not."""
-        if self.attempt is None:
-            return weights
-        later = ~self.attempt.first
+        """Weights [R, E, M, columns] as this attempt takes them: 0 where hidden."""
+        if self.sign is None:
+            return self.shown(weights, see)
+        taken = self.shown(where(self.sign != 0, weights.dtype.type(Attempt.WEIGHT), weights), see)
         # behind a barrier, and as XLA multiplies them: it would compute them anew for each use
-        taken = where(later if see is None else see & later, weights.dtype.type(1), weights)
         return barrier(taken.reshape(-1, *taken.shape[2:])).reshape(taken.shape)
 
     def first(self, x: Any) -> Any:
         """What is added once: `x` in the first attempt, then 0."""
-        return x if self.attempt is None else where(self.attempt.first, x, x.dtype.type(0))
+        return x if self.sign is None else where(self.sign == 0, x, x.dtype.type(0))
 
     # --- scores
 
@@ -450,11 +473,12 @@ class Step:
 
     def probability(self, scores: Array, see: Array | None, row_max: Array, inverse: Any) -> tuple[Array, Array | None]:
         """The probabilities of `masked_scores`, given the rows' maxima and inverse sums; and what is visible after the
-        bias, None where all is."""
-        probability = self.p.weights(scores, row_max) * along_last(inverse, scores)
-        see = self.after_bias(see)
-        # NaN in a row whose softmax is not defined
-        return (probability if see is None else where(see, probability, self.p.acc.type(0))), see
+        bias, None where all is. They are 0 where nothing is visible, but NaN in a row whose softmax is not defined."""
+        return self.p.weights(scores, row_max) * along_last(inverse, scores), self.after_bias(see)
+
+    def shown(self, x: Array, see: Array | None) -> Array:
+        """`x`, of the shape of scores, and 0 where hidden."""
+        return x if see is None else where(see, x, x.dtype.type(0))
 
     def dropped(self, probability: Any) -> Any:
         """The probabilities of a tile after dropout."""

@@ -74,7 +74,7 @@ def tangent(
                 t_x = t_x + w.merged(w.per_head("alibi_slopes", t.alibi_slopes) * w.distance().astype(acc))
             if d_cap is not None:
                 t_x = t_x * d_cap
-            moved = probability * (t_x if see is None else where(see, t_x, acc.type(0)))
+            moved = probability * w.shown(t_x, see)
 
             weights = lambda x: w.weighing(w.dropped(x), see)
             products = [(w.product, weights(moved), value_j(), True)]
@@ -85,8 +85,7 @@ def tangent(
 
         return w.unless_empty(visit, results)
 
-    rows_shape = p.results()
-    init = (jnp.zeros((*rows_shape, p.v), acc),), (jnp.zeros(rows_shape, acc),)
+    init = (jnp.zeros(p.results(p.v), acc),), (jnp.zeros(p.results(), acc),)
 
     def run(p: Problem, careful: bool) -> Any:
         given = lambda layout, x, dtype=None: None if x is None else layout(x, dtype)
@@ -98,7 +97,7 @@ def tangent(
         return p.over_tiles(lambda w, results: tile(w, results, rows, columns), init)
 
     (sums,), (lse,) = p.mended(run)
-    sums, lse = p.by_token(sums), p.by_token(lse)
+    sums, lse = p.by_token(sums), p.by_token(p.along_rows(lse))
     if t.sinks is not None:
         t_sinks = whole_rows.per_batch_row(spec, operands, "sinks", acc, t.sinks)[:, None]
         lse = lse + whole_rows.sink_probability(spec, operands, row_max, row_sum) * t_sinks

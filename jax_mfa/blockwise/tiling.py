@@ -71,12 +71,11 @@ ROWS_FOR_FRESH_BYTES = 128
 # where a sum is found beside a product, it hands one of them to another thread, which costs more than either (B = 16,
 # T = 23 and one head: 108 µs became 75). Larger problems of several batch rows are faster without.
 DIVIDED_OUTPUTS = DIVIDED_SCORES = 2**15
-# Several heads share a step up to this many scores; the backward pass, which holds twice as many tiles at a time, is
-# faster with half of them.
-FORWARD_SCORES = 2**20
-BACKWARD_SCORES = 2**19
+# Several heads share a step up to this many scores. Passes of alike steps share kernels, and are compiled in less time.
+STEP_SCORES = 2**20
 # Loops of no more turns than this read from lists where each of them is; longer lists make longer programs.
 LISTED_TURNS = 2**12
+LISTED_TOGETHER = 64  # such lists are of a multiple of this
 # Tiles that do not divide a length are of equal size, a multiple of this, and overlap a little.
 ALIGNMENT = 16
 # What `tune` tries for rows and columns.
@@ -113,7 +112,7 @@ def tile_size(length: int, target: int) -> int:
 def forward_tiling(spec: Specification, operands: Operands, differentiated: bool = False) -> Tiling:
     """The tiles of the forward pass; `differentiated` as of `forward`."""
     tile = FORWARD_TILE_HIDDEN if _positions_hide(spec) else FORWARD_TILE
-    return _chosen("blockwise forward", spec, operands, tile, FORWARD_SCORES, not differentiated)
+    return _chosen("blockwise forward", spec, operands, tile, not differentiated)
 
 
 def backward_tiling(spec: Specification, operands: Operands) -> Tiling:
@@ -125,7 +124,7 @@ def backward_tiling(spec: Specification, operands: Operands) -> Tiling:
         tile = BACKWARD_TILE_OF_TWO
     else:
         tile = BACKWARD_TILE_HIDDEN
-    return _chosen("blockwise backward", spec, operands, tile, BACKWARD_SCORES, False)
+    return _chosen("blockwise backward", spec, operands, tile, False)
 
 
 def _positions_hide(spec: Specification) -> bool:
@@ -195,11 +194,9 @@ def _keys_read(operands: Operands) -> int:
     return (batch if isinstance(batch, int) else 1) * s * k * max(h, v)
 
 
-def _chosen(
-    plan: str, spec: Specification, operands: Operands, tile: tuple[int, int], scores: int, alone: bool
-) -> Tiling:
+def _chosen(plan: str, spec: Specification, operands: Operands, tile: tuple[int, int], alone: bool) -> Tiling:
     """What `tune` found for a problem, else `_tiling`."""
-    usual = _tiling(spec, operands, tile, scores, alone)
+    usual = _tiling(spec, operands, tile, alone)
     allowed = lambda numbers: numbers in map(dataclasses.astuple, candidates(spec, operands, usual))
     found = tuned.of(plan, lambda: spec.summary(operands), allowed)
     return usual if found is None else Tiling(*found)
@@ -214,15 +211,15 @@ def candidates(spec: Specification, operands: Operands, usual: Tiling) -> list[T
     rows = {tile_size(t, x) for x in TUNED_SIZES} | {usual.rows}
     columns = {tile_size(s, x) for x in TUNED_SIZES} | {usual.columns}
     found = [usual]
-    for scores in (FORWARD_SCORES, FORWARD_SCORES // 2, FORWARD_SCORES // 4):
+    for scores in (STEP_SCORES, STEP_SCORES // 2, STEP_SCORES // 4):
         found += [_with_heads(operands, r, c, scores) for r in rows for c in columns]
     held = lambda x: math.prod(dataclasses.astuple(x)) * group
     distance = lambda x: sum(abs(math.log(a / b)) for a, b in zip(dataclasses.astuple(x), dataclasses.astuple(usual)))
-    return sorted((x for x in dict.fromkeys(found) if held(x) <= max(FORWARD_SCORES, held(usual))), key=distance)
+    return sorted((x for x in dict.fromkeys(found) if held(x) <= max(STEP_SCORES, held(usual))), key=distance)
 
 
-def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], scores: int, alone: bool) -> Tiling:
-    """The tile sizes for a problem; a step has at most `scores` scores, or elements of keys, if a head has no more.
+def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], alone: bool) -> Tiling:
+    """The tile sizes for a problem; a step has at most `STEP_SCORES`, or elements of keys, if a head has no more.
 
     Args:
       tile: its rows and columns, about.
@@ -236,7 +233,7 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], scor
     # what a step reads of keys is laid out anew
     few_rows = alone and t * n <= 4 * FEW_ROWS
     held = BEYOND_CACHES * (4 if operands.key.dtype == jnp.bfloat16 else 1) if few_rows else math.inf
-    copied = known and _keys_read(operands) > (scores if is_stored else held)
+    copied = known and _keys_read(operands) > (STEP_SCORES if is_stored else held)
     small_heads = n * t * s <= k * SMALL_HEAD and not (alone and spec.has_mask(operands))
     most = 2 * WHOLE_SCORES if small_heads else WHOLE_SCORES
     if known and batch * n * t * s <= most and not cache and not copied and not (alone and _fresh(spec, operands)):
@@ -245,12 +242,12 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], scor
     if t * n <= COLUMNS:
         columns = 4 * COLUMNS
     if few_rows and t * n <= FEW_ROWS:  # all heads in a step
-        columns = min(columns, max(scores // (k * max(h, v)), 1))
+        columns = min(columns, max(STEP_SCORES // (k * max(h, v)), 1))
     if spec.page_size is None:
         columns = tile_size(s, columns)
     else:  # whole pages
         columns = min(max(columns // spec.page_size, 1) * spec.page_size, s)
-    return _with_heads(operands, rows, columns, scores)
+    return _with_heads(operands, rows, columns, STEP_SCORES)
 
 
 def _fresh(spec: Specification, operands: Operands) -> bool:
