@@ -239,6 +239,15 @@ def test_a_program_holds_each_product_of_a_tile_once(gradient):
     assert text.count("stablehlo.dot_general") == (2 + 6 if gradient else 2)
 
 
+@pytest.mark.parametrize("gradient, most", [(False, 195), (True, 440)], ids=["forward", "training"])
+def test_a_layer_is_so_many_instructions(gradient, most):
+    """XLA compiles each layer of a model anew, in time that its instructions take: stock's gradient has some 100."""
+    x = jax.ShapeDtypeStruct((1, 1024, 12, 64), jnp.float32)
+    attend = lambda q, k, v: jax_mfa.dot_product_attention(q, k, v, is_causal=True, implementation="blockwise").sum()
+    text = jax.jit(jax.grad(attend, (0, 1, 2)) if gradient else attend).lower(x, x, x).as_text("hlo")
+    assert (count := text.count(" = ")) <= most, count
+
+
 def _of_one_tile(dtype, gradient):
     x = jax.ShapeDtypeStruct((2, 48, 4, 32), dtype)
     y = np.random.default_rng(0).standard_normal(x.shape, np.float32)  # a cotangent that does not depend on the output

@@ -193,3 +193,23 @@ def test_what_is_not_finite_anywhere_taints_only_what_sees_it(size, name, offset
         if rows.any():
             shown = gradients["query"] if name == "d_out" else out
             assert not np.isfinite(shown[0, rows]).all()
+
+
+@pytest.mark.parametrize("size", [None, (4, 5), (14, 4)], ids=["one tile", "tiles", "one row of tiles"])
+def test_infinities_keep_their_sign_and_cancel_across_tiles(size, tiles):
+    if size:
+        tiles(*size, math.prod(size))
+    arguments = Case("one", B=1, T=16, S=16, N=2, K=2, H=8, is_causal=True).arguments()
+    value, (d_out, d_lse) = arguments["value"].copy(), cotangents(arguments)
+    value[0, 3, 0, 2], value[0, 11, 0, 2], value[0, 5, 1, 7] = np.inf, -np.inf, -np.inf
+    out, _, _ = evaluate(BLOCKWISE, {**arguments, "value": value}, d_out, d_lse)
+    clean, _, _ = evaluate(BLOCKWISE, arguments, d_out, d_lse)
+    wanted = clean.copy()
+    wanted[0, 3:11, 0, 2], wanted[0, 11:, 0, 2], wanted[0, 5:, 1, 7] = np.inf, np.nan, -np.inf
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
+
+    d_out = d_out.copy()  # rows that see the first columns, and those that see all
+    d_out[0, 4, 0, 1], d_out[0, 15, 0, 1] = -np.inf, np.inf
+    gradient = evaluate(BLOCKWISE, arguments, d_out, d_lse)[2]["value"]
+    assert np.isnan(gradient[0, :5, 0, 1]).all() and (gradient[0, 5:, 0, 1] == np.inf).all()
+    assert np.isfinite(gradient[0, :, 0, 2:]).all() and np.isfinite(gradient[0, :, 1]).all()

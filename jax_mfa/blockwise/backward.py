@@ -101,7 +101,7 @@ def backward(
                 )
                 products.append((product, weights, taken(query_again), True))
                 products.append((product, w.weighing(dropped, see), taken(d_again), False))
-            (d_query_i, *d_columns), again = w.sums(products)
+            (d_query_i, *d_columns), not_finite = w.sums(products)
             d_query = w.add_rows(d_query, d_query_i)
             if of_columns:
                 d_key, d_value = (w.add_columns(x, part, as_rows) for x, part in zip((d_key, d_value), d_columns))
@@ -112,7 +112,7 @@ def backward(
                 d_slopes = w.add_heads(d_slopes, moment.reshape(*moment.shape[:2], p.g, -1).sum(3))
             if bias_gradient:
                 d_bias = _add_bias_gradient(w, d_bias, w.first(d_x), w.row_start, w.column_start)
-            return ((d_query, d_key, d_value), (d_slopes, d_bias)), again
+            return ((d_query, d_key, d_value), (d_slopes, d_bias)), not_finite
 
         return w.unless_empty(visit, results)
 

@@ -65,13 +65,13 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
                 weights = w.weighing(weights, w.after_bias(see))
             if not divided_first:  # an array less: in the first attempt, which alone counts, weights are probabilities
                 new_total = w.first((weights if operands.dropout is None else probability).sum(-1))
-            (new_sums,), again = w.sums([(w.product, weights, w.columns_of("value", value), False)])
+            (new_sums,), not_finite = w.sums([(w.product, weights, w.columns_of("value", value), False)])
             if p.rows_once:
                 new_high, sums, total = shift, w.add_rows(sums, new_sums), w.add_rows(total, new_total)
             else:
                 rescale = jnp.exp(old_high - shift)
                 sums, total = w.add_rows(sums, new_sums, rescale), w.add_rows(total, new_total, rescale)
-            return ((sums,), (w.put_rows(high, new_high), total)), again
+            return ((sums,), (w.put_rows(high, new_high), total)), not_finite
 
         return w.unless_empty(visit, results)
 

@@ -213,34 +213,34 @@ class Problem:
             return body(Step(self, self.place(0, 0, 0, 0)), carry)[0]
         low, end = self.bounds()
         tries = len(Attempt.SIGNS) if attempts else 1
-        listed = self._listed(low, end, tries)
-        turns, same, each = listed or self._found(low, end, tries)
+        listed = self._listed_places(low, end, tries)
+        turns, same, place_of = listed or self._computed_places(low, end, tries)
         if isinstance(turns, int) and not turns:
             return carry
-        once, most = (jnp.asarray(n, jnp.int32) if isinstance(n, int) else n for n in (turns, turns * tries))
-        last: Any = None  # index, where that may be before `most`
+        one_pass, all_passes = (jnp.asarray(n, jnp.int32) if isinstance(n, int) else n for n in (turns, turns * tries))
+        stop: Any = None  # where that may be before `all_passes`
         if attempts and self.all_finite is not False:
-            last = once if self.all_finite is None else where(self.all_finite, once, most)
+            stop = one_pass if self.all_finite is None else where(self.all_finite, one_pass, all_passes)
 
         # all that need the place would compute it anew: it stands behind a barrier, or where that does not help and it
-        # takes more than reading lists, it is found in the turn before
+        # takes more than reading lists, it is computed in the turn before
         carried = listed is None and not BARRIERS_LAST
 
         def turn(state: Any) -> Any:
-            index, last, here, carry = state
-            place = {**same, **(here if carried else barrier(each(index)))}
+            index, stop, here, carry = state
+            place = {**same, **(here if carried else barrier(place_of(index)))}
             sign = place.pop("sign", None)
-            carry, spoilt = body(Step(self, Place(**place), sign), carry)
-            if spoilt is not None:
-                last = where(spoilt, most, last)
+            carry, not_finite = body(Step(self, Place(**place), sign), carry)
+            if not_finite is not None:
+                stop = where(not_finite, all_passes, stop)
             index = index + index.dtype.type(1)
-            return index, last, each(index) if carried else None, carry
+            return index, stop, place_of(index) if carried else None, carry
 
-        first = most.dtype.type(0)
-        goes_on = lambda state: state[0] < (most if state[1] is None else state[1])
-        return lax.while_loop(goes_on, turn, (first, last, each(first) if carried else None, carry))[3]
+        first = all_passes.dtype.type(0)
+        goes_on = lambda state: state[0] < (all_passes if state[1] is None else state[1])
+        return lax.while_loop(goes_on, turn, (first, stop, place_of(first) if carried else None, carry))[3]
 
-    def _listed(self, low: Any, end: Any, tries: int) -> tuple[int, dict[str, Any], Callable[..., Any]] | None:
+    def _listed_places(self, low: Any, end: Any, tries: int) -> tuple[int, dict[str, Any], Callable[..., Any]] | None:
         """How many turns there are, what of their places is the same in all, and a function of an index that gives the
         rest, and the sign of the attempt; read from lists, if the bounds are known and such lists short."""
         if not isinstance(end, np.ndarray) or not isinstance(self.batch, int):  # of a program for any batch
@@ -249,7 +249,7 @@ class Problem:
         if turns > LISTED_TURNS:
             return None
         if not turns:
-            return turns, {}, lambda index: {}
+            return 0, {}, lambda index: {}
         tiles = [(i, j) for i in range(self.row_tiles) for j in range(low[0, i], end[0, i])]
         i, j = np.array(tiles, np.int32).reshape(-1, 2).T
         batch_step, head_step, tile = np.indices((self.batch_steps, self.head_steps, len(tiles))).reshape(3, -1)
@@ -262,8 +262,8 @@ class Problem:
         lists = {name: np.pad(x, (0, -x.size % LISTED_TOGETHER)) for name, x in lists.items()}
         return turns, same, lambda index: {name: _element(x, index) for name, x in lists.items()}
 
-    def _found(self, low: Any, end: Any, tries: int) -> tuple[Any, dict[str, Any], Callable[..., Any]]:
-        """The same, found by arithmetic."""
+    def _computed_places(self, low: Any, end: Any, tries: int) -> tuple[Any, dict[str, Any], Callable[..., Any]]:
+        """The same by arithmetic."""
         lists = low.shape[0]  # of tiles: one for each step of the batch, or one for all
         counts = (end - low).reshape(-1)
         ends = counts.cumsum()
@@ -271,11 +271,11 @@ class Problem:
         turns = ends[-1] * jnp.uint32(self.head_steps * (self.batch_steps if lists == 1 else 1))
         same = {name: x for name, x in self.place(*[np.zeros(1, np.int32)] * 4)._asdict().items() if np.ndim(x) == 0}
 
-        def each(index: Any) -> dict[str, Any]:  # in numbers without a sign: quotients of others are long programs
-            found = {}
+        def place_of(index: Any) -> dict[str, Any]:  # in numbers without a sign: quotients of others are long programs
+            sign = {}
             if tries > 1:
                 attempt, index = divmod_unsigned(index, jnp.maximum(turns, 1))
-                found["sign"] = _element(np.array(Attempt.SIGNS, self.acc), attempt)
+                sign["sign"] = _element(np.array(Attempt.SIGNS, self.acc), attempt)
             step, rest = divmod_unsigned(index, jnp.maximum(ends[-1], 1))
             row = (ends <= rest).sum(dtype=jnp.uint32)
             i, j = divmod_unsigned(row, self.row_tiles)[1], rest + _element(shift, row)
@@ -284,9 +284,9 @@ class Problem:
             else:
                 batch_step, head_step = divmod_unsigned(row, self.row_tiles)[0], step
             place = self.place(*(x.astype(jnp.int32) for x in (batch_step, head_step, i, j)))
-            return found | {name: x for name, x in place._asdict().items() if name not in same}
+            return sign | {name: x for name, x in place._asdict().items() if name not in same}
 
-        return turns, same, each
+        return turns, same, place_of
 
     def place(self, batch_step: Any, head_step: Any, i: Any, j: Any) -> Place:
         """Of tile `i` of the rows and tile `j` of the columns; numbers, or arrays of numpy for all turns."""

@@ -126,15 +126,15 @@ class Step:
             c = self.p.tiles
             return cut(x, (c.batch_rows, c.key_heads, *x.shape[2:]), self.row0, self.head0, *(0,) * (x.ndim - 2))
         if x.ndim == 3:
-            numbers = cut(x, self._numbers_shape(), *self._rows_start(x))
-            return numbers.reshape(*numbers.shape[:1], self.p.tiles.key_heads, -1)
+            cut_rows = cut(x, self._shape_of_one_each(), *self._rows_start(x))
+            return cut_rows.reshape(*cut_rows.shape[:1], self.p.tiles.key_heads, -1)
         rows, dtype = self._rows_as_they_lie(x), dtype or self.p.acc
         if self.p.g == 1:
             return jnp.swapaxes(rows, 1, 2).astype(dtype)
         rows = jnp.moveaxis(self._grouped(rows), 1, 3).astype(dtype)
         return rows.reshape(*rows.shape[:2], -1, *rows.shape[4:])
 
-    def _numbers_shape(self) -> tuple[int, ...]:
+    def _shape_of_one_each(self) -> tuple[int, ...]:
         """Of one number for each row, as it lies in `results`."""
         c = self.p.tiles
         return c.batch_rows, c.key_heads * self.p.g, c.rows
@@ -183,7 +183,7 @@ class Step:
         if self.p.rows_by_head:
             return part
         if part.ndim == 3:
-            return part.reshape(self._numbers_shape())
+            return part.reshape(self._shape_of_one_each())
         if self.p.g == 1:
             return jnp.swapaxes(part, 1, 2)
         c, tail = self.p.tiles, part.shape[3:]
@@ -328,7 +328,7 @@ class Step:
         return x[..., 0], x[..., 1]
 
     def unless_empty(self, body: Callable[..., Any], carry: Any) -> Any:
-        """`body(carry)`, or `carry` and no wish for another attempt where segments, ranges or mask blocks show that no
+        """`body(carry)`; or `carry`, and that nothing is not finite, where segments, ranges or mask blocks show that no
         score of the tile is visible."""
         some = []
         if self.query_segments is not None:
@@ -399,7 +399,7 @@ class Step:
 
     def sums(self, products: Any) -> tuple[list[Array], Any]:
         """`product(weights, x)` of each (product, weights, x, signed), of which what is hidden has no part, though `x`
-        be not finite; and whether it takes other attempts to find that.
+        be not finite; and whether something of x is not, if that is to be asked.
 
         Args:
           products: `product`, `product_of_rows` or `transposed_product` each, with what `weighing` made of weights, and

@@ -80,8 +80,8 @@ def tangent(
             products = [(w.product, weights(moved), value_j(), True)]
             if t.value is not None:
                 products.append((w.product, weights(probability), t_value_j(), False))
-            found, again = w.sums(products)
-            return ((w.add_rows(sums, sum(found)),), (w.add_rows(lse, w.first(moved.sum(-1))),)), again
+            found, not_finite = w.sums(products)
+            return ((w.add_rows(sums, sum(found)),), (w.add_rows(lse, w.first(moved.sum(-1))),)), not_finite
 
         return w.unless_empty(visit, results)
 
