@@ -18,9 +18,14 @@ from jax_mfa.storage import Stored
 
 # A problem of no more scores than this, over all heads and batch rows, is one tile: loops cost more than they save.
 WHOLE_SCORES = 2**21
-# Twice as many, where those of a key head are no more than this: a loop would run over products that small. But not in
-# a forward pass alone that hides something, which holds more arrays at once (B16 T128 N16 H64 causal 25 → 14 ms).
+# Twice as many, where those of a key head are no more than this: a loop would run over products that small. Of a
+# forward pass alone no more than that, for which JAX 0.12 has one kernel whatever its heads (B8 T200 N8 H64 3.8 → 2.3
+# ms, on 0.10.2 3.6 → 2.6; T577 N12 bfloat16 5.1 → 2.4); but not where it hides something, and holds more arrays at once
+# (B16 T128 N16 H64 causal 25 → 14 ms).
 SMALL_HEAD = 2**14
+# There so many, of larger heads on 0.10.2 (T700 N6 H64 causal forward 3.7 → 2.7 ms, on 0.10.2 4.4 → 3.9).
+MASKED_SCORES, MASKED_HEAD = 3 * 2**20, 0 if jax.__version_info__ >= (0, 11) else 2**17
+SMALL_HEAD_ALONE = math.inf if jax.__version_info__ >= (0, 11) else 2**16
 _SMALL_PRODUCTS = jax.__version_info__ >= (0, 11)  # which are faster there
 # Rows and columns of a tile. Below about 512 × 512 scores a product slows down; 1024 × 1024 are better still.
 FORWARD_TILE = 1024, 1024
@@ -66,7 +71,11 @@ BEYOND_CACHES = 2**21
 # glibc asks the system for 32 MiB and more anew at each call, in pages that must all be cleared. Where the keys, values
 # and scores of a forward pass are that many bytes, its rows few to a key head and nothing hidden, it goes by tiles
 # (B16 T16 S512 N16 H64 24 → 12 ms).
+# Training that hides nothing is one tile on JAX 0.12 if two arrays of scores and three of rows or columns are no more,
+# the scores of a key head are no more than `TRAINED_HEAD`, and columns no more than twice the rows (T640 N8 H64 15 → 11
+# ms; B16 T200 N6 takes 1.6 times as long in one, T900 N4 1.3 times, T179 S1638 N8 1.7 times).
 FRESH_BYTES = 2**25
+TRAINED_HEAD = 2**19 if _SMALL_PRODUCTS else 0
 ROWS_FOR_FRESH_BYTES = 128
 # With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
 # not outputs. JAX 0.12 divides such outputs and lays them out again in one slow loop (64 µs became 49 at T = 32); and
@@ -239,9 +248,7 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], alon
     few_rows = alone and t * n <= 4 * FEW_ROWS
     held = BEYOND_CACHES * (4 if operands.key.dtype == jnp.bfloat16 else 1) if few_rows else math.inf
     copied = known and _keys_read(operands) > (STEP_SCORES if is_stored else held)
-    small_heads = n * t * s <= k * SMALL_HEAD and not (alone and spec.has_mask(operands))
-    most = 2 * WHOLE_SCORES if small_heads else WHOLE_SCORES
-    if known and batch * n * t * s <= most and not cache and not copied and not (alone and _fresh(spec, operands)):
+    if known and not cache and not copied and _fits_one_tile(spec, operands, alone):
         return Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
     rows, columns = tile_size(t, max(tile[0] // (n // k), 1)), tile[1]
     if t * n <= COLUMNS:
@@ -253,6 +260,25 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], alon
     else:  # whole pages
         columns = min(max(columns // spec.page_size, 1) * spec.page_size, s)
     return _with_heads(operands, rows, columns, STEP_SCORES)
+
+
+def _fits_one_tile(spec: Specification, operands: Operands, alone: bool) -> bool:
+    """Whether a problem is small enough for one tile."""
+    batch, t, n, h = operands.query.shape
+    s, k, v = operands.value.shape[1:]
+    scores, masked = batch * n * t * s, spec.has_mask(operands)
+    if alone and _fresh(spec, operands):
+        return False
+    if scores <= WHOLE_SCORES:
+        return True
+    if alone and masked:
+        return scores <= MASKED_SCORES and n * t * s > k * MASKED_HEAD
+    if scores <= 2 * WHOLE_SCORES and n * t * s <= k * (SMALL_HEAD_ALONE if alone else SMALL_HEAD):
+        return True
+    if alone or masked or s > 2 * t or n * t * s > k * TRAINED_HEAD:
+        return False
+    number = 4 if operands.query.dtype.itemsize >= 4 else 6  # converted numbers are held besides
+    return 8 * scores + 3 * number * batch * max(t * n, s * k) * max(h, v) <= FRESH_BYTES
 
 
 def _fresh(spec: Specification, operands: Operands) -> bool:
