@@ -223,12 +223,15 @@ class Problem:
             stop = one_pass if self.all_finite is None else where(self.all_finite, one_pass, all_passes)
 
         # all that need the place would compute it anew: it stands behind a barrier, or where that does not help and it
-        # takes more than reading lists, it is computed in the turn before
-        carried = listed is None and not BARRIERS_LAST
+        # takes more than reading lists, it is computed in the turn before. But for GPUs XLA evaluates the places of
+        # loops whose turns it can count, and fails at barriers
+        held = BARRIERS_LAST and not (listed and stop is None)
+        carried = listed is None and not held
 
         def turn(state: Any) -> Any:
             index, stop, here, carry = state
-            place = {**same, **(here if carried else barrier(place_of(index)))}
+            here = here if carried else barrier(place_of(index)) if held else place_of(index)
+            place = {**same, **here}
             sign = place.pop("sign", None)
             carry, not_finite = body(Step(self, Place(**place), sign), carry)
             if not_finite is not None:
