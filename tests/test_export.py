@@ -57,3 +57,13 @@ def test_one_program_serves_a_batch_of_any_size(implementation):
         rows = {name: x[:size] for name, x in arguments.items()}
         for got, wanted in zip(jax.tree.leaves(program.call(rows)), jax.tree.leaves(jax.jit(run)(rows))):
             assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length, is_causal", [(1500, False), (300, True)], ids=["loops", "loops where not finite"])
+def test_programs_for_gpus_count_the_turns_of_loops_without_barriers(length, is_causal):
+    """XLA evaluates the indices of such loops when it compiles for GPUs, which it cannot do through a barrier."""
+    x = jax.ShapeDtypeStruct((1, length, 8, 32), np.float32)
+    attend = lambda *x: jax_mfa.dot_product_attention(*x, is_causal=is_causal, implementation="blockwise")
+    text = jax.jit(attend).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" in text
+    assert not [line for line in text.splitlines() if "optimization_barrier" in line and "tensor<i32>" in line]

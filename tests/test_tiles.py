@@ -64,6 +64,12 @@ def test_many_tiles_give_the_same_answer(tiles, case):
     check_case(BLOCKWISE, case)
 
 
+def test_lengths_of_queries_leave_out_tiles_of_float64_too(tiles):
+    """Where numbers have 64 bits, positions that are known while tracing have them too."""
+    tiles(4, 5, 4 * 5)
+    check_case(BLOCKWISE, Case("lengths", B=2, T=11, S=9, N=2, K=1, H=4, dtype="float64", query_seq_lengths=(7, 3)))
+
+
 def test_turns_that_are_too_many_for_a_list_give_the_same_answer(tiles, monkeypatch):
     monkeypatch.setattr(problem, "LISTED_TURNS", 0)
     tiles(4, 5, 4 * 5)

@@ -199,7 +199,7 @@ class Problem:
         if o.key_lengths is not None:
             high = clip(per_step("key_lengths").max(1, keepdims=True), 0, high)
         if o.query_lengths is not None:
-            high = where(first < per_step("query_lengths").max(1, keepdims=True), high, np.int32(0))
+            high = jnp.where(first < per_step("query_lengths").max(1, keepdims=True), high, 0)
         end = -(-high // size)
         low = low // size + 0 * end
         return low, clip(end, low, self.column_tiles)
