@@ -128,10 +128,15 @@ def backward(
         of_scores, of_values = p.factors(operands.query, operands.key), p.factors(d_rows, operands.value)
         rows = [p.rows_for_steps(operands.query, of_scores), p.rows_for_steps(d_rows, of_values)]
         shift_of_rows = p.rows_for_steps(shift)
-        rows.append(shift_of_rows if p.rows_by_head else settled(shift_of_rows, 0))
+        if not p.rows_by_head:
+            shift_of_rows = settled(shift_of_rows, 0)
+        rows.append(shift_of_rows)
+        asked = operands.query, d_rows
         if not (careful and found_again):
-            rows += [p.rows_for_steps(row_max), 1 / p.rows_for_steps(row_sum)]
-        asked = (rows[2], rows[4]) if rows_tell else (operands.query, d_rows)
+            inverse = 1 / p.rows_for_steps(row_sum)
+            rows += [p.rows_for_steps(row_max), inverse]
+            if rows_tell:
+                asked = shift_of_rows, inverse
         p.ask_before(operands.key, *(asked if of_columns else ()))
         of_products = [(p.rows_for_steps if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
         key = p.columns_by_head(operands.key)

@@ -87,21 +87,21 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
         return p.over_tiles(lambda w, results: tile(w, results, *arrays), init)
 
     (sums,), (row_max, total) = p.mended(run)
-    lost = total == 0  # rows that have met no score above −∞
-    if not (p.rows_once or every_row_sees):
-        row_max = where(lost, acc.type(0), row_max)
-    row_sum = total if plain or not every_row_sees else where(lost, acc.type(np.nan), total)
-    row_max, row_sum, lost = (p.along_rows(x) for x in (row_max, row_sum, lost))
     if every_row_sees:
+        # of rows that have met no score above −∞, NaN
+        row_sum = total if plain else where(total == 0, acc.type(np.nan), total)
+        row_max, row_sum = p.along_rows(row_max), p.along_rows(row_sum)
         out = sums if divided_first else sums / along_last(row_sum, sums)
     else:
-        out, row_max, row_sum = _with_lost_rows(p, lost, sums, row_max, row_sum)
+        out, row_max, row_sum = _with_lost_rows(p, sums, p.along_rows(row_max), p.along_rows(total))
     return p.kept(p.by_token(out.astype(operands.query.dtype))), p.by_token(row_max), p.by_token(row_sum)
 
 
-def _with_lost_rows(p: Problem, lost: Array, sums: Array, row_max: Array, total: Any) -> tuple[Array, Array, Any]:
+def _with_lost_rows(p: Problem, sums: Array, row_max: Array, total: Any) -> tuple[Array, Array, Any]:
     """Output, maximum and sum of rows, some of which may be `lost`: they have met no score above −∞."""
-    o, zero = p.operands, p.acc.type(0)
+    o, zero, lost = p.operands, p.acc.type(0), total == 0
+    if not p.rows_once:
+        row_max = where(lost, zero, row_max)
     seen = _seen(p, lost)
     undefined, empty = lost & seen, lost & ~seen  # rows that see scores of −∞ alone, and rows that see nothing
     if o.sinks is not None:

@@ -126,8 +126,8 @@ class Step:
             c = self.p.tiles
             return cut(x, (c.batch_rows, c.key_heads, *x.shape[2:]), self.row0, self.head0, *(0,) * (x.ndim - 2))
         if x.ndim == 3:
-            cut_rows = cut(x, self._shape_of_one_each(), *self._rows_start(x))
-            return cut_rows.reshape(*cut_rows.shape[:1], self.p.tiles.key_heads, -1)
+            c, one_each = self.p.tiles, self._shape_of_one_each()
+            return cut(x, one_each, *self._rows_start(x)).reshape(c.batch_rows, c.key_heads, self.p.g * c.rows)
         rows, dtype = self._rows_as_they_lie(x), dtype or self.p.acc
         if self.p.g == 1:
             return jnp.swapaxes(rows, 1, 2).astype(dtype)

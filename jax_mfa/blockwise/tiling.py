@@ -16,6 +16,8 @@ from jax_mfa import tuned
 from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import Stored
 
+_SMALL_PRODUCTS = jax.__version_info__ >= (0, 11)  # which are faster there
+
 # A problem of no more scores than this, over all heads and batch rows, is one tile: loops cost more than they save.
 WHOLE_SCORES = 2**21
 # Twice as many, where those of a key head are no more than this: a loop would run over products that small. Of a
@@ -24,9 +26,8 @@ WHOLE_SCORES = 2**21
 # (B16 T128 N16 H64 causal 25 → 14 ms).
 SMALL_HEAD = 2**14
 # There so many, of larger heads on 0.10.2 (T700 N6 H64 causal forward 3.7 → 2.7 ms, on 0.10.2 4.4 → 3.9).
-MASKED_SCORES, MASKED_HEAD = 3 * 2**20, 0 if jax.__version_info__ >= (0, 11) else 2**17
-SMALL_HEAD_ALONE = math.inf if jax.__version_info__ >= (0, 11) else 2**16
-_SMALL_PRODUCTS = jax.__version_info__ >= (0, 11)  # which are faster there
+MASKED_SCORES, MASKED_HEAD = 3 * 2**20, 0 if _SMALL_PRODUCTS else 2**17
+SMALL_HEAD_ALONE = math.inf if _SMALL_PRODUCTS else 2**16
 # Rows and columns of a tile. Below about 512 × 512 scores a product slows down; 1024 × 1024 are better still.
 FORWARD_TILE = 1024, 1024
 # The gradients are faster in whole rows on JAX 0.12, and in fewer columns on 0.10.2 (B1 T1500 N8 H64 training 121 → 110
@@ -277,8 +278,8 @@ def _fits_one_tile(spec: Specification, operands: Operands, alone: bool) -> bool
         return True
     if alone or masked or s > 2 * t or n * t * s > k * TRAINED_HEAD:
         return False
-    number = 4 if operands.query.dtype.itemsize >= 4 else 6  # converted numbers are held besides
-    return 8 * scores + 3 * number * batch * max(t * n, s * k) * max(h, v) <= FRESH_BYTES
+    bytes_each = 4 if operands.query.dtype.itemsize >= 4 else 6  # what is converted is held besides
+    return 8 * scores + 3 * bytes_each * batch * max(t * n, s * k) * max(h, v) <= FRESH_BYTES
 
 
 def _fresh(spec: Specification, operands: Operands) -> bool:
