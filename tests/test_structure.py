@@ -239,7 +239,7 @@ def test_a_program_holds_each_product_of_a_tile_once(gradient):
     assert text.count("stablehlo.dot_general") == (2 + 6 if gradient else 2)
 
 
-@pytest.mark.parametrize("gradient, most", [(False, 195), (True, 440)], ids=["forward", "training"])
+@pytest.mark.parametrize("gradient, most", [(False, 180), (True, 400)], ids=["forward", "training"])
 def test_a_layer_is_so_many_instructions(gradient, most):
     """XLA compiles each layer of a model anew, in time that its instructions take: stock's gradient has some 100."""
     x = jax.ShapeDtypeStruct((1, 1024, 12, 64), jnp.float32)

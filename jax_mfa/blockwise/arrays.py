@@ -70,8 +70,9 @@ def all_finite(products: Any) -> Array:
 def finite_sums(arrays: Iterable[Any]) -> Array:
     """Whether all elements are finite: their sum, which is the fastest to find. Of numbers so large that it is infinite
     it says no."""
-    # behind a barrier: what is converted for the sum would be kept for other uses
-    return jnp.isfinite(functools.reduce(jnp.add, [barrier(x).sum() for x in arrays]))
+    # 16 bits behind a barrier: what is converted for the sum would be kept for other uses
+    alone = lambda x: barrier(x) if x.dtype.itemsize < 4 else x
+    return jnp.isfinite(functools.reduce(jnp.add, [alone(x).sum() for x in arrays]))
 
 
 def row_dots(a: Array, b: Array) -> Array:

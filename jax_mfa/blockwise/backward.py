@@ -59,8 +59,8 @@ def backward(
         shift = where(empty, acc.type(0), shift)
         d_rows = where(along_last(empty, d_out), d_out.dtype.type(0), d_out)
 
-    # what of a row tells whether its query and cotangent are finite: less than they are themselves, if every row sees
-    # something, and no cap or sink makes anything finite of scores that are not
+    # whether a row's shift tells that its query and cotangent are finite: it comes of the output, which then is not, if
+    # every row sees something, and no cap or sink makes anything finite of scores that are not
     rows_tell = not whole_rows_in_tile and spec.every_row_sees(operands)
     rows_tell = rows_tell and spec.logits_soft_cap is None and operands.sinks is None
 
@@ -76,11 +76,11 @@ def backward(
             # a value that is not finite spoils only dp, which is overwritten where nobody may see it
             d_p = w.product(d_i, w.columns_of("value", value, of_values), transpose=True)
             if found:
-                high, inverse = (w.rows_of(a) for a in found)
+                high, norm = (w.rows_of(a) for a in found)
             else:
                 high = x.max(-1)
-                inverse = 1 / p.weights(x, high).sum(-1)
-            probability, see = w.probability(x, see, high, inverse)
+                norm = p.norms(jnp.exp(p.below_maximum(x, high)).sum(-1))
+            probability, see = w.probability(x, see, high, norm)
             dropped = w.dropped(probability)
             shift_i = w.rows_of(shift)
             if whole_rows_in_tile:
@@ -93,14 +93,14 @@ def backward(
             if d_cap is not None:
                 d_x = d_x * d_cap
             # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
-            weights = w.weighing(d_x, see)
+            weights = w.signed(d_x, probability, see)
             products: list[Any] = [(w.product, weights, w.columns_of("key", key_again), True)]
             if of_columns:
                 taken, product = (
                     (w.rows_of, w.product_of_rows) if as_rows else (w.transposed_rows_of, w.transposed_product)
                 )
                 products.append((product, weights, taken(query_again), True))
-                products.append((product, w.weighing(dropped, see), taken(d_again), False))
+                products.append((product, w.unsigned(dropped, see), taken(d_again), False))
             (d_query_i, *d_columns), not_finite = w.sums(products)
             d_query = w.add_rows(d_query, d_query_i)
             if of_columns:
@@ -131,12 +131,11 @@ def backward(
         if not p.rows_by_head:
             shift_of_rows = settled(shift_of_rows, 0)
         rows.append(shift_of_rows)
-        asked = operands.query, d_rows
+        asked = [operands.query, d_rows]
         if not (careful and found_again):
-            inverse = 1 / p.rows_for_steps(row_sum)
-            rows += [p.rows_for_steps(row_max), inverse]
+            rows += [p.rows_for_steps(row_max), p.norms(p.rows_for_steps(row_sum))]
             if rows_tell:
-                asked = shift_of_rows, inverse
+                asked = [shift_of_rows]
         p.ask_before(operands.key, *(asked if of_columns else ()))
         of_products = [(p.rows_for_steps if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
         key = p.columns_by_head(operands.key)

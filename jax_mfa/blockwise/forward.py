@@ -56,15 +56,14 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
                 new_high = jnp.maximum(old_high, new_high)
             # −∞ is not shifted by −∞
             shift = where(new_high == -np.inf, acc.type(0), new_high) if p.rows_once and not plain else new_high
-            probability = p.weights(x, shift)
+            probability = w.exponentials(x, w.after_bias(see), shift)
             if divided_first:
                 new_total = probability.sum(-1)
-                probability = probability / along_last(new_total, probability)
+                divisor = new_total if w.attempt is None else where(w.attempt.is_first, new_total, acc.type(1))
+                probability = probability / along_last(divisor, probability)
             weights = w.dropped(probability)
-            if w.sign is not None:  # else they are 0 already where hidden, as exponentials of −∞
-                weights = w.weighing(weights, w.after_bias(see))
-            if not divided_first:  # an array less: in the first attempt, which alone counts, weights are probabilities
-                new_total = w.first((weights if operands.dropout is None else probability).sum(-1))
+            if not divided_first:
+                new_total = w.first(probability.sum(-1))
             (new_sums,), not_finite = w.sums([(w.product, weights, w.columns_of("value", value), False)])
             if p.rows_once:
                 new_high, sums, total = shift, w.add_rows(sums, new_sums), w.add_rows(total, new_total)

@@ -85,6 +85,9 @@ class Problem:
         # whether attempts follow where some are not; else all is made again, see `mended`: what is found of few rows is
         # asked sooner than what they meet
         self.attempts = self.masked and self.row_tiles > 1
+        # then a row's sum enters its exponents, in fewer instructions; elsewhere XLA may share exponentials with the
+        # forward pass, and what is made again with care shall be equal to the bit where all is finite
+        self.log_norms = self.attempts
 
     # --- layouts
 
@@ -222,10 +225,10 @@ class Problem:
         if attempts and self.all_finite is not False:
             stop = one_pass if self.all_finite is None else where(self.all_finite, one_pass, all_passes)
 
-        # all that need the place would compute it anew: it stands behind a barrier, or where that does not help and it
-        # takes more than reading lists, it is computed in the turn before. But for GPUs XLA evaluates the places of
-        # loops whose turns it can count, and fails at barriers
-        held = BARRIERS_LAST and not (listed and stop is None)
+        # all that need the place would compute it anew: if that takes more than reading lists, it stands behind a
+        # barrier, or where that does not help it is computed in the turn before. (For GPUs XLA evaluates the places of
+        # loops whose turns it can count, which are listed, and fails at barriers.)
+        held = listed is None and BARRIERS_LAST
         carried = listed is None and not held
 
         def turn(state: Any) -> Any:
@@ -319,11 +322,15 @@ class Problem:
             finite = finite_sums(sums)
         return lax.while_loop(lambda state: state[0], again, (~finite, sums))[1], rest
 
-    def weights(self, scores: Array, row_max: Array) -> Array:
-        """exp(scores − row_max) of [..., columns] and [...]."""
+    def below_maximum(self, scores: Array, row_max: Array) -> Array:
+        """scores − row_max, of [..., columns] and [...]."""
         x = scores - along_last(row_max, scores)
         if self.operands.bias is not None or self.operands.alibi_slopes is not None:
             # scores that are made again may be rounded otherwise: where they are huge, and one unit in the last place
             # is a large power of e, none may pass the maximum
             x = where(x > 0, self.acc.type(0), x)
-        return jnp.exp(x)
+        return x
+
+    def norms(self, row_sum: Array) -> Array:
+        """What `Step.probability` takes of rows' sums."""
+        return jnp.log(row_sum) if self.log_norms else 1 / row_sum

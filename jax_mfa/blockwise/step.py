@@ -38,16 +38,37 @@ class Attempt:
     """The first attempt at the products of all tiles takes what is finite of their factors. Where others are not, two
     more look for them, for ∞ and for −∞, of which one that is visible tells. NaN is both.
 
-    They do so by the same program: what is visible has the weight `WEIGHT`, and what is sought has so large a factor
+    They do so by the same program: what is visible has a weight above 2, and what is sought has so large a factor
     that their product is infinite; what is hidden has a weight of 0, and what is not sought a factor of 0."""
 
     SIGNS = 0, 1, -1  # of what is looked for
-    WEIGHT = 4
 
-    @staticmethod
-    def sought(dtype: Any) -> Any:
-        """A power of 2, which hardware that rounds factors leaves as it is."""
-        return dtype.type(2.0 ** (jnp.finfo(dtype).maxexp - 1))
+    def __init__(self, sign: Any, dtype: Any) -> None:
+        self._sign, self._dtype = sign, dtype
+
+    @functools.cached_property
+    def is_first(self) -> Array:
+        return self._sign == 0
+
+    @functools.cached_property
+    def lowest_exponent(self) -> Array:
+        """Of what is visible: any in the first attempt, then one that makes weights above 2."""
+        return where(self.is_first, self._dtype.type(-np.inf), self._dtype.type(2))
+
+    @functools.cached_property
+    def _largest(self) -> Array:
+        return where(self.is_first, self._dtype.type(jnp.finfo(self._dtype).max), self._dtype.type(0))
+
+    @functools.cached_property
+    def _sought(self) -> Array:
+        """A power of 2, which hardware that rounds factors leaves as it is; 0 in the first attempt."""
+        return self._sign * self._dtype.type(2.0 ** (jnp.finfo(self._dtype).maxexp - 1))
+
+    def factor(self, x: Array, signed: bool) -> Array:
+        """What is multiplied with weights. Where those are `signed`, either sign looks for all that is not finite."""
+        # in the first attempt the product is 0, or NaN of what is not finite
+        usual = jnp.isfinite(x) if signed else x * self._sign <= self._dtype.type(jnp.finfo(self._dtype).max)
+        return where(usual, lax.clamp(-self._largest, x, self._largest), self._sought)
 
 
 class Place(NamedTuple):
@@ -68,7 +89,7 @@ class Step:
 
     def __init__(self, problem: Problem, place: Place, sign: Any = None) -> None:
         self.p = problem
-        self.sign = sign  # of the attempt, of `Attempt.SIGNS`; None where there is one
+        self.attempt = None if sign is None else Attempt(sign, problem.acc)  # None where there is one
         self.row0, self.head0, self.row_start, self.column_start, self.own_row, self.own_column = place
         o, acc = problem.operands, problem.acc
 
@@ -169,7 +190,7 @@ class Step:
     def add_rows(self, x: Any, part: Any, kept: Any = None) -> Array:
         """`x`, of the shape of `results`, with `part` added to its rows, which are multiplied with `kept`, [R, E, M],
         before."""
-        if kept is None and self.p.rows_once and self.sign is None:
+        if kept is None and self.p.rows_once and self.attempt is None:
             return self.put_rows(x, part)
         # in the layout of the results, so that one kernel reads and writes them
         if kept is not None and part.ndim > 3:
@@ -228,7 +249,7 @@ class Step:
         """`x`, [B, K, x, S], with `part`, [R, E, x, columns], added to its columns; [B, K, S, x] and [R, E, columns, x]
         if `as_rows`."""
         start = (self.column_start, 0) if as_rows else (0, self.column_start)
-        once = self.p.columns_once and self.sign is None
+        once = self.p.columns_once and self.attempt is None
         return (put if once else add)(x, part, self.row0, self.head0, *start)
 
     def add_heads(self, x: Any, part: Any) -> Array:
@@ -251,9 +272,12 @@ class Step:
         """Columns and rows, [R|1, 1, 1, rows, columns] and [1, 1, 1, rows, columns]: how far each is from the row at
         the position of the tile's first."""
         c, offset = self.p.tiles, self.p.spec.query_offset if self.offset is None else self.offset
-        row, column = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, c.rows, c.columns), axis) for axis in (3, 4))
+        shape, start = (1, 1, 1, c.rows, c.columns), self.row_start + offset - self.column_start
+        row, column = (lax.iota(jnp.int32, n) for n in shape[3:])
         # not the column less the row first: that is the same in every turn, and would be kept, and read
-        return column - (self.row_start + offset - self.column_start), row
+        if not np.ndim(start):
+            return lax.broadcast_in_dim(column - start, shape, (4,)), lax.broadcast_in_dim(row, shape, (3,))
+        return lax.broadcast_in_dim(column, shape, (4,)) - start, lax.broadcast_in_dim(row, shape, (3,))
 
     def distance(self) -> Array:
         """How far a column stands after a row: [R|1, 1, 1, rows, columns]."""
@@ -261,7 +285,7 @@ class Step:
         return column - row
 
     def visible(self) -> Any:
-        """Which scores of a tile count: bool, broadcastable to [R, E, M, columns]; None where all do.
+        """Which scores of a tile count: bool [R, E, M, columns]; None where all do.
 
         A bias of −∞ is not asked: `scores` are −∞ there.
         """
@@ -302,12 +326,18 @@ class Step:
             return None
         see = functools.reduce(jnp.logical_and, rules)
         # behind a barrier in loops: all that need it would compute it anew
-        return self.merged(see if p.whole else barrier(see))
+        return broadcast(self.merged(see if p.whole else barrier(see)), self._shape_of_scores())
 
     def all_visible(self) -> Array:
         """The same after the bias: [R, E, M, columns]."""
-        c, see = self.p.tiles, self.after_bias(self.visible())
-        return jnp.broadcast_to(True if see is None else see, (c.batch_rows, c.key_heads, self.p.g * c.rows, c.columns))
+        see = self.after_bias(self.visible())
+        return (
+            jnp.ones(self._shape_of_scores(), bool) if see is None else jnp.broadcast_to(see, self._shape_of_scores())
+        )
+
+    def _shape_of_scores(self) -> tuple[int, ...]:
+        c = self.p.tiles
+        return c.batch_rows, c.key_heads, self.p.g * c.rows, c.columns
 
     def after_bias(self, see: Array | None) -> Array | None:
         """`see` without the columns that a bias of −∞ hides; None where nothing is hidden."""
@@ -347,7 +377,7 @@ class Step:
             some.append((self.blocks & touched.reshape(1, 1, 1, *touched.shape)).any())
         if not some:
             return body(carry)
-        none = None if self.sign is None or self.p.all_finite is not None else jnp.zeros((), bool)
+        none = None if self.attempt is None or self.p.all_finite is not None else jnp.zeros((), bool)
         return lax.cond(functools.reduce(jnp.logical_and, some), body, lambda x: (x, none), carry)
 
     def tile_of(self, x: Any) -> Array:
@@ -402,34 +432,31 @@ class Step:
         be not finite; and whether something of x is not, if that is to be asked.
 
         Args:
-          products: `product`, `product_of_rows` or `transposed_product` each, with what `weighing` made of weights, and
-            with x: what `columns_of`, `rows_of` or `transposed_rows_of` gives. Weights are probabilities, of which no
-            visible one is 0, however small; or signed: what is visible and not finite makes NaN of their sums, for it
-            is a query or key, where either the row has no softmax or the weight is 0.
+          products: `product`, `product_of_rows` or `transposed_product` each, with weights that are 0 where hidden, and
+            with x: what `columns_of`, `rows_of` or `transposed_rows_of` gives. Weights are those of `probability` and
+            `exponentials`, of which no visible one is 0, however small; or `signed`: what is visible and not finite
+            makes NaN of their sums, for it is a query or key, where either the row has no softmax or the weight is 0.
         """
-        if self.sign is None:
+        if self.attempt is None:
             return [product(weights, x) for product, weights, x, _ in products], None
-        sums = [product(weights, self._factor(x, signed)) for product, weights, x, signed in products]
+        sums = [product(weights, self.attempt.factor(x, signed)) for product, weights, x, signed in products]
         return sums, None if self.p.all_finite is not None else ~finite_sums(x for _, _, x, _ in products)
 
-    def _factor(self, x: Array, signed: bool) -> Array:
-        """What is multiplied with weights in this attempt."""
-        sought, zero = self.sign * Attempt.sought(self.p.acc), self.p.acc.type(0)
-        if not signed:  # else any that is not finite, in both
-            sought = where(x * self.sign <= zero, zero, sought)
-        return where(jnp.isfinite(x), x * (1 - jnp.abs(self.sign)), sought)
-
-    def weighing(self, weights: Any, see: Any) -> Array:
-        """Weights [R, E, M, columns] as this attempt takes them: 0 where hidden."""
-        if self.sign is None:
+    def signed(self, weights: Any, probability: Any, see: Any) -> Array:
+        """Weights [R, E, M, columns] of any sign, 0 where hidden; in attempts after the first probabilities."""
+        if self.attempt is None:
             return self.shown(weights, see)
-        taken = self.shown(where(self.sign != 0, weights.dtype.type(Attempt.WEIGHT), weights), see)
+        taken = self.shown(where(self.attempt.is_first, weights, probability), see)
         # behind a barrier, and as XLA multiplies them: it would compute them anew for each use
         return barrier(taken.reshape(-1, *taken.shape[2:])).reshape(taken.shape)
 
+    def unsigned(self, probability: Any, see: Any) -> Array:
+        """Weights that are probabilities, 0 where hidden: of attempts they are so already."""
+        return self.shown(probability, see) if self.attempt is None else probability
+
     def first(self, x: Any) -> Any:
         """What is added once: `x` in the first attempt, then 0."""
-        return x if self.sign is None else where(self.sign == 0, x, x.dtype.type(0))
+        return x if self.attempt is None else where(self.attempt.is_first, x, x.dtype.type(0))
 
     # --- scores
 
@@ -471,10 +498,29 @@ class Step:
         # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
         return (x if see is None else where(see, x, self.p.acc.type(-np.inf))), d_cap, see
 
-    def probability(self, scores: Array, see: Array | None, row_max: Array, inverse: Any) -> tuple[Array, Array | None]:
-        """The probabilities of `masked_scores`, given the rows' maxima and inverse sums; and what is visible after the
-        bias, None where all is. They are 0 where nothing is visible, but NaN in a row whose softmax is not defined."""
-        return self.p.weights(scores, row_max) * along_last(inverse, scores), self.after_bias(see)
+    def exponentials(self, scores: Array, see: Array | None, row_max: Array, log_sum: Any = None) -> Array:
+        """exp(scores − row_max − log_sum) of `masked_scores`, 0 where hidden: of one attempt NaN there in a row whose
+        softmax is not defined, of more above 2 where visible, but for the first. `see` is what is visible after the
+        bias."""
+        x = self.p.below_maximum(scores, row_max)
+        if log_sum is not None:
+            x = x - along_last(log_sum, x)
+        if self.attempt is not None:
+            x = jnp.maximum(x, self.attempt.lowest_exponent)
+            x = x if see is None else where(see, x, self.p.acc.type(-np.inf))
+        return jnp.exp(x)
+
+    def probability(self, scores: Array, see: Array | None, row_max: Array, norm: Any) -> tuple[Array, Array | None]:
+        """The probabilities of `masked_scores`, given the rows' maxima and `norms`; and what is visible after the bias,
+        None where all is. Where hidden they are as `exponentials`."""
+        see = self.after_bias(see)
+        if self.p.log_norms:
+            return self.exponentials(scores, see, row_max, norm), see
+        probability = self.exponentials(scores, see, row_max)
+        if self.attempt is None:
+            return probability * along_last(norm, scores), see
+        norm = where(self.attempt.is_first, norm, self.p.acc.type(1))
+        return self.shown(probability * along_last(norm, scores), see), see
 
     def shown(self, x: Array, see: Array | None) -> Array:
         """`x`, of the shape of scores, and 0 where hidden."""
@@ -493,4 +539,7 @@ class Step:
         row, column = row0 + row.astype(jnp.uint32), column0 + jnp.asarray(self.column_start, jnp.uint32)
         keep = keep_mask(p.spec.dropout_rate, (seed0, seed1), batch, head, row, column, c.columns)
         # a division, because XLA on CPU would compute a product, and the mask with it, once for each of its uses
-        return probability / self.merged(where(keep, p.acc.type(1 - p.spec.dropout_rate), p.acc.type(np.inf)))
+        kept, dropped = p.acc.type(1 - p.spec.dropout_rate), p.acc.type(np.inf)
+        if self.attempt is not None:  # what is dropped is visible
+            dropped = where(self.attempt.is_first, dropped, kept)
+        return probability / self.merged(where(keep, kept, dropped))

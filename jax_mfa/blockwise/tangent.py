@@ -42,13 +42,13 @@ def tangent(
     p = Problem(spec, operands, forward_tiling(spec, operands, differentiated=True))
     acc, t = p.acc, Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
     empty = sees_nothing(row_sum)
-    inverse = 1 / where(empty, acc.type(1), row_sum)
+    divisor = where(empty, acc.type(1), row_sum)
 
     def tile(w: Step, results: Any, rows: Any, columns: Any) -> Any:
         dtype, (query, t_query, *found) = w.p.factors(operands.query, operands.key), rows
         query_i = w.rows_of(query, dtype)
         t_query_i: Any = None if t_query is None else w.rows_of(t_query, dtype)
-        row_max_i, inverse_i = (w.rows_of(x) for x in found)
+        row_max_i, norm_i = (w.rows_of(x) for x in found)
 
         def visit(results: Any) -> tuple[Any, Any]:
             (sums,), (lse,) = results
@@ -57,7 +57,7 @@ def tangent(
                 for name, x in zip(("key", "key", "value", "value"), columns)
             )
             x, d_cap, see = w.masked_scores(query_i, key_j)
-            probability, see = w.probability(x, see, row_max_i, inverse_i)
+            probability, see = w.probability(x, see, row_max_i, norm_i)
 
             t_x = jnp.zeros((), acc)
             if t.query is not None:
@@ -76,10 +76,10 @@ def tangent(
                 t_x = t_x * d_cap
             moved = probability * w.shown(t_x, see)
 
-            weights = lambda x: w.weighing(w.dropped(x), see)
-            products = [(w.product, weights(moved), value_j(), True)]
+            dropped = w.dropped(probability)
+            products = [(w.product, w.signed(w.dropped(moved), dropped, see), value_j(), True)]
             if t.value is not None:
-                products.append((w.product, weights(probability), t_value_j(), False))
+                products.append((w.product, w.unsigned(dropped, see), t_value_j(), False))
             found, not_finite = w.sums(products)
             return ((w.add_rows(sums, sum(found)),), (w.add_rows(lse, w.first(moved.sum(-1))),)), not_finite
 
@@ -91,7 +91,7 @@ def tangent(
         given = lambda layout, x, dtype=None: None if x is None else layout(x, dtype)
         dtype = p.factors(operands.query, operands.key)
         rows = [given(p.rows_for_steps, x, dtype) for x in (operands.query, t.query)]
-        rows += [p.rows_for_steps(x) for x in (row_max, inverse)]
+        rows += [p.rows_for_steps(row_max), p.norms(p.rows_for_steps(divisor))]
         columns = [given(p.columns_by_head, x, dtype) for x in (operands.key, t.key)]
         columns += [given(p.columns_by_head, x) for x in (operands.value, t.value)]
         return p.over_tiles(lambda w, results: tile(w, results, rows, columns), init)
