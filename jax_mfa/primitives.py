@@ -91,7 +91,7 @@ def _dtypes(arrays: Any, spec: Specification, names: tuple[str, ...], wanted: tu
 
 def _attention(
     *arrays: Array, spec: Specification, names: tuple[str, ...], differentiated: bool, **_: Any
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     return blockwise.forward(spec, unpack(arrays, names), differentiated)
 
 

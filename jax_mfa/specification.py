@@ -131,6 +131,11 @@ class Specification:
         first, last = self.query_offset, self.query_offset + o.query.shape[1] - 1
         return (right is None or first + right >= 0) and (left is None or last - left < o.key.shape[1])
 
+    def has_own_rows(self, operands: Operands, name: str) -> bool:
+        """Whether each batch row has a row of its own of the operand of this name."""
+        own = self.repeats[Operands._fields.index(name)] == 1
+        return own and getattr(operands, name).shape[0] == operands.query.shape[0]
+
     def bias_hides(self, operands: Operands) -> bool:
         """Whether a bias of −∞ hides its column as a mask does; under a soft cap it is a score of −cap."""
         return operands.bias is not None and self.logits_soft_cap is None

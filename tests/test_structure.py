@@ -229,6 +229,22 @@ def test_few_rows_meet_the_keys_of_all_heads_unless_a_gradient_follows(monkeypat
     assert counter.of(lambda: jax.vjp(attend, *inputs)) == needed
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_temporary_memory_does_not_grow_with_the_batch(dtype, is_causal):
+    """Memory that the system clears anew at each call takes longer than attention does."""
+
+    def temporary(batch):
+        x = jax.ShapeDtypeStruct((batch, 32, 8, 128), dtype)
+        attend = lambda q, k, v: jax_mfa.dot_product_attention(q, k, v, is_causal=is_causal, implementation="blockwise")
+        run = lambda q, k, v, d_out: jax.vjp(attend, q, k, v)[1](d_out)
+        return jax.jit(run).lower(x, x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    one_array = 512 * 32 * 8 * 128 * 4
+    assert temporary(512) < one_array
+    assert temporary(512) - temporary(256) < one_array / 4
+
+
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
 def test_a_program_holds_each_product_of_a_tile_once(gradient):
     """Also for what is not finite: programs that hold it twice take twice as long to compile."""

@@ -3,6 +3,7 @@
 The only tests that reach into `blockwise`: its tile sizes are module constants.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -13,6 +14,7 @@ from attention_cases import BY_NAME, CASES, Case
 from harness import BY_NAME_OF_IMPLEMENTATION, assert_close, check_case, cotangents, evaluate, qkv, terms_of
 
 from jax_mfa.blockwise import problem, tiling
+from jax_mfa.specification import Operands, Specification
 
 BLOCKWISE = BY_NAME_OF_IMPLEMENTATION["blockwise"]
 
@@ -105,6 +107,51 @@ SIZES = [(1, 1, 1), (6, 17, 300), (4, 4, 10**6), (39, 2, 80), (9, 6, 500)]
 def test_tiles_of_any_size_give_the_same_answer(tiles, size):
     tiles(*size)
     check_case(BLOCKWISE, RAGGED)
+
+
+# of several batch rows, some with an operand that all batch rows share, whose gradient the parts cannot find each
+IN_PARTS = "bert_padding_mask", "everything", "gpt_oss", "packed_documents", "swin_shifted_window", "t5_relative_bias"
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Sets how many elements of a batch row a part has."""
+
+    def cut(elements):
+        monkeypatch.setattr(tiling, "FRESH_BYTES", 0)
+        monkeypatch.setattr(tiling, "FEW_ROWS", 0)
+        monkeypatch.setattr(tiling, "PART_ELEMENTS", elements)
+        jax.clear_caches()
+
+    yield cut
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(x, id=x.name, marks=() if x.name in IN_PARTS else pytest.mark.sweep)
+        for x in (*CASES, dataclasses.replace(RAGGED, block_mask=None, bias=None))
+        if x.B > 1
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_rows_apart_give_the_same_answer(parts, case, dtype):
+    parts(1)
+    check_case(BLOCKWISE, dataclasses.replace(case, dtype=dtype))
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "training"])
+def test_parts_of_batch_rows_that_do_not_divide_them_overlap(parts, gradient):
+    parts(3 * 8 * 8 * 2)
+    q, k, v = qkv(B=7, T=8, S=8, N=2, K=2, H=4)
+    assert tiling.forward_tiling(Specification(is_causal=True), Operands(q, k, v), gradient).batch_rows == 4
+    attend = lambda q, k, v: BLOCKWISE.flash(q, k, v, is_causal=True)[0]
+    run = jax.jit(jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2)) if gradient else attend)
+    each = [run(*(x[i : i + 1] for x in (q, k, v))) for i in range(7)]
+    for got, *wanted in zip(*map(jax.tree.leaves, (run(q, k, v), *each))):
+        np.testing.assert_allclose(got, np.concatenate(wanted), rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_drops_the_same_scores_in_any_tiling(tiles):

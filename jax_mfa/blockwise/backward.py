@@ -12,9 +12,10 @@ from jax import Array
 from jax_mfa import whole_rows
 from jax_mfa.blockwise.arrays import add, along_last, finite, row_dots, settled, where
 from jax_mfa.blockwise.columns import with_columns
+from jax_mfa.blockwise.parts import in_parts
 from jax_mfa.blockwise.problem import Problem
 from jax_mfa.blockwise.step import Step
-from jax_mfa.blockwise.tiling import backward_tiling, gradients_as_rows, keys_transposed
+from jax_mfa.blockwise.tiling import are_parts, backward_tiling, gradients_as_rows, keys_transposed, of_steps
 from jax_mfa.specification import Operands, Specification, reduce_rows, row_index, sees_nothing
 
 
@@ -39,11 +40,22 @@ def backward(
     """
     operands = with_columns(spec, operands)
     c = backward_tiling(spec, operands)
+    each_has_own = all(spec.has_own_rows(operands, name) for name in wanted)
+    if each_has_own and are_parts(spec, operands, c):
+        by_batch_row = out, row_max, row_sum, d_out, d_lse
+        results = [(x.shape, x.dtype) for x in (getattr(operands, name) for name in wanted)]
+
+        def part(spec: Specification, operands: Operands, rows: Any) -> tuple[Array, ...]:
+            out, row_max, row_sum, d_out, d_lse = rows
+            return backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted, all_columns)
+
+        return in_parts(spec, operands, c.batch_rows, by_batch_row, results, part)
+    c = of_steps(operands, c)
     slope_gradient, bias_gradient = "alibi_slopes" in wanted, "bias" in wanted
     of_columns = "key" in wanted or "value" in wanted
     if bias_gradient and operands.bias.shape[0] != 1:
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
-    p = Problem(spec, operands, c, keys_transposed=keys_transposed(operands, c, True))
+    p = Problem(spec, operands, c, keys_transposed=keys_transposed(operands, c, True), rows_twice=True)
     acc = p.acc
     d_rows, found_sum = d_out, row_sum
     # a tile that holds whole rows finds their shift in its own scores, and has no need of the output

@@ -10,13 +10,14 @@ from jax import Array, lax
 
 from jax_mfa.blockwise.arrays import along_last, barrier, where
 from jax_mfa.blockwise.columns import with_columns
+from jax_mfa.blockwise.parts import in_parts
 from jax_mfa.blockwise.problem import Problem
 from jax_mfa.blockwise.step import Step
-from jax_mfa.blockwise.tiling import divides_first, forward_tiling, heads_in_one, keys_transposed
-from jax_mfa.specification import Operands, Specification
+from jax_mfa.blockwise.tiling import are_parts, divides_first, forward_tiling, heads_in_one, keys_transposed
+from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
 
-def forward(spec: Specification, operands: Operands, differentiated: bool = False) -> tuple[Array, Array, Array]:
+def forward(spec: Specification, operands: Operands, differentiated: bool = False) -> tuple[Array, ...]:
     """Attention, and what the backward pass needs of each row.
 
     Args:
@@ -31,14 +32,18 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     """
     operands = with_columns(spec, operands)
     tiles = forward_tiling(spec, operands, differentiated)
+    if are_parts(spec, operands, tiles):
+        rows, acc = operands.query.shape[:3], accumulation_dtype(operands.query.dtype)
+        results = ((*rows, operands.value.shape[-1]), operands.query.dtype), (rows, acc), (rows, acc)
+        return in_parts(spec, operands, tiles.batch_rows, (), results, lambda *part: forward(*part[:2]))
     in_one, transposed = (f(operands, tiles, differentiated) for f in (heads_in_one, keys_transposed))
-    p = Problem(spec, operands, tiles, in_one, transposed)
+    p = Problem(spec, operands, tiles, in_one, transposed, differentiated)
     acc = p.acc
     every_row_sees = operands.sinks is None and spec.every_row_sees(operands)
     # a row is met once, and its scores may be −∞ all: ∞ − ∞ is NaN, which its softmax is. Nothing else stands between a
     # compiler and one kernel for all of it, and the backward pass finds the same exponentials again.
     plain = p.rows_once and every_row_sees
-    divided_first = plain and p.whole and divides_first(operands)
+    divided_first = plain and p.whole and divides_first(spec, operands, differentiated)
 
     def tile(w: Step, results: Any, query: Any, key: Any, value: Any) -> Any:
         p, dtype = w.p, w.p.factors(operands.query, operands.key)
@@ -60,7 +65,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
             if divided_first:
                 new_total = probability.sum(-1)
                 divisor = new_total if w.attempt is None else where(w.attempt.is_first, new_total, acc.type(1))
-                probability = probability / along_last(divisor, probability)
+                probability = probability * along_last(1 / divisor, probability)  # as the backward pass does
             weights = w.dropped(probability)
             if not divided_first:
                 new_total = w.first(probability.sum(-1))

@@ -56,6 +56,7 @@ class Problem:
         tiles: Tiling,
         heads_in_one: bool = False,
         keys_transposed: bool = False,
+        rows_twice: bool = False,
     ) -> None:
         self.spec, self.operands, self.tiles = spec, operands, tiles
         self.repeats = Operands(*spec.repeats)
@@ -78,6 +79,9 @@ class Problem:
         self.heads_in_one = heads_in_one
         # keys laid out as [rows, K, H, S] for the scores, and values for their products, in a problem of one tile
         self.keys_transposed = keys_transposed
+        # whether two products read rows as `rows_for_steps` gives them, in one program: of 16 bits they are converted
+        # for one of the two
+        self.rows_twice = rows_twice and operands.query.dtype.itemsize > 2
         # whether anything that is not finite may spoil what does not see it
         self.masked = spec.has_mask(operands) or overlap or self.heads_in_one
         # of all factors of the products: an array, False of what is to be found with care, None where each step asks
@@ -105,7 +109,7 @@ class Problem:
         tail = x.shape[3:]
         x = jnp.moveaxis(x.reshape(*x.shape[:2], self.k, self.g, *tail), 1, 3).astype(dtype or self.acc)
         if tail:
-            x = laid_out(x)
+            x = laid_out(x, self.rows_twice)
         return x.reshape(*x.shape[:2], -1, *tail)
 
     def rows_transposed(self, x: Any) -> Any:

@@ -13,7 +13,7 @@ from jax_mfa.blockwise.arrays import along_last, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.problem import Problem
 from jax_mfa.blockwise.step import Step
-from jax_mfa.blockwise.tiling import forward_tiling
+from jax_mfa.blockwise.tiling import forward_tiling, of_steps
 from jax_mfa.specification import Operands, Specification, sees_nothing
 
 
@@ -39,7 +39,8 @@ def tangent(
       [B, T, N, V] of the query's dtype, and [B, T, N] float32 (float64).
     """
     operands = with_columns(spec, operands)
-    p = Problem(spec, operands, forward_tiling(spec, operands, differentiated=True))
+    tiles = of_steps(operands, forward_tiling(spec, operands, differentiated=True))
+    p = Problem(spec, operands, tiles)
     acc, t = p.acc, Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
     empty = sees_nothing(row_sum)
     divisor = where(empty, acc.type(1), row_sum)

@@ -78,6 +78,9 @@ BEYOND_CACHES = 2**21
 FRESH_BYTES = 2**25
 TRAINED_HEAD = 2**19 if _SMALL_PRODUCTS else 0
 ROWS_FOR_FRESH_BYTES = 128
+# Problems of several batch rows that would take so much memory go in parts of about so many elements of rows, columns
+# or scores (B256 T16 N8 H128 training 33 → 18 ms, of bfloat16 34 → 14; on 0.10.2 30 → 16 and 39 → 14).
+PART_ELEMENTS = 2**19
 # With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
 # not outputs. JAX 0.12 divides such outputs and lays them out again in one slow loop (64 µs became 49 at T = 32); and
 # where a sum is found beside a product, it hands one of them to another thread, which costs more than either (B = 16,
@@ -176,9 +179,15 @@ def keys_transposed(operands: Operands, tiles: Tiling, differentiated: bool) -> 
     return h < SHORT_ROWS or (rows // k in FEWER_ROWS and s > TRANSPOSED_COLUMNS)
 
 
-def divides_first(operands: Operands) -> bool:
-    """Whether the forward pass of one tile divides probabilities, and not outputs, by their sum."""
+def divides_first(spec: Specification, operands: Operands, differentiated: bool) -> bool:
+    """Whether the forward pass of one tile divides probabilities, and not outputs, by their sum.
+
+    So it does if the backward pass is to follow, which needs them divided (B16 T53 N2 H32 training 0.9 of the time); on
+    JAX 0.12 not under a mask, where that needs them masked again.
+    """
     (batch, t, n, _), (s, _, v) = operands.query.shape, operands.value.shape[1:]
+    if differentiated and not (_SMALL_PRODUCTS and spec.has_mask(operands)):
+        return True
     return (batch == 1 and t * n * v <= DIVIDED_OUTPUTS) or batch * t * n * s < DIVIDED_SCORES
 
 
@@ -250,7 +259,8 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], alon
     held = BEYOND_CACHES * (4 if operands.key.dtype == jnp.bfloat16 else 1) if few_rows else math.inf
     copied = known and _keys_read(operands) > (STEP_SCORES if is_stored else held)
     if known and not cache and not copied and _fits_one_tile(spec, operands, alone):
-        return Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
+        whole = Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
+        return _in_parts(operands, whole) if _takes_fresh_memory(operands, alone) else whole
     rows, columns = tile_size(t, max(tile[0] // (n // k), 1)), tile[1]
     if t * n <= COLUMNS:
         columns = 4 * COLUMNS
@@ -260,13 +270,13 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], alon
         columns = tile_size(s, columns)
     else:  # whole pages
         columns = min(max(columns // spec.page_size, 1) * spec.page_size, s)
-    return _with_heads(operands, rows, columns, STEP_SCORES)
+    tiles = _with_heads(operands, rows, columns, STEP_SCORES)
+    return _in_parts(operands, tiles) if are_parts(spec, operands, tiles) else tiles
 
 
 def _fits_one_tile(spec: Specification, operands: Operands, alone: bool) -> bool:
     """Whether a problem is small enough for one tile."""
-    batch, t, n, h = operands.query.shape
-    s, k, v = operands.value.shape[1:]
+    (batch, t, n), (s, k) = operands.query.shape[:3], operands.value.shape[1:3]
     scores, masked = batch * n * t * s, spec.has_mask(operands)
     if alone and _fresh(spec, operands):
         return False
@@ -278,8 +288,44 @@ def _fits_one_tile(spec: Specification, operands: Operands, alone: bool) -> bool
         return True
     if alone or masked or s > 2 * t or n * t * s > k * TRAINED_HEAD:
         return False
-    bytes_each = 4 if operands.query.dtype.itemsize >= 4 else 6  # what is converted is held besides
-    return 8 * scores + 3 * bytes_each * batch * max(t * n, s * k) * max(h, v) <= FRESH_BYTES
+    return not _takes_fresh_memory(operands, alone)
+
+
+def _takes_fresh_memory(operands: Operands, alone: bool) -> bool:
+    """Whether a problem of one tile would take as much memory as `FRESH_BYTES`, about."""
+    batch, t, n, h = operands.query.shape
+    s, k, v = operands.value.shape[1:]
+    size = operands.query.dtype.itemsize
+    if alone:
+        return batch * (t * n * h * size + s * k * (h * size + v * max(size, 4))) >= FRESH_BYTES
+    bytes_each = max(size, 4 if size >= 4 else 6)  # what is converted is held besides
+    return 8 * batch * n * t * s + 3 * bytes_each * batch * max(t * n, s * k) * max(h, v) >= FRESH_BYTES
+
+
+def _in_parts(operands: Operands, tiles: Tiling) -> Tiling:
+    """These tiles of all heads, rows and columns, of as many batch rows as a part has."""
+    batch, t, n, h = operands.query.shape
+    s, k, v = operands.value.shape[1:]
+    largest = batch * max(t * n * max(h, v), s * k * max(h, v), n * t * s)
+    size = -(-batch // max(round(largest / PART_ELEMENTS), 1))
+    even = _largest_divisor(batch, size)
+    return dataclasses.replace(tiles, batch_rows=even if 2 * even > size else size)
+
+
+def are_parts(spec: Specification, operands: Operands, tiles: Tiling) -> bool:
+    """Whether each step of these tiles is a problem of its own: of some batch rows, with all of their heads."""
+    (batch, t, n), (s, k) = operands.query.shape[:3], operands.value.shape[1:3]
+    if not isinstance(batch, int) or not spec.is_plain or tiles.batch_rows >= batch:
+        return False
+    cache, few_rows = operands.key_lengths is not None and s > COLUMNS, t * n <= 4 * FEW_ROWS
+    return not cache and not few_rows and tiles == Tiling(tiles.batch_rows, k, t, s)
+
+
+def of_steps(operands: Operands, tiles: Tiling) -> Tiling:
+    """The same, with as many batch rows as divide those that there are."""
+    batch = operands.query.shape[0]
+    even = tiles.batch_rows if not isinstance(batch, int) else _largest_divisor(batch, tiles.batch_rows)
+    return dataclasses.replace(tiles, batch_rows=even)
 
 
 def _fresh(spec: Specification, operands: Operands) -> bool:
