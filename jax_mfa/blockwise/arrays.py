@@ -203,6 +203,11 @@ def slice_axis(x: Any, start: Any, size: int, axis: int) -> Array:
     return cut(x, shape, *(start if k == axis else 0 for k in range(x.ndim)))
 
 
+def element(x: Any, index: Any) -> Array:
+    """`x[index]`, of a list."""
+    return slice_axis(jnp.asarray(x), index, 1, 0).reshape(())
+
+
 def as_words(x: Any, index: Any) -> Array:
     """Numbers of 16 bits as integers, made within the loop of this index: XLA then cuts a part of them before it
     converts that. Numbers it would convert all, and before the loop."""

@@ -4,6 +4,7 @@ maximum and sum rather than from its log-sum-exp, which has not the digits where
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax_mfa.blockwise.arrays import add, along_last, finite, row_dots, settled,
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.parts import in_parts
 from jax_mfa.blockwise.problem import Problem
-from jax_mfa.blockwise.step import Step
+from jax_mfa.blockwise.step import Product, Step
 from jax_mfa.blockwise.tiling import are_parts, backward_tiling, gradients_as_rows, keys_transposed, of_steps
 from jax_mfa.specification import Operands, Specification, reduce_rows, row_index, sees_nothing
 
@@ -61,9 +62,6 @@ def backward(
     # a tile that holds whole rows finds their shift in its own scores, and has no need of the output
     whole_rows_in_tile = all_columns and p.column_tiles == 1 and "sinks" not in wanted
     shift = -d_lse.astype(acc) if whole_rows_in_tile else whole_rows.shift(out, d_out, d_lse, acc)
-    # a careful run, which is next to never, finds maxima and sums anew: handed on to it, they would be kept apart from
-    # what XLA makes one kernel of
-    found_again = whole_rows_in_tile and p.whole and operands.sinks is None
     as_rows = gradients_as_rows(operands, p.tiles)
     if not spec.every_row_sees(operands):
         empty = sees_nothing(row_sum)
@@ -76,10 +74,15 @@ def backward(
     rows_tell = not whole_rows_in_tile and spec.every_row_sees(operands)
     rows_tell = rows_tell and spec.logits_soft_cap is None and operands.sinks is None
 
+    def product_with_rows(w: Step, weights: Array, x: Any, signed: bool) -> Product:
+        if as_rows:
+            return Product(w.transposed_weights(weights), lambda w: w.rows_of(x(w.p)), signed, weights_transposed=True)
+        return Product(weights, lambda w: w.transposed_rows_of(x(w.p)), signed, transposed=True)
+
     def tile(w: Step, results: Any, rows: Any, of_products: Any, columns: Any) -> Any:
-        p, (query, d_rows, shift, *found) = w.p, rows
+        p, (query, d_rows, shift, row_max, norms) = w.p, rows
         of_scores, of_values = p.factors(operands.query, operands.key), p.factors(operands.query, operands.value)
-        (query_again, d_again), (key, key_again, value) = of_products, columns
+        (query_again, d_again, key_again), (key, value) = of_products, columns
 
         def visit(results: Any) -> tuple[Any, Any]:
             (d_query, d_key, d_value), (d_slopes, d_bias) = results
@@ -87,12 +90,7 @@ def backward(
             x, d_cap, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, of_scores))
             # a value that is not finite spoils only dp, which is overwritten where nobody may see it
             d_p = w.product(d_i, w.columns_of("value", value, of_values), transpose=True)
-            if found:
-                high, norm = (w.rows_of(a) for a in found)
-            else:
-                high = x.max(-1)
-                norm = p.norms(jnp.exp(p.below_maximum(x, high)).sum(-1))
-            probability, see = w.probability(x, see, high, norm)
+            probability, see = w.probability(x, see, w.rows_of(row_max), w.rows_of(norms))
             dropped = w.dropped(probability)
             shift_i = w.rows_of(shift)
             if whole_rows_in_tile:
@@ -106,13 +104,10 @@ def backward(
                 d_x = d_x * d_cap
             # a huge value that nobody sees makes d_p infinite, and 0 · ∞ is NaN
             weights = w.signed(d_x, probability, see)
-            products: list[Any] = [(w.product, weights, w.columns_of("key", key_again), True)]
+            products = [Product(weights, lambda w: w.columns_of("key", key_again(w.p)), True)]
             if of_columns:
-                taken, product = (
-                    (w.rows_of, w.product_of_rows) if as_rows else (w.transposed_rows_of, w.transposed_product)
-                )
-                products.append((product, weights, taken(query_again), True))
-                products.append((product, w.unsigned(dropped, see), taken(d_again), False))
+                found = (weights, query_again, True), (w.unsigned(dropped, see), d_again, False)
+                products += [product_with_rows(w, *each) for each in found]
             (d_query_i, *d_columns), not_finite = w.sums(products)
             d_query = w.add_rows(d_query, d_query_i)
             if of_columns:
@@ -134,7 +129,7 @@ def backward(
     zeros = [jnp.zeros(shape, acc) for shape in (*shapes, operands.bias.shape if bias_gradient else ())]
     init = tuple(zeros[:3]), tuple(zeros[3:])
 
-    def run(p: Problem, careful: bool) -> Any:
+    def run(p: Problem) -> Any:
         # scores and exponentials are computed from the same numbers as in `forward`: XLA then shares those of a problem
         # of one tile
         of_scores, of_values = p.factors(operands.query, operands.key), p.factors(d_rows, operands.value)
@@ -143,22 +138,21 @@ def backward(
         if not p.rows_by_head:
             shift_of_rows = settled(shift_of_rows, 0)
         rows.append(shift_of_rows)
-        asked = [operands.query, d_rows]
-        if not (careful and found_again):
-            rows += [p.rows_for_steps(row_max), p.norms(p.rows_for_steps(row_sum))]
-            if rows_tell:
-                asked = [shift_of_rows]
+        rows += [p.rows_for_steps(row_max), p.norms(p.rows_for_steps(row_sum))]
+        asked = [shift_of_rows] if rows_tell else [operands.query, d_rows]
         p.ask_before(operands.key, *(asked if of_columns else ()))
-        of_products = [(p.rows_for_steps if as_rows else p.rows_transposed)(x) for x in (operands.query, d_rows)]
-        key = p.columns_by_head(operands.key)
-        alike = key is operands.key or (key.dtype == of_scores and not p.keys_transposed)
-        columns = [key if alike else p.columns_by_head(operands.key, of_scores, p.keys_transposed), key]
-        columns.append(p.columns_by_head(operands.value, of_values, p.keys_transposed))
+        laid = lambda x, p: (p.rows_for_steps if as_rows else p.rows_transposed)(x)
+        of_products = [p.for_products(functools.partial(laid, x)) for x in (operands.query, d_rows)]
+        of_products.append(p.for_products(lambda p: p.columns_by_head(operands.key)))
+        key = of_products[-1](p)
+        if key is not operands.key and (key.dtype != of_scores or p.keys_transposed):
+            key = p.columns_by_head(operands.key, of_scores, p.keys_transposed)
+        columns = key, p.columns_by_head(operands.value, of_values, p.keys_transposed)
         return p.over_tiles(lambda w, results: tile(w, results, rows, of_products, columns), init)
 
     # the gradients by the scaled product; the scale itself follows outside, in the layout of the results: in that of
     # the scores XLA may take both for one array of scales, and keep that
-    (d_query, d_key, d_value), (d_slopes, d_bias) = p.mended(run, 2 if as_rows else 3)
+    (d_query, d_key, d_value), (d_slopes, d_bias) = p.mended(run)
 
     def scaled(x: Any) -> Array:  # [B, ...]
         if operands.scale is None:

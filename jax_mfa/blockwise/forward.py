@@ -12,7 +12,7 @@ from jax_mfa.blockwise.arrays import along_last, barrier, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.parts import in_parts
 from jax_mfa.blockwise.problem import Problem
-from jax_mfa.blockwise.step import Step
+from jax_mfa.blockwise.step import Product, Step
 from jax_mfa.blockwise.tiling import are_parts, divides_first, forward_tiling, heads_in_one, keys_transposed
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
@@ -69,7 +69,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
             weights = w.dropped(probability)
             if not divided_first:
                 new_total = w.first(probability.sum(-1))
-            (new_sums,), not_finite = w.sums([(w.product, weights, w.columns_of("value", value), False)])
+            (new_sums,), not_finite = w.sums([Product(weights, lambda w: w.columns_of("value", value(w.p)), False)])
             if p.rows_once:
                 new_high, sums, total = shift, w.add_rows(sums, new_sums), w.add_rows(total, new_total)
             else:
@@ -83,11 +83,12 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     lowest = acc.type(0 if p.rows_once else jnp.finfo(acc).min)
     init = (jnp.zeros(p.results(p.v), acc),), (jnp.full(rows, lowest), jnp.zeros(rows, acc))
 
-    def run(p: Problem, careful: bool) -> Any:
+    def run(p: Problem) -> Any:
         dtype = p.factors(operands.query, operands.key)
         key = p.columns_by_head(operands.key, dtype, p.keys_transposed)
         p.ask_before(operands.value)
-        arrays = p.rows_for_steps(operands.query, dtype), key, p.columns_by_head(operands.value)
+        value = p.for_products(lambda p: p.columns_by_head(operands.value))
+        arrays = p.rows_for_steps(operands.query, dtype), key, value
         return p.over_tiles(lambda w, results: tile(w, results, *arrays), init)
 
     (sums,), (row_max, total) = p.mended(run)

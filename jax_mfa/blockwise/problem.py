@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,23 +19,20 @@ from jax_mfa.blockwise.arrays import (
     barrier,
     before,
     clip,
+    cut,
     divmod_unsigned,
+    element,
     finite_sums,
     laid_out,
+    put,
     settled,
-    slice_axis,
     tile_start,
     where,
 )
-from jax_mfa.blockwise.step import Attempt, Place, Step
-from jax_mfa.blockwise.tiling import LISTED_TOGETHER, LISTED_TURNS, Tiling, careful_tiling
+from jax_mfa.blockwise.step import Attempt, Place, Product, Step
+from jax_mfa.blockwise.tiling import ASKED_ROWS, LISTED_TOGETHER, LISTED_TURNS, Tiling
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows
 from jax_mfa.whole_rows import per_batch_row
-
-
-def _element(x: Any, index: Any) -> Array:
-    """`x[index]`, of a list."""
-    return slice_axis(jnp.asarray(x), index, 1, 0).reshape(())
 
 
 class Problem:
@@ -86,10 +83,9 @@ class Problem:
         self.masked = spec.has_mask(operands) or overlap or self.heads_in_one
         # of all factors of the products: an array, False of what is to be found with care, None where each step asks
         self.all_finite: Any = None
-        # whether attempts follow where some are not; else all is made again, see `mended`: what is found of few rows is
-        # asked sooner than what they meet
-        self.attempts = self.masked and self.row_tiles > 1
-        # then a row's sum enters its exponents, in fewer instructions; elsewhere XLA may share exponentials with the
+        # whether attempts follow where some are not; else what is found is asked: few rows find less than they meet
+        self.attempts = self.masked and not self.whole and (self.row_tiles > 1 or self.g * self.t >= ASKED_ROWS)
+        # then a row's sum enters its exponents, in fewer instructions; in one tile XLA may share exponentials with the
         # forward pass, and what is made again with care shall be equal to the bit where all is finite
         self.log_norms = self.attempts
 
@@ -175,6 +171,11 @@ class Problem:
 
     # --- loops
 
+    def for_products(self, make: Callable[[Problem], Any]) -> Callable[[Problem], Any]:
+        """A function that gives `make(problem)`, made once for this one."""
+        made = make(self)
+        return lambda p: made if p is self else make(p)
+
     def ask_before(self, *factors: Any) -> None:
         """Asks, once for all of the loop, whether these factors of its products are finite; unless all is not read, or
         each part only once."""
@@ -250,6 +251,37 @@ class Problem:
         goes_on = lambda state: state[0] < (all_passes if state[1] is None else state[1])
         return lax.while_loop(goes_on, turn, (first, stop, place_of(first) if carried else None, carry))[3]
 
+    def mended_products(self, sums: list[Array], products: Sequence[Product]) -> list[Array]:
+        """The products of a problem of one tile; if they are not finite, by `Attempt`s at a batch row and a head at a
+        time, for the memory. But for weights, these compute again what they need: XLA would keep that apart for them.
+        """
+        p = Problem(self.spec, self.operands, Tiling(1, 1, self.tiles.rows, self.tiles.columns))
+        p.attempts, p.all_finite = True, False
+        # as XLA multiplies them, lest it make another copy
+        axes = [n for n in (self.batch, self.k) if n > 1] or [1]
+        weights = [each.weights.reshape(*axes, *each.weights.shape[2:]) for each in products]
+        # of each product the elements along one axis are sums over all of x: one of them tells as much as all
+        finite = all_finite([(x, 3 if each.transposed else 2) for each, x in zip(products, sums)])
+        heads = np.int32(self.batch * self.k)
+        turns = heads * np.int32(len(Attempt.SIGNS))
+
+        def turn(state: Any) -> Any:
+            index, sums = state
+            attempt, head = divmod_unsigned(index, jnp.asarray(heads))
+            row0, head0 = divmod_unsigned(head, self.k) if self.batch > 1 else (0, head)
+            # 0, of which XLA does not know that it is the same in all turns: what depends on it is not made before
+            row_start = lax.shift_right_logical(index, np.int32(31))
+            w = Step(p, Place(row0, head0, row_start, 0, None, None), element(np.array(Attempt.SIGNS, p.acc), attempt))
+            done = []
+            for each, x, old in zip(products, weights, sums):
+                own = cut(x, (*[1] * len(axes), *x.shape[-2:]), *((row0, head0) if len(axes) > 1 else (head,)), 0, 0)
+                part = w.attempted(each, own.reshape(1, 1, *x.shape[-2:]))
+                start = row0, head0, 0, 0
+                done.append(put(old, w.later(cut(old, part.shape, *start)) + part, *start))
+            return index + np.int32(1), done
+
+        return lax.while_loop(lambda state: state[0] < turns, turn, (where(finite, turns, np.int32(0)), sums))[1]
+
     def _listed_places(self, low: Any, end: Any, tries: int) -> tuple[int, dict[str, Any], Callable[..., Any]] | None:
         """How many turns there are, what of their places is the same in all, and a function of an index that gives the
         rest, and the sign of the attempt; read from lists, if the bounds are known and such lists short."""
@@ -270,7 +302,7 @@ class Problem:
             lists["sign"] = np.repeat(Attempt.SIGNS, turns).astype(self.acc)
         # loops that read lists of a length share the kernel
         lists = {name: np.pad(x, (0, -x.size % LISTED_TOGETHER)) for name, x in lists.items()}
-        return turns, same, lambda index: {name: _element(x, index) for name, x in lists.items()}
+        return turns, same, lambda index: {name: element(x, index) for name, x in lists.items()}
 
     def _computed_places(self, low: Any, end: Any, tries: int) -> tuple[Any, dict[str, Any], Callable[..., Any]]:
         """The same by arithmetic."""
@@ -285,10 +317,10 @@ class Problem:
             sign = {}
             if tries > 1:
                 attempt, index = divmod_unsigned(index, jnp.maximum(turns, 1))
-                sign["sign"] = _element(np.array(Attempt.SIGNS, self.acc), attempt)
+                sign["sign"] = element(np.array(Attempt.SIGNS, self.acc), attempt)
             step, rest = divmod_unsigned(index, jnp.maximum(ends[-1], 1))
             row = (ends <= rest).sum(dtype=jnp.uint32)
-            i, j = divmod_unsigned(row, self.row_tiles)[1], rest + _element(shift, row)
+            i, j = divmod_unsigned(row, self.row_tiles)[1], rest + element(shift, row)
             if lists == 1:
                 batch_step, head_step = divmod_unsigned(step, self.head_steps)
             else:
@@ -305,26 +337,18 @@ class Problem:
         own = i * c.rows if self.t % c.rows else None, j * c.columns if self.s % c.columns else None
         return Place(*start, row, tile_start(j, c.columns, self.s), *own)
 
-    def mended(self, run: Any, columns_axis: int | None = None) -> tuple[Any, Any]:
-        """`run(problem, careful=False)`: sums, and what takes no care. Of a single row tile, which meets each column
-        once, the sums are those of a careful run if they are not finite; other problems attempt it in their loop.
-
-        Args:
-          columns_axis: where all sums but the first, whose axis 2 is that of rows, have columns, if of one tile.
-        """
-        sums, rest = run(self, False)
-        if self.attempts or not self.masked:
+    def mended(self, run: Any) -> tuple[Any, Any]:
+        """`run(problem)`: sums, and what takes no care. In loops without attempts all is made again, with them, if the
+        sums are not finite."""
+        sums, rest = run(self)
+        if self.whole or self.attempts or not self.masked:
             return sums, rest
-        careful = Problem(self.spec, self.operands, careful_tiling(self.operands) if self.whole else self.tiles)
-        careful.rows_by_head = self.rows_by_head  # results in the layout of these
+        careful = Problem(self.spec, self.operands, self.tiles)
         careful.attempts, careful.all_finite = True, False
         # a loop of one turn or none, for it changes its arrays in place; `lax.cond` copies what it hands on
-        again = lambda _: (jnp.zeros((), bool), run(careful, True)[0])
-        if self.whole:
-            finite = all_finite([(x, columns_axis if n else 2) for n, x in enumerate(sums) if x.ndim])
-        else:  # not all tiles are visited
-            finite = finite_sums(sums)
-        return lax.while_loop(lambda state: state[0], again, (~finite, sums))[1], rest
+        again = lambda _: (jnp.zeros((), bool), run(careful)[0])
+        # not all tiles are visited
+        return lax.while_loop(lambda state: state[0], again, (~finite_sums(sums), sums))[1], rest
 
     def below_maximum(self, scores: Array, row_max: Array) -> Array:
         """scores − row_max, of [..., columns] and [...]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -56,8 +56,14 @@ class Attempt:
         return where(self.is_first, self._dtype.type(-np.inf), self._dtype.type(2))
 
     @functools.cached_property
-    def _largest(self) -> Array:
-        return where(self.is_first, self._dtype.type(jnp.finfo(self._dtype).max), self._dtype.type(0))
+    def _taken(self) -> Array:
+        """1 in the first attempt, then 0."""
+        return self.is_first.astype(self._dtype)
+
+    @functools.cached_property
+    def _other_infinity(self) -> Array:
+        """The one that is not sought; NaN in the first attempt."""
+        return self._sign * self._dtype.type(-np.inf)
 
     @functools.cached_property
     def _sought(self) -> Array:
@@ -66,9 +72,23 @@ class Attempt:
 
     def factor(self, x: Array, signed: bool) -> Array:
         """What is multiplied with weights. Where those are `signed`, either sign looks for all that is not finite."""
-        # in the first attempt the product is 0, or NaN of what is not finite
-        usual = jnp.isfinite(x) if signed else x * self._sign <= self._dtype.type(jnp.finfo(self._dtype).max)
-        return where(usual, lax.clamp(-self._largest, x, self._largest), self._sought)
+        found = self._sought if signed else where(x == self._other_infinity, self._dtype.type(0), self._sought)
+        return where(jnp.isfinite(x), x * self._taken, found)
+
+
+class Product(NamedTuple):
+    """`Step.product(weights, x(step))`, or the `Step.transposed_product` of them.
+
+    Weights are [R, E, M, columns], or [R, E, columns, M] if `weights_transposed`, and 0 where hidden: those of
+    `Step.probability` and `Step.exponentials`, of which in attempts no visible one is 0, however small; or `signed`:
+    what is visible and not finite makes NaN of their sums, for it is a query or key, where either the row has no
+    softmax or the weight is 0. `x` gives what `Step.columns_of`, `rows_of` or `transposed_rows_of` does."""
+
+    weights: Array
+    x: Callable[[Step], Array]
+    signed: bool
+    weights_transposed: bool = False
+    transposed: bool = False
 
 
 class Place(NamedTuple):
@@ -273,11 +293,11 @@ class Step:
         the position of the tile's first."""
         c, offset = self.p.tiles, self.p.spec.query_offset if self.offset is None else self.offset
         shape, start = (1, 1, 1, c.rows, c.columns), self.row_start + offset - self.column_start
-        row, column = (lax.iota(jnp.int32, n) for n in shape[3:])
+        row, column = lax.broadcasted_iota(jnp.int32, shape, 3), lax.iota(jnp.int32, c.columns)
         # not the column less the row first: that is the same in every turn, and would be kept, and read
         if not np.ndim(start):
-            return lax.broadcast_in_dim(column - start, shape, (4,)), lax.broadcast_in_dim(row, shape, (3,))
-        return lax.broadcast_in_dim(column, shape, (4,)) - start, lax.broadcast_in_dim(row, shape, (3,))
+            return lax.broadcast_in_dim(column - start, shape, (4,)), row
+        return lax.broadcast_in_dim(column, shape, (4,)) - start, row
 
     def distance(self) -> Array:
         """How far a column stands after a row: [R|1, 1, 1, rows, columns]."""
@@ -325,8 +345,15 @@ class Step:
         if not rules:
             return None
         see = functools.reduce(jnp.logical_and, rules)
+        if p.whole:
+            return broadcast(self.merged(see), self._shape_of_scores())
         # behind a barrier in loops: all that need it would compute it anew
-        return broadcast(self.merged(see if p.whole else barrier(see)), self._shape_of_scores())
+        kept = [axis for axis, size in enumerate(see.shape) if size > 1]
+        see = barrier(lax.squeeze(see, [axis for axis in range(see.ndim) if axis not in kept]))
+        if p.g == 1:  # without that axis
+            return lax.broadcast_in_dim(see, self._shape_of_scores(), [axis - (axis > 2) for axis in kept])
+        shape = c.batch_rows, c.key_heads, p.g, c.rows, c.columns
+        return lax.broadcast_in_dim(see, shape, kept).reshape(self._shape_of_scores())
 
     def all_visible(self) -> Array:
         """The same after the bias: [R, E, M, columns]."""
@@ -391,7 +418,7 @@ class Step:
         gives."""
         return (self._product_in_one if self.p.heads_in_one else self._product_by_head)(a, b, transpose)
 
-    def _product_by_head(self, a: Array, b: Array, transpose: bool) -> Array:
+    def _product_by_head(self, a: Array, b: Array, transpose: bool = False) -> Array:
         b = broadcast(b, (a.shape[0], *b.shape[1:]))
         if a.dtype != self.p.acc or (transpose and self.p.keys_transposed):
             # where the batch axes are not the first, XLA multiplies numbers of 16 bits as they are, which else it
@@ -417,36 +444,52 @@ class Step:
         """`[R, E, x, M] · [R, E, M, columns]` of an `a` as `transposed_rows_of` gives it: [R, E, x, columns]."""
         return lax.dot_general(a, weights, (((3 if ROWS_TRANSPOSED else 2,), (2,)), ((0, 1), (0, 1))))
 
-    def product_of_rows(self, weights: Array, a: Array) -> Array:
-        """`[R, E, columns, M] · [R, E, M, x]` of weights [R, E, M, columns]: [R, E, columns, x]."""
-        # laid out anew behind a barrier, by way of one axis more: XLA is slow at products of which the first factor is
-        # transposed, and at transposing the last two axes
+    def transposed_weights(self, weights: Array) -> Array:
+        """[R, E, M, columns] as [R, E, columns, M], for a `product` with rows."""
+        # behind a barrier, by way of one axis more: XLA is slow at products of which the first factor is transposed,
+        # and at transposing the last two axes
         r, e, m, s = weights.shape
-        weights = barrier(jnp.moveaxis(weights[:, :, None], 4, 2).reshape(r, e, s, m))
-        return lax.dot_general(weights, a, (((3,), (2,)), ((0, 1), (0, 1))))
+        return barrier(jnp.moveaxis(weights[:, :, None], 4, 2).reshape(r, e, s, m))
 
     # --- attempts: 0 · NaN is NaN, but what is hidden takes no part
 
-    def sums(self, products: Any) -> tuple[list[Array], Any]:
-        """`product(weights, x)` of each (product, weights, x, signed), of which what is hidden has no part, though `x`
-        be not finite; and whether something of x is not, if that is to be asked.
-
-        Args:
-          products: `product`, `product_of_rows` or `transposed_product` each, with weights that are 0 where hidden, and
-            with x: what `columns_of`, `rows_of` or `transposed_rows_of` gives. Weights are those of `probability` and
-            `exponentials`, of which no visible one is 0, however small; or `signed`: what is visible and not finite
-            makes NaN of their sums, for it is a query or key, where either the row has no softmax or the weight is 0.
-        """
+    def sums(self, products: Sequence[Product]) -> tuple[list[Array], Any]:
+        """What these products are, of which what is hidden has no part, though `x` be not finite; and whether something
+        of x is not, if that is to be asked."""
+        factors = [each.x(self) for each in products]
         if self.attempt is None:
-            return [product(weights, x) for product, weights, x, _ in products], None
-        sums = [product(weights, self.attempt.factor(x, signed)) for product, weights, x, signed in products]
-        return sums, None if self.p.all_finite is not None else ~finite_sums(x for _, _, x, _ in products)
+            sums = [self.multiplied(each, each.weights, x) for each, x in zip(products, factors)]
+            return self.p.mended_products(sums, products) if self.p.whole and self.p.masked else sums, None
+        factors_of = [self.attempt.factor(x, each.signed) for each, x in zip(products, factors)]
+        sums = [self.multiplied(each, each.weights, x) for each, x in zip(products, factors_of)]
+        return sums, None if self.p.all_finite is not None else ~finite_sums(factors)
+
+    def multiplied(self, each: Product, weights: Array, x: Array) -> Array:
+        """The product, with these weights and this `x`."""
+        return self.transposed_product(weights, x) if each.transposed else self.product(weights, x)
+
+    @functools.cached_property
+    def _visible_weights(self) -> Array:
+        """4 where visible: above 2, as an `Attempt` has them."""
+        see, four = self.after_bias(self.visible()), self.p.acc.type(4)
+        return jnp.full(self._shape_of_scores(), four) if see is None else self.shown(four, see)
+
+    @functools.cached_property
+    def _visible_weights_transposed(self) -> Array:
+        return self.transposed_weights(self._visible_weights)
+
+    def attempted(self, each: Product, weights: Array) -> Array:
+        """The product in an `Attempt`, the first with these weights."""
+        assert self.attempt is not None
+        later = self._visible_weights_transposed if each.weights_transposed else self._visible_weights
+        weights = where(self.attempt.is_first, weights, later)
+        return self.multiplied(each, weights, self.attempt.factor(each.x(self), each.signed))
 
     def signed(self, weights: Any, probability: Any, see: Any) -> Array:
         """Weights [R, E, M, columns] of any sign, 0 where hidden; in attempts after the first probabilities."""
         if self.attempt is None:
             return self.shown(weights, see)
-        taken = self.shown(where(self.attempt.is_first, weights, probability), see)
+        taken = where(self.attempt.is_first if see is None else self.attempt.is_first & see, weights, probability)
         # behind a barrier, and as XLA multiplies them: it would compute them anew for each use
         return barrier(taken.reshape(-1, *taken.shape[2:])).reshape(taken.shape)
 
@@ -457,6 +500,11 @@ class Step:
     def first(self, x: Any) -> Any:
         """What is added once: `x` in the first attempt, then 0."""
         return x if self.attempt is None else where(self.attempt.is_first, x, x.dtype.type(0))
+
+    def later(self, x: Array) -> Array:
+        """What is added to: 0 in the first attempt, then `x`."""
+        assert self.attempt is not None
+        return where(self.attempt.is_first, x.dtype.type(0), x)
 
     # --- scores
 
@@ -522,8 +570,8 @@ class Step:
         norm = where(self.attempt.is_first, norm, self.p.acc.type(1))
         return self.shown(probability * along_last(norm, scores), see), see
 
-    def shown(self, x: Array, see: Array | None) -> Array:
-        """`x`, of the shape of scores, and 0 where hidden."""
+    def shown(self, x: Any, see: Array | None) -> Any:
+        """`x`, of the shape of scores or a number, and 0 where hidden."""
         return x if see is None else where(see, x, x.dtype.type(0))
 
     def dropped(self, probability: Any) -> Any:

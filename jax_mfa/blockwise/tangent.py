@@ -12,7 +12,7 @@ from jax_mfa import whole_rows
 from jax_mfa.blockwise.arrays import along_last, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.problem import Problem
-from jax_mfa.blockwise.step import Step
+from jax_mfa.blockwise.step import Product, Step
 from jax_mfa.blockwise.tiling import forward_tiling, of_steps
 from jax_mfa.specification import Operands, Specification, sees_nothing
 
@@ -45,7 +45,7 @@ def tangent(
     empty = sees_nothing(row_sum)
     divisor = where(empty, acc.type(1), row_sum)
 
-    def tile(w: Step, results: Any, rows: Any, columns: Any) -> Any:
+    def tile(w: Step, results: Any, rows: Any, columns: Any, values: Any) -> Any:
         dtype, (query, t_query, *found) = w.p.factors(operands.query, operands.key), rows
         query_i = w.rows_of(query, dtype)
         t_query_i: Any = None if t_query is None else w.rows_of(t_query, dtype)
@@ -53,10 +53,8 @@ def tangent(
 
         def visit(results: Any) -> tuple[Any, Any]:
             (sums,), (lse,) = results
-            key_j, t_key_j, value_j, t_value_j = (
-                functools.partial(w.columns_of, name, x, query_i.dtype if name == "key" else None)
-                for name, x in zip(("key", "key", "value", "value"), columns)
-            )
+            key_j, t_key_j = (functools.partial(w.columns_of, "key", x, query_i.dtype) for x in columns)
+            value_j, t_value_j = (functools.partial(lambda x, w: w.columns_of("value", x(w.p)), x) for x in values)
             x, d_cap, see = w.masked_scores(query_i, key_j)
             probability, see = w.probability(x, see, row_max_i, norm_i)
 
@@ -78,9 +76,9 @@ def tangent(
             moved = probability * w.shown(t_x, see)
 
             dropped = w.dropped(probability)
-            products = [(w.product, w.signed(w.dropped(moved), dropped, see), value_j(), True)]
+            products = [Product(w.signed(w.dropped(moved), dropped, see), value_j, True)]
             if t.value is not None:
-                products.append((w.product, w.unsigned(dropped, see), t_value_j(), False))
+                products.append(Product(w.unsigned(dropped, see), t_value_j, False))
             found, not_finite = w.sums(products)
             return ((w.add_rows(sums, sum(found)),), (w.add_rows(lse, w.first(moved.sum(-1))),)), not_finite
 
@@ -88,14 +86,17 @@ def tangent(
 
     init = (jnp.zeros(p.results(p.v), acc),), (jnp.zeros(p.results(), acc),)
 
-    def run(p: Problem, careful: bool) -> Any:
+    def run(p: Problem) -> Any:
         given = lambda layout, x, dtype=None: None if x is None else layout(x, dtype)
         dtype = p.factors(operands.query, operands.key)
         rows = [given(p.rows_for_steps, x, dtype) for x in (operands.query, t.query)]
         rows += [p.rows_for_steps(row_max), p.norms(p.rows_for_steps(divisor))]
         columns = [given(p.columns_by_head, x, dtype) for x in (operands.key, t.key)]
-        columns += [given(p.columns_by_head, x) for x in (operands.value, t.value)]
-        return p.over_tiles(lambda w, results: tile(w, results, rows, columns), init)
+        values = [
+            p.for_products(functools.partial(lambda x, p: given(p.columns_by_head, x), x))
+            for x in (operands.value, t.value)
+        ]
+        return p.over_tiles(lambda w, results: tile(w, results, rows, columns, values), init)
 
     (sums,), (lse,) = p.mended(run)
     sums, lse = p.by_token(sums), p.by_token(p.along_rows(lse))

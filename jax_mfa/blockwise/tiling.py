@@ -88,6 +88,8 @@ PART_ELEMENTS = 2**19
 DIVIDED_OUTPUTS = DIVIDED_SCORES = 2**15
 # Several heads share a step up to this many scores. Passes of alike steps share kernels, and are compiled in less time.
 STEP_SCORES = 2**20
+# Loops over so many rows of a key head ask of what these meet whether it is finite, and not of what they found.
+ASKED_ROWS = 128
 # Loops of no more turns than this read from lists where each of them is; longer lists make longer programs.
 LISTED_TURNS = 2**12
 LISTED_TOGETHER = 64  # such lists are of a multiple of this
@@ -260,7 +262,7 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], alon
     copied = known and _keys_read(operands) > (STEP_SCORES if is_stored else held)
     if known and not cache and not copied and _fits_one_tile(spec, operands, alone):
         whole = Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
-        return _in_parts(operands, whole) if _takes_fresh_memory(operands, alone) else whole
+        return _in_parts(operands, whole) if _takes_fresh_memory(spec, operands, alone) else whole
     rows, columns = tile_size(t, max(tile[0] // (n // k), 1)), tile[1]
     if t * n <= COLUMNS:
         columns = 4 * COLUMNS
@@ -280,6 +282,8 @@ def _fits_one_tile(spec: Specification, operands: Operands, alone: bool) -> bool
     scores, masked = batch * n * t * s, spec.has_mask(operands)
     if alone and _fresh(spec, operands):
         return False
+    if not alone and masked and batch == 1 and _takes_fresh_memory(spec, operands, alone):  # of one part
+        return False
     if scores <= WHOLE_SCORES:
         return True
     if alone and masked:
@@ -288,10 +292,10 @@ def _fits_one_tile(spec: Specification, operands: Operands, alone: bool) -> bool
         return True
     if alone or masked or s > 2 * t or n * t * s > k * TRAINED_HEAD:
         return False
-    return not _takes_fresh_memory(operands, alone)
+    return not _takes_fresh_memory(spec, operands, alone)
 
 
-def _takes_fresh_memory(operands: Operands, alone: bool) -> bool:
+def _takes_fresh_memory(spec: Specification, operands: Operands, alone: bool) -> bool:
     """Whether a problem of one tile would take as much memory as `FRESH_BYTES`, about."""
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
@@ -299,7 +303,8 @@ def _takes_fresh_memory(operands: Operands, alone: bool) -> bool:
     if alone:
         return batch * (t * n * h * size + s * k * (h * size + v * max(size, 4))) >= FRESH_BYTES
     bytes_each = max(size, 4 if size >= 4 else 6)  # what is converted is held besides
-    return 8 * batch * n * t * s + 3 * bytes_each * batch * max(t * n, s * k) * max(h, v) >= FRESH_BYTES
+    arrays = 5 if spec.has_mask(operands) else 2  # of scores; for attempts some are held longer
+    return 4 * arrays * batch * n * t * s + 3 * bytes_each * batch * max(t * n, s * k) * max(h, v) >= FRESH_BYTES
 
 
 def _in_parts(operands: Operands, tiles: Tiling) -> Tiling:
@@ -345,8 +350,3 @@ def _with_heads(operands: Operands, rows: int, columns: int, scores: int) -> Til
     key_heads = _largest_divisor(k, units)
     batch_rows = _largest_divisor(batch, units // k) if key_heads == k and isinstance(batch, int) else 1
     return Tiling(batch_rows, key_heads, rows, columns)
-
-
-def careful_tiling(operands: Operands) -> Tiling:
-    """Of a problem of one tile, that is computed again with care: a batch row and a head at a time, for the memory."""
-    return Tiling(1, 1, max(operands.query.shape[1], 1), max(operands.key.shape[1], 1))
