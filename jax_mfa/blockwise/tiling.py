@@ -49,8 +49,8 @@ COLUMNS = 512
 FEW_ROWS = 16
 # In a problem of one tile only so few products of a row and a head, and more elements than this to a head (B1 T1 S2000
 # N4 H128 takes half the time in one, B8 T1 S196 N8 H64 1.3 to 2 times as long), or so many columns and either so few
-# rows or `SHORT_ROWS`.
-FEW_PRODUCTS = 64
+# rows or `SHORT_ROWS`. On 0.10.2 more (B1 T1 S1778 N16 K8 H96 1.39 → 0.61 ms; on 0.12 as before).
+FEW_PRODUCTS = 64 if _SMALL_PRODUCTS else 128
 FEW_ELEMENTS = 2**16
 FEWEST_ROWS, FEW_COLUMNS = 4, 128
 # Of bfloat16, which else is multiplied as it is, only so many elements; on 0.10.2 none.
@@ -79,7 +79,8 @@ FRESH_BYTES = 2**25
 TRAINED_HEAD = 2**19 if _SMALL_PRODUCTS else 0
 ROWS_FOR_FRESH_BYTES = 128
 # Problems of several batch rows that would take so much memory go in parts of about so many elements of rows, columns
-# or scores (B256 T16 N8 H128 training 33 → 18 ms, of bfloat16 34 → 14; on 0.10.2 30 → 16 and 39 → 14).
+# or scores (B256 T16 N8 H128 training 33 → 18 ms, of bfloat16 34 → 14; on 0.10.2 30 → 16 and 39 → 14; B64 T77 N8 H64
+# causal forward 14.0 → 5.8).
 PART_ELEMENTS = 2**19
 # With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
 # not outputs. JAX 0.12 divides such outputs and lays them out again in one slow loop (64 µs became 49 at T = 32); and
@@ -299,12 +300,13 @@ def _takes_fresh_memory(spec: Specification, operands: Operands, alone: bool) ->
     """Whether a problem of one tile would take as much memory as `FRESH_BYTES`, about."""
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
-    size = operands.query.dtype.itemsize
-    if alone:
-        return batch * (t * n * h * size + s * k * (h * size + v * max(size, 4))) >= FRESH_BYTES
-    bytes_each = max(size, 4 if size >= 4 else 6)  # what is converted is held besides
-    arrays = 5 if spec.has_mask(operands) else 2  # of scores; for attempts some are held longer
-    return 4 * arrays * batch * n * t * s + 3 * bytes_each * batch * max(t * n, s * k) * max(h, v) >= FRESH_BYTES
+    size, masked = operands.query.dtype.itemsize, spec.has_mask(operands)
+    if alone:  # no arrays of scores where one kernel makes probabilities of them
+        scores = 3 * 4 * n * t * s if masked else 0
+        return batch * (scores + t * n * h * size + s * k * (h * size + v * max(size, 4))) >= FRESH_BYTES
+    # arrays of scores, of which some are held for attempts; and of rows or columns, some also converted
+    of_scores, of_rows = (20, 12 if size >= 4 else 18) if masked else (8, 3 * max(size, 4) if size >= 4 else 24)
+    return batch * (of_scores * n * t * s + of_rows * max(t * n, s * k) * max(h, v)) >= FRESH_BYTES
 
 
 def _in_parts(operands: Operands, tiles: Tiling) -> Tiling:
