@@ -82,6 +82,9 @@ ROWS_FOR_FRESH_BYTES = 128
 # or scores (B256 T16 N8 H128 training 33 → 18 ms, of bfloat16 34 → 14; on 0.10.2 30 → 16 and 39 → 14; B64 T77 N8 H64
 # causal forward 14.0 → 5.8).
 PART_ELEMENTS = 2**19
+# But training of so many times more columns than rows is one tile all the same, of which most is read and written once
+# (B8 T1 S1500 N8 H64 27 → 5 ms, B2 T4 S1504 N12 H80 7.5 → 4.8).
+COLUMNS_TO_A_ROW = 16
 # With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
 # not outputs. JAX 0.12 divides such outputs and lays them out again in one slow loop (64 µs became 49 at T = 32); and
 # where a sum is found beside a product, it hands one of them to another thread, which costs more than either (B = 16,
@@ -304,6 +307,8 @@ def _takes_fresh_memory(spec: Specification, operands: Operands, alone: bool) ->
     if alone:  # no arrays of scores where one kernel makes probabilities of them
         scores = 3 * 4 * n * t * s if masked else 0
         return batch * (scores + t * n * h * size + s * k * (h * size + v * max(size, 4))) >= FRESH_BYTES
+    if s > COLUMNS_TO_A_ROW * t:
+        return False
     # arrays of scores, of which some are held for attempts; and of rows or columns, some also converted
     of_scores, of_rows = (20, 12 if size >= 4 else 18) if masked else (8, 3 * max(size, 4) if size >= 4 else 24)
     return batch * (of_scores * n * t * s + of_rows * max(t * n, s * k) * max(h, v)) >= FRESH_BYTES
