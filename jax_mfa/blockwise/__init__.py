@@ -6,8 +6,9 @@ anew, so a tile's arithmetic is written into a program once; a matrix product is
 over the last axis of its first operand; and memory touched for the first time is slow, so that most of what is no
 result is of the size of a tile.
 
-What is not finite and hidden must not spoil a sum (0 · NaN is NaN). Sums are made without care, and once more with care
-where they are not finite.
+What is not finite and hidden must not spoil a sum (0 · NaN is NaN). Where something is not finite, the products that it
+enters are attempted again, twice (`Attempt` in step.py): in loops over many rows by the same program, elsewhere by one
+that takes the weights there are.
 """
 
 from jax_mfa.blockwise.backward import backward
