@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa.blockwise.arrays import (
+    BARRIERS_LAST,
     ROWS_TRANSPOSED,
     add,
     along_last,
@@ -543,6 +544,10 @@ class Step:
         """`scores`, −∞ where nothing is visible; the derivative of the cap; and `visible`."""
         x, d_cap = self.scores(q, keys)
         see = self.visible()
+        if self.attempt is not None and not BARRIERS_LAST:
+            # the same numbers: else LLVM takes the two masks of `exponentials` for one, and contracts the last product
+            # with the maximum's subtraction, which huge scores then do not reach
+            x = where(x != x, self.p.acc.type(np.nan), x)
         # a query or key that is not finite spoils only scores; those that nobody may see are overwritten
         return (x if see is None else where(see, x, self.p.acc.type(-np.inf))), d_cap, see
 
