@@ -20,22 +20,29 @@ BLOCKWISE = BY_NAME_OF_IMPLEMENTATION["blockwise"]
 
 
 @pytest.fixture
-def tiles(monkeypatch):
-    """Sets rows, columns and scores of a tile."""
+def sizes(monkeypatch):
+    """Sets constants of `tiling`, for programs that are traced after."""
 
-    def cut(rows, columns, scores):
-        monkeypatch.setattr(tiling, "WHOLE_SCORES", 0)
-        for name in vars(tiling):
-            if name.startswith(("FORWARD_TILE", "BACKWARD_TILE")):
-                monkeypatch.setattr(tiling, name, (rows, columns))
-        monkeypatch.setattr(tiling, "COLUMNS", columns)
-        monkeypatch.setattr(tiling, "ALIGNMENT", 1)
-        monkeypatch.setattr(tiling, "STEP_SCORES", scores)
+    def cut(**constants):
+        for name, value in constants.items():
+            monkeypatch.setattr(tiling, name, value)
         jax.clear_caches()
 
     yield cut
     monkeypatch.undo()
     jax.clear_caches()
+
+
+@pytest.fixture
+def tiles(sizes):
+    """Sets rows, columns and scores of a tile."""
+
+    def cut(rows, columns, scores):
+        shapes = [name for name in vars(tiling) if name.startswith(("FORWARD_TILE", "BACKWARD_TILE"))]
+        of_tile = dict.fromkeys(shapes, (rows, columns))
+        sizes(**of_tile, WHOLE_SCORES=0, COLUMNS=columns, ALIGNMENT=1, STEP_SCORES=scores)
+
+    return cut
 
 
 # one case at least of what asks for the place of a row or column, or changes what is kept from tile to tile
@@ -114,18 +121,9 @@ IN_PARTS = "bert_padding_mask", "everything", "gpt_oss", "packed_documents", "sw
 
 
 @pytest.fixture
-def parts(monkeypatch):
+def parts(sizes):
     """Sets how many elements of a batch row a part has."""
-
-    def cut(elements):
-        monkeypatch.setattr(tiling, "FRESH_BYTES", 0)
-        monkeypatch.setattr(tiling, "FEW_ROWS", 0)
-        monkeypatch.setattr(tiling, "PART_ELEMENTS", elements)
-        jax.clear_caches()
-
-    yield cut
-    monkeypatch.undo()
-    jax.clear_caches()
+    return lambda elements: sizes(FRESH_BYTES=0, FEW_ROWS=0, PART_ELEMENTS=elements)
 
 
 @pytest.mark.parametrize(

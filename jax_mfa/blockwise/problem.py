@@ -272,11 +272,12 @@ class Problem:
             # 0, of which XLA does not know that it is the same in all turns: what depends on it is not made before
             row_start = lax.shift_right_logical(index, np.int32(31))
             w = Step(p, Place(row0, head0, row_start, 0, None, None), element(np.array(Attempt.SIGNS, p.acc), attempt))
+            start = row0, head0, 0, 0
+            own = start if len(axes) > 1 else (head, 0, 0)
             done = []
             for each, x, old in zip(products, weights, sums):
-                own = cut(x, (*[1] * len(axes), *x.shape[-2:]), *((row0, head0) if len(axes) > 1 else (head,)), 0, 0)
-                part = w.attempted(each, own.reshape(1, 1, *x.shape[-2:]))
-                start = row0, head0, 0, 0
+                of_head = cut(x, (*[1] * len(axes), *x.shape[-2:]), *own).reshape(1, 1, *x.shape[-2:])
+                part = w.attempted(each, of_head)
                 done.append(put(old, w.later(cut(old, part.shape, *start)) + part, *start))
             return index + np.int32(1), done
 

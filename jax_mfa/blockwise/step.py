@@ -419,7 +419,7 @@ class Step:
         gives."""
         return (self._product_in_one if self.p.heads_in_one else self._product_by_head)(a, b, transpose)
 
-    def _product_by_head(self, a: Array, b: Array, transpose: bool = False) -> Array:
+    def _product_by_head(self, a: Array, b: Array, transpose: bool) -> Array:
         b = broadcast(b, (a.shape[0], *b.shape[1:]))
         if a.dtype != self.p.acc or (transpose and self.p.keys_transposed):
             # where the batch axes are not the first, XLA multiplies numbers of 16 bits as they are, which else it

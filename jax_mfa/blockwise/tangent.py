@@ -92,10 +92,8 @@ def tangent(
         rows = [given(p.rows_for_steps, x, dtype) for x in (operands.query, t.query)]
         rows += [p.rows_for_steps(row_max), p.norms(p.rows_for_steps(divisor))]
         columns = [given(p.columns_by_head, x, dtype) for x in (operands.key, t.key)]
-        values = [
-            p.for_products(functools.partial(lambda x, p: given(p.columns_by_head, x), x))
-            for x in (operands.value, t.value)
-        ]
+        laid = lambda x, p: given(p.columns_by_head, x)
+        values = [p.for_products(functools.partial(laid, x)) for x in (operands.value, t.value)]
         return p.over_tiles(lambda w, results: tile(w, results, rows, columns, values), init)
 
     (sums,), (lse,) = p.mended(run)

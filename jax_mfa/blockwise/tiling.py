@@ -310,7 +310,7 @@ def _takes_fresh_memory(spec: Specification, operands: Operands, alone: bool) ->
     if s > COLUMNS_TO_A_ROW * t:
         return False
     # arrays of scores, of which some are held for attempts; and of rows or columns, some also converted
-    of_scores, of_rows = (20, 12 if size >= 4 else 18) if masked else (8, 3 * max(size, 4) if size >= 4 else 24)
+    of_scores, of_rows = (20, 12 if size >= 4 else 18) if masked else (8, 3 * size if size >= 4 else 24)
     return batch * (of_scores * n * t * s + of_rows * max(t * n, s * k) * max(h, v)) >= FRESH_BYTES
 
 
