@@ -62,7 +62,7 @@ def backward(
     # a tile that holds whole rows finds their shift in its own scores, and has no need of the output
     whole_rows_in_tile = all_columns and p.column_tiles == 1 and "sinks" not in wanted
     shift = -d_lse.astype(acc) if whole_rows_in_tile else whole_rows.shift(out, d_out, d_lse, acc)
-    as_rows = gradients_as_rows(operands, p.tiles)
+    as_rows = gradients_as_rows(spec, operands, p.tiles)
     if not spec.every_row_sees(operands):
         empty = sees_nothing(row_sum)
         row_sum = where(empty, acc.type(1), row_sum)

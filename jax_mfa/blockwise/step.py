@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax_mfa.blockwise.arrays import (
     BARRIERS_LAST,
     ROWS_TRANSPOSED,
+    TRANSPOSED_FROM_MEMORY,
     add,
     along_last,
     as_numbers,
@@ -450,6 +451,8 @@ class Step:
         # behind a barrier, by way of one axis more: XLA is slow at products of which the first factor is transposed,
         # and at transposing the last two axes
         r, e, m, s = weights.shape
+        if m * s >= TRANSPOSED_FROM_MEMORY:
+            weights = barrier(weights)
         return barrier(jnp.moveaxis(weights[:, :, None], 4, 2).reshape(r, e, s, m))
 
     # --- attempts: 0 · NaN is NaN, but what is hidden takes no part
