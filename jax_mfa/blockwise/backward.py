@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mfa import whole_rows
-from jax_mfa.blockwise.arrays import add, along_last, finite, row_dots, settled, where
+from jax_mfa.blockwise.arrays import add, along_last, barrier, finite, row_dots, settled, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.parts import in_parts
 from jax_mfa.blockwise.problem import Problem
@@ -56,7 +56,7 @@ def backward(
     of_columns = "key" in wanted or "value" in wanted
     if bias_gradient and operands.bias.shape[0] != 1:
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
-    p = Problem(spec, operands, c, keys_transposed=keys_transposed(operands, c, True), rows_twice=True)
+    p = Problem(spec, operands, c, keys_transposed=keys_transposed(operands, c, True), differentiated=True)
     acc = p.acc
     d_rows, found_sum = d_out, row_sum
     # a tile that holds whole rows finds their shift in its own scores, and has no need of the output
@@ -150,13 +150,14 @@ def backward(
         columns = key, p.columns_by_head(operands.value, of_values, p.keys_transposed)
         return p.over_tiles(lambda w, results: tile(w, results, rows, of_products, columns), init)
 
-    # the gradients by the scaled product; the scale itself follows outside, in the layout of the results: in that of
-    # the scores XLA may take both for one array of scales, and keep that
+    # the gradients by the scaled product; the scale itself follows outside, in the layout of the results and behind a
+    # barrier: where they have the shape of scores, XLA would take both scales for one array, and keep that (B128 T32 N4
+    # H32 bfloat16 training 1.66 → 1.54 ms)
     (d_query, d_key, d_value), (d_slopes, d_bias) = p.mended(run)
 
     def scaled(x: Any) -> Array:  # [B, ...]
         if operands.scale is None:
-            return x * spec.scale
+            return x * barrier(jnp.asarray(spec.scale, acc))
         scale = whole_rows.per_batch_row(spec, operands, "scale", acc).reshape(-1, *(1,) * (x.ndim - 1))
         return where(x == 0, x, x * scale)  # a sum of nothing is 0, whatever the scale
 

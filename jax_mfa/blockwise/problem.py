@@ -30,7 +30,7 @@ from jax_mfa.blockwise.arrays import (
     where,
 )
 from jax_mfa.blockwise.step import Attempt, Place, Product, Step
-from jax_mfa.blockwise.tiling import ASKED_ROWS, LISTED_TOGETHER, LISTED_TURNS, Tiling
+from jax_mfa.blockwise.tiling import ASKED_ROWS, CONVERTED_LENGTHS, LISTED_TOGETHER, LISTED_TURNS, Tiling
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows
 from jax_mfa.whole_rows import per_batch_row
 
@@ -53,7 +53,7 @@ class Problem:
         tiles: Tiling,
         heads_in_one: bool = False,
         keys_transposed: bool = False,
-        rows_twice: bool = False,
+        differentiated: bool = False,
     ) -> None:
         self.spec, self.operands, self.tiles = spec, operands, tiles
         self.repeats = Operands(*spec.repeats)
@@ -76,9 +76,11 @@ class Problem:
         self.heads_in_one = heads_in_one
         # keys laid out as [rows, K, H, S] for the scores, and values for their products, in a problem of one tile
         self.keys_transposed = keys_transposed
-        # whether two products read rows as `rows_for_steps` gives them, in one program: of 16 bits they are converted
-        # for one of the two
-        self.rows_twice = rows_twice and operands.query.dtype.itemsize > 2
+        # whether all factors of a problem of one tile are converted: laying out both takes longer than multiplying
+        self.converts = differentiated and self.whole and max(self.g * self.t, self.s) < CONVERTED_LENGTHS
+        # whether two products read rows as `rows_for_steps` gives them, in one program; those of 16 bits are converted
+        # for one of the two, or for both, and then two copies are no slower
+        self.rows_twice = differentiated and operands.query.dtype.itemsize > 2
         # whether anything that is not finite may spoil what does not see it
         self.masked = spec.has_mask(operands) or overlap or self.heads_in_one
         # of all factors of the products: an array, False of what is to be found with care, None where each step asks
@@ -95,7 +97,7 @@ class Problem:
         """The dtype in which two operands are multiplied: their own if that is bfloat16, whose products are exact in
         the accumulation dtype; else that."""
         own = all(isinstance(x, jax.Array) and x.dtype == jnp.bfloat16 for x in (rows, columns))
-        return rows.dtype if own and not self.heads_in_one else self.acc
+        return rows.dtype if own and not (self.heads_in_one or self.converts) else self.acc
 
     def rows_for_steps(self, x: Any, dtype: Any = None) -> Array:
         """[B, T, N, ...] for `Step.rows_of`: of `rows_by_head` laid out, in this dtype or else that of accumulation;
