@@ -312,9 +312,7 @@ def _fits_one_tile(spec: Specification, operands: Operands, alone: bool) -> bool
     return not _takes_fresh_memory(spec, operands, alone)
 
 
-def _takes_fresh_memory(
-    spec: Specification, operands: Operands, alone: bool, transposed_too: bool = False
-) -> bool:
+def _takes_fresh_memory(spec: Specification, operands: Operands, alone: bool, transposed_too: bool = False) -> bool:
     """Whether a problem of one tile would take as much memory as `FRESH_BYTES`, about; `transposed_too`: scores are
     then held in both layouts."""
     batch, t, n, h = operands.query.shape
