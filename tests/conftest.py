@@ -8,6 +8,7 @@ import ctypes
 import gc
 import importlib.metadata
 import os
+import signal
 import sys
 import zlib
 
@@ -28,6 +29,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 _tests = os.path.dirname(os.path.abspath(__file__))
 if _tests not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _tests]))
+
+# tests interrupt child processes, which a script's background command starts deaf to that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _left_out = ""  # why no test of `metal` runs; empty where they do, or the caller chose
 
