@@ -209,16 +209,15 @@ def gradients_as_rows(spec: Specification, operands: Operands, tiles: Tiling) ->
     """Whether the gradients of keys and values are products of scores laid out anew, and not of rows.
 
     Rows and such gradients, laid out anew, have H elements for each row and each column. Where the scores are fewer,
-    their layout costs less.
+    their layout costs less; where they are more, it may still, but takes room that rows would not.
     """
     (t, _, h), (s, k) = operands.query.shape[1:], operands.key.shape[1:3]
-    if tiles.rows != t or tiles.columns != s:
-        return False
-    rows, masked = _rows_of(operands) // k, spec.has_mask(operands)
+    rows, most = _rows_of(operands) // k, LAID_OUT_SCORES_MASKED if spec.has_mask(operands) else LAID_OUT_SCORES
     scores, elements = rows * s, (rows + s) * h
-    if scores > (LAID_OUT_SCORES_MASKED if masked else LAID_OUT_SCORES) * elements:
+    if tiles.rows != t or tiles.columns != s or scores > most * elements:
         return False
-    return scores <= elements or not (_one_tile(operands, tiles) and _takes_fresh_memory(spec, operands, False, True))
+    one_tile = _one_tile(operands, tiles)
+    return scores <= elements or not (one_tile and _takes_fresh_memory(spec, operands, False, transposed_too=True))
 
 
 def _one_tile(operands: Operands, tiles: Tiling) -> bool:
