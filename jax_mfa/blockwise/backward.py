@@ -30,6 +30,7 @@ def backward(
     d_lse: Array,
     wanted: tuple[str, ...],
     all_columns: bool = True,
+    is_part: bool = False,
 ) -> tuple[Array, ...]:
     """Cotangents of the operands named in `wanted`, each of its operand's shape and dtype.
 
@@ -38,6 +39,7 @@ def backward(
       d_out: [B, T, N, V]; d_lse: [B, T, N]. What they hold for rows that see nothing is ignored.
       all_columns: whether the operands hold all columns that the rows have met; else their part of the cotangents is
         found.
+      is_part: as of `forward`.
     """
     operands = with_columns(spec, operands)
     c = backward_tiling(spec, operands)
@@ -48,7 +50,7 @@ def backward(
 
         def part(spec: Specification, operands: Operands, rows: Any) -> tuple[Array, ...]:
             out, row_max, row_sum, d_out, d_lse = rows
-            return backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted, all_columns)
+            return backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted, all_columns, is_part=True)
 
         return in_parts(spec, operands, c.batch_rows, by_batch_row, results, part)
     c = of_steps(operands, c)
@@ -56,7 +58,8 @@ def backward(
     of_columns = "key" in wanted or "value" in wanted
     if bias_gradient and operands.bias.shape[0] != 1:
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
-    p = Problem(spec, operands, c, keys_transposed=keys_transposed(operands, c, True), differentiated=True)
+    transposed = keys_transposed(operands, c, True, is_part)
+    p = Problem(spec, operands, c, keys_transposed=transposed, differentiated=True)
     acc = p.acc
     d_rows, found_sum = d_out, row_sum
     # a tile that holds whole rows finds their shift in its own scores, and has no need of the output

@@ -17,12 +17,15 @@ from jax_mfa.blockwise.tiling import are_parts, divides_first, forward_tiling, h
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
 
-def forward(spec: Specification, operands: Operands, differentiated: bool = False) -> tuple[Array, ...]:
+def forward(
+    spec: Specification, operands: Operands, differentiated: bool = False, is_part: bool = False
+) -> tuple[Array, ...]:
     """Attention, and what the backward pass needs of each row.
 
     Args:
       differentiated: whether the backward pass may follow in the same program. Of a problem of one tile XLA then shares
         what both compute, as long as they compute it alike.
+      is_part: whether this is in the loop of `in_parts`.
 
     Returns:
       out: [B, T, N, V] of the query's dtype.
@@ -35,8 +38,10 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     if are_parts(spec, operands, tiles):
         rows, acc = operands.query.shape[:3], accumulation_dtype(operands.query.dtype)
         results = ((*rows, operands.value.shape[-1]), operands.query.dtype), (rows, acc), (rows, acc)
-        return in_parts(spec, operands, tiles.batch_rows, (), results, lambda *part: forward(*part[:2]))
-    in_one, transposed = (f(operands, tiles, differentiated) for f in (heads_in_one, keys_transposed))
+        part = lambda spec, operands, _: forward(spec, operands, is_part=True)
+        return in_parts(spec, operands, tiles.batch_rows, (), results, part)
+    in_one = heads_in_one(operands, tiles, differentiated)
+    transposed = keys_transposed(operands, tiles, differentiated, is_part)
     p = Problem(spec, operands, tiles, in_one, transposed, differentiated)
     acc = p.acc
     every_row_sees = operands.sinks is None and spec.every_row_sees(operands)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mfa.blockwise.arrays import BARRIERS_LAST, as_numbers, as_words, put_axis, slice_axis, tile_start
+from jax_mfa.blockwise.arrays import BARRIERS_LAST, as_numbers, as_words, barrier, put_axis, slice_axis, tile_start
+from jax_mfa.blockwise.tiling import SHORT_ROWS
 from jax_mfa.specification import Operands, Specification, row_index
 
 Part = Callable[[Specification, Operands, Sequence[Any]], Sequence[Array]]
@@ -36,13 +37,15 @@ def in_parts(
     """
     batch = operands.query.shape[0]
     count = -(-batch // batch_rows)
+    cut_first = operands.query.shape[-1] < SHORT_ROWS  # B128 T49 N16 H32 7.2 → 6.2 ms
 
     def of_part(x: Any, start: Array, repeat: int) -> Any:
         if x is None or x.shape[0] == 1:
             return x
         if x.shape[0] != batch or repeat != 1:
             return x[row_index(start + jnp.arange(batch_rows), repeat, x.shape[0])]
-        return as_numbers(slice_axis(_as_words(x, start), start, batch_rows, 0), x.dtype)
+        part = as_numbers(slice_axis(_as_words(x, start), start, batch_rows, 0), x.dtype)
+        return barrier(part) if cut_first else part
 
     def turn(state: Any) -> Any:
         index, done = state

@@ -62,7 +62,8 @@ LAID_OUT_SCORES, LAID_OUT_SCORES_MASKED = (3, 1) if _SMALL_PRODUCTS else (0.99, 
 # So few rows of a key head are multiplied with its keys as [H, S], in a problem of one tile: on 0.12 (B16 T30 N8 H96
 # forward 0.75 → 0.66 ms), and on 0.10.2 if the size of a head is no multiple of 32 (B64 T27 N8 H48 causal 4.0 → 3.1).
 # Fewer rows need 0.12 and many columns: half to three quarters of the time for 4 rows and 700 columns. With a backward
-# pass it is so on 0.12 alone (B2 T29 N12 H48 training 0.50 → 0.39; on 0.10.2 B8 T16 N8 H48 takes 1.1 times as long).
+# pass it is so on 0.12 alone (B2 T29 N12 H48 training 0.50 → 0.39; on 0.10.2 B8 T16 N8 H48 takes 1.1 times as long),
+# and not in `parts` there, of which XLA makes one kernel with the cut (B64 T20 S300 N8 H128 forward 30 → 12 ms).
 TRANSPOSED_ROWS = range(8, 33) if _SMALL_PRODUCTS else range(16, 33)
 TRANSPOSED_UNLESS_MULTIPLE = math.inf if _SMALL_PRODUCTS else 32
 FEWER_ROWS = range(2, 8) if _SMALL_PRODUCTS else ()
@@ -178,11 +179,12 @@ def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> boo
     return few_rows and tiles.rows == t and 1 < k == tiles.key_heads
 
 
-def keys_transposed(operands: Operands, tiles: Tiling, differentiated: bool) -> bool:
+def keys_transposed(operands: Operands, tiles: Tiling, differentiated: bool, is_part: bool = False) -> bool:
     """Whether scores of a problem of one tile, and what its backward pass multiplies with values, are products with
-    keys and values as [H, S]; `differentiated` as of `forward`, and in the backward pass."""
+    keys and values as [H, S]; `differentiated` as of `forward`, and in the backward pass; `is_part` as of both."""
     if (
         (differentiated and not _SMALL_PRODUCTS)
+        or (is_part and _SMALL_PRODUCTS)
         or not _one_tile(operands, tiles)
         or heads_in_one(operands, tiles, differentiated)
     ):
