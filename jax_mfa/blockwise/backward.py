@@ -44,7 +44,7 @@ def backward(
     operands = with_columns(spec, operands)
     c = backward_tiling(spec, operands)
     each_has_own = all(spec.has_own_rows(operands, name) for name in wanted)
-    if each_has_own and are_parts(spec, operands, c):
+    if each_has_own and are_parts(spec, operands, c, alone=False):
         by_batch_row = out, row_max, row_sum, d_out, d_lse
         results = [(x.shape, x.dtype) for x in (getattr(operands, name) for name in wanted)]
 

@@ -35,7 +35,7 @@ def forward(
     """
     operands = with_columns(spec, operands)
     tiles = forward_tiling(spec, operands, differentiated)
-    if are_parts(spec, operands, tiles):
+    if are_parts(spec, operands, tiles, not differentiated):
         rows, acc = operands.query.shape[:3], accumulation_dtype(operands.query.dtype)
         results = ((*rows, operands.value.shape[-1]), operands.query.dtype), (rows, acc), (rows, acc)
         part = lambda spec, operands, _: forward(spec, operands, is_part=True)

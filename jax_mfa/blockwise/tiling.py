@@ -87,17 +87,19 @@ ROWS_FOR_FRESH_BYTES = 128
 # or scores (B256 T16 N8 H128 training 33 → 18 ms, of bfloat16 34 → 14; on 0.10.2 30 → 16 and 39 → 14; B64 T77 N8 H64
 # causal forward 14.0 → 5.8).
 PART_ELEMENTS = 2**19
-# But training of so many times more columns than rows is one tile all the same, of which most is read and written once
-# (B8 T1 S1500 N8 H64 27 → 5 ms, B2 T4 S1504 N12 H80 7.5 → 4.8).
+# Training of so many times more columns than rows holds less (B8 T4 S3000 N8 H64 bfloat16 in parts 45 → 17 ms, on
+# 0.10.2 48 → 26; B4 T4 S1504 N12 H80 27 → 10). But where most is read and written once, it is one tile all the same: of
+# float32 for one row of a key head, and on 0.10.2 for any (B8 T1 S1500 N8 H64 27 → 5); and there of bfloat16 if a batch
+# row has keys `BEYOND_CACHES` (B4 T2 S4000 N8 H128 81 → 62).
 COLUMNS_TO_A_ROW = 16
 # With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
 # not outputs. JAX 0.12 divides such outputs and lays them out again in one slow loop (64 µs became 49 at T = 32); and
 # where a sum is found beside a product, it hands one of them to another thread, which costs more than either (B = 16,
 # T = 23 and one head: 108 µs became 75). Larger problems of several batch rows are faster without.
 DIVIDED_OUTPUTS = DIVIDED_SCORES = 2**15
-# Where the rows of a key head and its columns are fewer than this, training converts all that it multiplies (B512 T16
-# N4 H32 bfloat16 3.5 → 3.1 ms, on 0.10.2 4.2 → 3.4); else numbers of 16 bits are laid out both as they are, for half of
-# the products, and converted.
+# Where the rows of a key head and its columns are fewer than this, and on 0.10.2 where either are, training converts
+# all that it multiplies (B512 T16 N4 H32 bfloat16 3.5 → 3.1 ms, on 0.10.2 4.2 → 3.4; there B4 T1 S3911 N16 H80 112 →
+# 76); else numbers of 16 bits are laid out both as they are, for half of the products, and converted.
 CONVERTED_LENGTHS = 32
 # Several heads share a step up to this many scores. Passes of alike steps share kernels, and are compiled in less time.
 STEP_SCORES = 2**20
@@ -291,7 +293,7 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], alon
     else:  # whole pages
         columns = min(max(columns // spec.page_size, 1) * spec.page_size, s)
     tiles = _with_heads(operands, rows, columns, STEP_SCORES)
-    return _in_parts(operands, tiles) if are_parts(spec, operands, tiles) else tiles
+    return _in_parts(operands, tiles) if are_parts(spec, operands, tiles, alone) else tiles
 
 
 def _fits_one_tile(spec: Specification, operands: Operands, alone: bool) -> bool:
@@ -322,10 +324,13 @@ def _takes_fresh_memory(spec: Specification, operands: Operands, alone: bool, tr
     if alone:  # no arrays of scores where one kernel makes probabilities of them
         scores = 3 * 4 * n * t * s if masked else 0
         return batch * (scores + t * n * h * size + s * k * (h * size + v * max(size, 4))) >= FRESH_BYTES
-    if s > COLUMNS_TO_A_ROW * t:
-        return False
     # arrays of scores, of which some are held for attempts; and of rows or columns, some also converted
     of_scores, of_rows = (20, 12 if size >= 4 else 18) if masked else (8, 3 * size if size >= 4 else 24)
+    if s > COLUMNS_TO_A_ROW * t:
+        one_row, beyond_caches = t * n == k, s * k * max(h, v) > BEYOND_CACHES
+        if (size >= 4 and one_row) if _SMALL_PRODUCTS else (size >= 4 or beyond_caches):
+            return False
+        of_rows = 8
     of_scores += 4 * transposed_too
     return batch * (of_scores * n * t * s + of_rows * max(t * n, s * k) * max(h, v)) > FRESH_BYTES
 
@@ -340,12 +345,13 @@ def _in_parts(operands: Operands, tiles: Tiling) -> Tiling:
     return dataclasses.replace(tiles, batch_rows=even if 2 * even > size else size)
 
 
-def are_parts(spec: Specification, operands: Operands, tiles: Tiling) -> bool:
-    """Whether each step of these tiles is a problem of its own: of some batch rows, with all of their heads."""
+def are_parts(spec: Specification, operands: Operands, tiles: Tiling, alone: bool) -> bool:
+    """Whether each step of these tiles is a problem of its own: of some batch rows, with all of their heads; `alone` as
+    of `_tiling`."""
     (batch, t, n), (s, k) = operands.query.shape[:3], operands.value.shape[1:3]
     if not isinstance(batch, int) or not spec.is_plain or tiles.batch_rows >= batch:
         return False
-    cache, few_rows = operands.key_lengths is not None and s > COLUMNS, t * n <= 4 * FEW_ROWS
+    cache, few_rows = operands.key_lengths is not None and s > COLUMNS, alone and t * n <= 4 * FEW_ROWS
     return not cache and not few_rows and tiles == Tiling(tiles.batch_rows, k, t, s)
 
 
