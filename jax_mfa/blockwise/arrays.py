@@ -211,24 +211,25 @@ def element(x: Any, index: Any) -> Array:
     return slice_axis(jnp.asarray(x), index, 1, 0).reshape(())
 
 
-def as_words(x: Any, index: Any) -> Array:
+def as_words(x: Any, index: Any, to_lay_out: bool = True) -> Array:
     """Numbers of 16 bits or less, of which the loop of this index reads a part: XLA would convert all, and before the
-    loop. It gets integers where it takes barriers away before that, and for float16, which it is slower to cut (B4 T2
-    S3726 N16 H64 14 → 8 ms)."""
+    loop. It gets integers where it takes barriers away before that, and for float16 `to_lay_out` in another order,
+    which it is slower to cut (B4 T2 S3726 N16 H64 14 → 8 ms)."""
     if x.dtype.itemsize > 2:
         return x
     x, _ = lax.optimization_barrier((x, index))
-    as_it_is = x.dtype.itemsize < 2 or (BARRIERS_LAST and x.dtype == jnp.bfloat16)
+    as_it_is = x.dtype.itemsize < 2 or (BARRIERS_LAST and (x.dtype == jnp.bfloat16 or not to_lay_out))
     return x if as_it_is else lax.bitcast_convert_type(x, jnp.uint16)
 
 
-def as_numbers(x: Any, dtype: Any) -> Array:
+def as_numbers(x: Any, dtype: Any, to_lay_out: bool = True) -> Array:
     """A part of what `as_words` took, as numbers."""
     if x.dtype != dtype:
         return lax.bitcast_convert_type(lax.optimization_barrier(x), dtype)
     # cut before it is laid out and converted: as one kernel that takes two to three times as long (B4 T2 S3726 N16 H128
-    # bfloat16 34 → 11 ms)
-    return lax.optimization_barrier(x) if BARRIERS_LAST and x.dtype.itemsize == 2 else x
+    # bfloat16 34 → 11 ms); but one that keeps the order takes less than two (B16 T1 S1024 N12 H64 6.2 → 3.7)
+    cut_first = to_lay_out and BARRIERS_LAST and x.dtype.itemsize == 2
+    return lax.optimization_barrier(x) if cut_first else x
 
 
 def tile_start(i: Any, size: int, length: int) -> Any:

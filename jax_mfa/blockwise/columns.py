@@ -33,13 +33,14 @@ class Columns(Stored):
 
     def _of_row(self, w: Step, part: str, x: Any) -> Array:
         start, count, per = w.column_start, w.p.tiles.columns, self.tokens_of(part)
-        words = as_words(x, w.column_start)
+        to_lay_out = not w.p.heads_in_one
+        words = as_words(x, w.column_start, to_lay_out)
         if per == 1:
             words = slice_axis(words, start, count, 1)
         elif x.shape[1] > 1:
             words = jnp.take(words, (start + jnp.arange(count, dtype=jnp.int32)) // np.int32(per), axis=1, mode="clip")
         words = slice_axis(words, w.head0, w.p.tiles.key_heads, 2)
-        return as_numbers(w.rows(field_of(self.name, part), words), x.dtype)
+        return as_numbers(w.rows(field_of(self.name, part), words), x.dtype, to_lay_out)
 
     def _of_pages(self, w: Step, part: str, x: Any) -> Array:
         page, per = self.page_size, self.tokens_of(part)
@@ -47,7 +48,8 @@ class Columns(Stored):
         c, (_, entries, heads, size) = w.p.tiles, x.shape
         pages = w.rows("block_tables", self.tables)
         pages = lax.dynamic_slice_in_dim(pages, w.column_start // page, c.columns // page, 1)
-        words = as_words(x, w.column_start).reshape(-1, entries, heads * size)
+        to_lay_out = not w.p.heads_in_one
+        words = as_words(x, w.column_start, to_lay_out).reshape(-1, entries, heads * size)
         first, taken = (0, 1) if heads == 1 else (w.head0 * size, c.key_heads)
 
         def one(index: Any) -> Array:
@@ -58,4 +60,4 @@ class Columns(Stored):
         if per > 1:
             found = spread(found, per, page, 2)
             found = jnp.broadcast_to(found, (*found.shape[:2], page, taken * size))
-        return as_numbers(found.reshape(found.shape[0], c.columns, taken, size), x.dtype)
+        return as_numbers(found.reshape(found.shape[0], c.columns, taken, size), x.dtype, to_lay_out)

@@ -258,10 +258,11 @@ class Step:
             return self.rows(name, x).astype(dtype or self.p.acc)
         # an index that is the same in every turn is no array, and would keep nothing in the loop
         index = next((n for n in (self.column_start, self.head0, self.row0) if isinstance(n, jax.Array)), 0)
-        words = slice_axis(as_words(x, index), self.column_start, c.columns, 1)
+        to_lay_out = not self.p.heads_in_one
+        words = slice_axis(as_words(x, index, to_lay_out), self.column_start, c.columns, 1)
         words = self.rows(name, slice_axis(words, self.head0, c.key_heads, 2))
-        columns = as_numbers(words, x.dtype).astype(dtype or self.p.acc)
-        return columns if self.p.heads_in_one else self.p.laid_out_columns(jnp.moveaxis(columns, 2, 1))
+        columns = as_numbers(words, x.dtype, to_lay_out).astype(dtype or self.p.acc)
+        return self.p.laid_out_columns(jnp.moveaxis(columns, 2, 1)) if to_lay_out else columns
 
     def by_head(self, columns: Any) -> Array:
         """What `columns_of` gave, as `[R|1, E, columns, ...]`."""
