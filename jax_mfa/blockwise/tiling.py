@@ -37,8 +37,9 @@ BACKWARD_TILE = (512, 2048) if _SMALL_PRODUCTS else (1024, 512)
 BACKWARD_TILE_MASKED = (1024, 1024) if _SMALL_PRODUCTS else BACKWARD_TILE
 # Where positions hide columns, smaller tiles compute less that is hidden (B1 T2048 N32 K8 H128 forward 354 → 296 ms).
 FORWARD_TILE_HIDDEN = (256, 256) if _SMALL_PRODUCTS else (512, 512)
-# But not where all batch rows have no more heads than this, which makes small steps (B1 T3000 N4 H64 28 → 20 ms).
-FEW_HEADS, FORWARD_TILE_OF_FEW_HEADS = 4, (512, 512)
+# But not where all batch rows have no more key heads than this, which makes small steps (B1 T3000 N4 H64 28 → 20 ms);
+# rows of several query heads may then be as many (T1500 N16 K1 H64 38 → 25 ms, on 0.10.2 29 → 26).
+FEW_HEADS, FORWARD_TILE_OF_FEW_HEADS, FORWARD_TILE_OF_FEW_GROUPS = 4, (512, 512), (1024, 256)
 BACKWARD_TILE_HIDDEN = 512, 512
 # Instead of two rows of such tiles, of which three quarters are computed (B1 T1024 N12 H64 training 64 → 57 ms).
 BACKWARD_TILE_OF_TWO = (384, 384) if _SMALL_PRODUCTS else BACKWARD_TILE_HIDDEN
@@ -143,10 +144,13 @@ def tile_size(length: int, target: int) -> int:
 
 def forward_tiling(spec: Specification, operands: Operands, differentiated: bool = False) -> Tiling:
     """The tiles of the forward pass; `differentiated` as of `forward`."""
-    batch, n = operands.query.shape[0], operands.query.shape[2]
-    few_heads = isinstance(batch, int) and batch * n <= FEW_HEADS
-    hidden = FORWARD_TILE_OF_FEW_HEADS if few_heads else FORWARD_TILE_HIDDEN
-    tile = hidden if _positions_hide(spec) else FORWARD_TILE
+    batch, n, k = operands.query.shape[0], operands.query.shape[2], operands.key.shape[2]
+    if not _positions_hide(spec):
+        tile = FORWARD_TILE
+    elif isinstance(batch, int) and batch * k <= FEW_HEADS:
+        tile = FORWARD_TILE_OF_FEW_HEADS if n == k else FORWARD_TILE_OF_FEW_GROUPS
+    else:
+        tile = FORWARD_TILE_HIDDEN
     return _chosen("blockwise forward", spec, operands, tile, not differentiated)
 
 
