@@ -89,9 +89,9 @@ ROWS_FOR_FRESH_BYTES = 128
 # causal forward 14.0 → 5.8).
 PART_ELEMENTS = 2**19
 # Training of so many times more columns than rows holds less (B8 T4 S3000 N8 H64 bfloat16 in parts 45 → 17 ms, on
-# 0.10.2 48 → 26; B4 T4 S1504 N12 H80 27 → 10). But where most is read and written once, it is one tile all the same: of
-# float32 for one row of a key head, and on 0.10.2 for any (B8 T1 S1500 N8 H64 27 → 5); and there of bfloat16 if a batch
-# row has keys `BEYOND_CACHES` (B4 T2 S4000 N8 H128 81 → 62).
+# 0.10.2 48 → 26; B4 T4 S1504 N12 H80 27 → 10; B64 T4 S300 N8 on 0.10.2 53 → 32). But where most is read and written
+# once, it is one tile all the same: on 0.12 of float32 for one row of a key head (B8 T1 S1500 N8 H64 27 → 5), on 0.10.2
+# if a batch row has keys `BEYOND_CACHES` (B4 T2 S4000 N8 H128 bfloat16 81 → 62, B2 T4 S4000 N16 85 → 69).
 COLUMNS_TO_A_ROW = 16
 # With no more outputs than this, of one batch row, or fewer scores, of all, probabilities are divided by their sum and
 # not outputs. JAX 0.12 divides such outputs and lays them out again in one slow loop (64 µs became 49 at T = 32); and
@@ -332,9 +332,9 @@ def _takes_fresh_memory(spec: Specification, operands: Operands, alone: bool, tr
     of_scores, of_rows = (20, 12 if size >= 4 else 18) if masked else (8, 3 * size if size >= 4 else 24)
     if s > COLUMNS_TO_A_ROW * t:
         one_row, beyond_caches = t * n == k, s * k * max(h, v) > BEYOND_CACHES
-        if (size >= 4 and one_row) if _SMALL_PRODUCTS else (size >= 4 or beyond_caches):
+        if (size >= 4 and one_row) if _SMALL_PRODUCTS else beyond_caches:
             return False
-        of_rows = 8
+        of_rows = 8 if _SMALL_PRODUCTS or size < 4 else 4
     of_scores += 4 * transposed_too
     return batch * (of_scores * n * t * s + of_rows * max(t * n, s * k) * max(h, v)) > FRESH_BYTES
 
