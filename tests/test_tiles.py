@@ -152,6 +152,19 @@ def test_parts_of_batch_rows_that_do_not_divide_them_overlap(parts, gradient):
         np.testing.assert_allclose(got, np.concatenate(wanted), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_training_of_few_rows_against_many_columns_goes_in_parts(sizes, causal, dtype):
+    sizes(FRESH_BYTES=0, PART_ELEMENTS=1)
+    case = Case("few_rows", B=3, T=2, S=70, N=4, K=2, H=8, is_causal=causal, query_offset=60 * causal, dtype=dtype)
+    spec = Specification(is_causal=causal, query_offset=60 * causal)
+    operands = Operands(*qkv(B=3, T=2, S=70, N=4, K=2, H=8, dtype=dtype))
+    forward, backward = tiling.forward_tiling(spec, operands), tiling.backward_tiling(spec, operands)
+    assert tiling.are_parts(spec, operands, backward, alone=False) and backward.batch_rows == 1
+    assert not tiling.are_parts(spec, operands, forward, alone=True)
+    check_case(BLOCKWISE, case)
+
+
 def test_dropout_drops_the_same_scores_in_any_tiling(tiles):
     case = Case("drop", B=2, T=14, S=19, N=4, K=2, H=8, V=19, dropout_rate=0.4)
     arguments = case.arguments()

@@ -77,8 +77,8 @@ class Problem:
         # keys laid out as [rows, K, H, S] for the scores, and values for their products, in a problem of one tile
         self.keys_transposed = keys_transposed
         # whether all factors of a problem of one tile are converted: laying out both takes longer than multiplying
-        shortest = (max if BARRIERS_LAST else min)(self.g * self.t, self.s)
-        self.converts = differentiated and self.whole and shortest < CONVERTED_LENGTHS
+        length = (max if BARRIERS_LAST else min)(self.g * self.t, self.s)
+        self.converts = differentiated and self.whole and length < CONVERTED_LENGTHS
         # whether two products read rows as `rows_for_steps` gives them, in one program; those of 16 bits are converted
         # for one of the two, or for both, and then two copies are no slower
         self.rows_twice = differentiated and operands.query.dtype.itemsize > 2
