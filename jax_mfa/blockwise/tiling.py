@@ -237,6 +237,15 @@ def _rows_of(operands: Operands) -> int:
     return operands.query.shape[1] * operands.query.shape[2]
 
 
+def _has_few_rows(operands: Operands) -> bool:
+    return _rows_of(operands) <= 4 * FEW_ROWS
+
+
+def _is_cache(operands: Operands) -> bool:
+    """Whether keys are as long as those of a cache, of which what lies behind its length is not even read."""
+    return operands.key_lengths is not None and operands.value.shape[1] > COLUMNS
+
+
 def _keys_read(operands: Operands) -> int:
     """Elements of keys, or of values where those are more; of one batch row where nobody knows how many there are."""
     batch, h = operands.query.shape[0], operands.query.shape[-1]
@@ -278,10 +287,10 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], alon
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
     known = isinstance(batch, int)  # not of a program that is exported for any batch
-    cache = operands.key_lengths is not None and s > COLUMNS  # what lies behind its length is not even read
+    cache = _is_cache(operands)
     is_stored = any(isinstance(x, Stored) for x in (operands.key, operands.value))
     # what a step reads of keys is laid out anew
-    few_rows = alone and t * n <= 4 * FEW_ROWS
+    few_rows = alone and _has_few_rows(operands)
     held = BEYOND_CACHES * (4 if operands.key.dtype == jnp.bfloat16 else 1) if few_rows else math.inf
     copied = known and _keys_read(operands) > (STEP_SCORES if is_stored else held)
     if known and not cache and not copied and _fits_one_tile(spec, operands, alone):
@@ -352,11 +361,12 @@ def _in_parts(operands: Operands, tiles: Tiling) -> Tiling:
 def are_parts(spec: Specification, operands: Operands, tiles: Tiling, alone: bool) -> bool:
     """Whether each step of these tiles is a problem of its own: of some batch rows, with all of their heads; `alone` as
     of `_tiling`."""
-    (batch, t, n), (s, k) = operands.query.shape[:3], operands.value.shape[1:3]
+    (batch, t), (s, k) = operands.query.shape[:2], operands.value.shape[1:3]
     if not isinstance(batch, int) or not spec.is_plain or tiles.batch_rows >= batch:
         return False
-    cache, few_rows = operands.key_lengths is not None and s > COLUMNS, alone and t * n <= 4 * FEW_ROWS
-    return not cache and not few_rows and tiles == Tiling(tiles.batch_rows, k, t, s)
+    if _is_cache(operands) or (alone and _has_few_rows(operands)):
+        return False
+    return tiles == Tiling(tiles.batch_rows, k, t, s)
 
 
 def of_steps(operands: Operands, tiles: Tiling) -> Tiling:
