@@ -131,6 +131,12 @@ class Specification:
         first, last = self.query_offset, self.query_offset + o.query.shape[1] - 1
         return (right is None or first + right >= 0) and (left is None or last - left < o.key.shape[1])
 
+    def only_bounds_hide(self, operands: Operands) -> bool:
+        """Whether nothing hides but band and lengths: a row then sees all columns from one to another, or none."""
+        o = operands
+        others = o.mask, o.block_mask, o.query_segment_ids, o.key_ranges
+        return not self.bias_hides(o) and all(x is None for x in others)
+
     def has_own_rows(self, operands: Operands, name: str) -> bool:
         """Whether each batch row has a row of its own of the operand of this name."""
         own = self.repeats[Operands._fields.index(name)] == 1
@@ -151,8 +157,8 @@ def sees_nothing(row_sum: Any) -> Any:
     its sink, and `row_sum`, the sum of exp(score − row_max). For every implementation alike:
 
                                              row_max       row_sum    log-sum-exp
-      it sees nothing, sink or not           0             0          −∞
-      it sees −∞ alone, and has no sink      0 or −∞       NaN        NaN
+      it sees nothing, sink or not           finite        0          −∞
+      it sees −∞ alone, and has no sink      0 or less     NaN        NaN
       it sees NaN or ∞                       not finite    NaN        NaN
       any other row                          finite        positive   finite
 

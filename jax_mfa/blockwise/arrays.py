@@ -88,6 +88,13 @@ def finite_sums(arrays: Iterable[Any]) -> Array:
     return jnp.isfinite(functools.reduce(jnp.add, [alone(x).sum() for x in arrays]))
 
 
+def largest(x: Any, least: Any) -> Array:
+    """The largest number along the last axis, or `least` where that is larger. As one reduction: where the maximum is
+    only then compared with that, XLA makes two kernels of the exponentials and not one (B16 T534 S39 N1 H40 with key
+    lengths 0.48 → 0.34 ms)."""
+    return lax.reduce(x, least, lax.max, (x.ndim - 1,))
+
+
 def row_dots(a: Array, b: Array) -> Array:
     """Σ a · b over the last axis."""
     if _SUMS_AS_PRODUCTS:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mfa.blockwise.arrays import along_last, barrier, where
+from jax_mfa.blockwise.arrays import along_last, barrier, largest, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.parts import in_parts
 from jax_mfa.blockwise.problem import Problem
 from jax_mfa.blockwise.step import Product, Step
-from jax_mfa.blockwise.tiling import are_parts, divides_first, forward_tiling, heads_in_one, keys_transposed
+from jax_mfa.blockwise.tiling import Tiling, are_parts, divides_first, forward_tiling, heads_in_one, keys_transposed
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
 
@@ -48,6 +48,7 @@ def forward(
     # a row is met once, and its scores may be −∞ all: ∞ − ∞ is NaN, which its softmax is. Nothing else stands between a
     # compiler and one kernel for all of it, and the backward pass finds the same exponentials again.
     plain = p.rows_once and every_row_sees
+    lowest = acc.type(jnp.finfo(acc).min)
     divided_first = plain and p.whole and divides_first(spec, operands, differentiated)
 
     def tile(w: Step, results: Any, query: Any, key: Any, value: Any) -> Any:
@@ -59,14 +60,13 @@ def forward(
             x, _, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, dtype))
             if not p.whole:  # behind a barrier: exponentials would be those of scores that are masked anew
                 x = barrier(x)
-            new_high = x.max(-1)
+            # a finite one where −∞ is not to be shifted by −∞
+            new_high = largest(x, lowest) if p.rows_once and not plain else x.max(-1)
             if not p.rows_once:
                 # behind a barrier: read by all that need it, and so at any time, they could not be changed in place
                 old_high = barrier(w.rows_of(high))
                 new_high = jnp.maximum(old_high, new_high)
-            # −∞ is not shifted by −∞
-            shift = where(new_high == -np.inf, acc.type(0), new_high) if p.rows_once and not plain else new_high
-            probability = w.exponentials(x, w.after_bias(see), shift)
+            probability = w.exponentials(x, w.after_bias(see), new_high)
             if divided_first:
                 new_total = probability.sum(-1)
                 divisor = new_total if w.attempt is None else where(w.attempt.is_first, new_total, acc.type(1))
@@ -76,16 +76,15 @@ def forward(
                 new_total = w.first(probability.sum(-1))
             (new_sums,), not_finite = w.sums([Product(weights, lambda w: w.columns_of("value", value(w.p)), False)])
             if p.rows_once:
-                new_high, sums, total = shift, w.add_rows(sums, new_sums), w.add_rows(total, new_total)
+                sums, total = w.add_rows(sums, new_sums), w.add_rows(total, new_total)
             else:
-                rescale = jnp.exp(old_high - shift)
+                rescale = jnp.exp(old_high - new_high)
                 sums, total = w.add_rows(sums, new_sums, rescale), w.add_rows(total, new_total, rescale)
             return ((sums,), (w.put_rows(high, new_high), total)), not_finite
 
         return w.unless_empty(visit, results)
 
     rows = p.results()
-    lowest = acc.type(0 if p.rows_once else jnp.finfo(acc).min)
     init = (jnp.zeros(p.results(p.v), acc),), (jnp.full(rows, lowest), jnp.zeros(rows, acc))
 
     def run(p: Problem) -> Any:
@@ -110,8 +109,6 @@ def forward(
 def _with_lost_rows(p: Problem, sums: Array, row_max: Array, total: Any) -> tuple[Array, Array, Any]:
     """Output, maximum and sum of rows, some of which may be `lost`: they have met no score above −∞."""
     o, zero, lost = p.operands, p.acc.type(0), total == 0
-    if not p.rows_once:
-        row_max = where(lost, zero, row_max)
     seen = _seen(p, lost)
     undefined, empty = lost & seen, lost & ~seen  # rows that see scores of −∞ alone, and rows that see nothing
     if o.sinks is not None:
@@ -130,6 +127,12 @@ def _seen(p: Problem, lost: Array) -> Array:
     """Whether a row sees anything, shaped as `lost`: right where it is `lost`, of which alone that is asked."""
     if p.spec.every_row_sees(p.operands):
         return jnp.ones(lost.shape, bool)
+    if p.spec.only_bounds_hide(p.operands):  # those of tiles of one score
+        first, end = Problem(p.spec, p.operands, Tiling(1, p.k, 1, 1)).bounds()
+        seen = jnp.asarray(first < end)
+        if not p.rows_by_head:
+            return jnp.broadcast_to(seen[:, :, None], lost.shape)
+        return jnp.broadcast_to(seen[:, None, None], (p.batch, p.k, p.g, p.t)).reshape(lost.shape)
 
     def tile(w: Step, seen: Any) -> Any:
         any_visible = lambda: w.all_visible().any(-1)
