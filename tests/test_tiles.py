@@ -123,7 +123,7 @@ IN_PARTS = "bert_padding_mask", "everything", "gpt_oss", "packed_documents", "sw
 @pytest.fixture
 def parts(sizes):
     """Sets how many elements of a batch row a part has."""
-    return lambda elements: sizes(FRESH_BYTES=0, FEW_ROWS=0, PART_ELEMENTS=elements)
+    return lambda elements: sizes(FRESH_BYTES=0, FEW_ROWS=0, ROWS_BEYOND_CACHES=0, PART_ELEMENTS=elements)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,21 @@ def test_training_of_few_rows_against_many_columns_goes_in_parts(sizes, causal, 
     forward, backward = tiling.forward_tiling(spec, operands), tiling.backward_tiling(spec, operands)
     assert tiling.are_parts(spec, operands, backward, alone=False) and backward.batch_rows == 1
     assert not any(tiling.are_parts(spec, operands, tiles, alone=True) for tiles in (forward, backward))
+    check_case(BLOCKWISE, case)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", ["SMALL_CACHE", "SMALL_CACHE_BFLOAT16"])
+def test_a_large_cache_is_read_in_a_loop_but_not_for_training(sizes, size, dtype):
+    s = tiling.COLUMNS + 40
+    case = Case("cache", B=2, T=1, S=s, N=2, K=2, H=8, key_value_seq_lengths=(s - 3, 0), dtype=dtype)
+    operands = Operands(*qkv(B=2, T=1, S=s, N=2, K=2, H=8, dtype=dtype), key_lengths=np.array([s - 3, 0], np.int32))
+    sizes(STEP_SCORES=8 * s, **{size: 2 * s * 2 * 8 - 1})
+    whole = tiling.Tiling(2, 2, 1, s)
+    too_large = size.endswith("BFLOAT16") == (dtype == "bfloat16")
+    assert (tiling.forward_tiling(Specification(), operands) == whole) != too_large
+    assert tiling.forward_tiling(Specification(), operands, differentiated=True) == whole
+    assert tiling.backward_tiling(Specification(), operands) == whole
     check_case(BLOCKWISE, case)
 
 

@@ -59,7 +59,7 @@ def backward(
     if bias_gradient and operands.bias.shape[0] != 1:
         c = dataclasses.replace(c, batch_rows=1)  # a step then adds to a single row of the bias
     transposed = keys_transposed(operands, c, True, is_part)
-    p = Problem(spec, operands, c, keys_transposed=transposed, differentiated=True)
+    p = Problem(spec, operands, c, keys_transposed=transposed, differentiated=True, is_backward=True)
     acc = p.acc
     d_rows, found_sum = d_out, row_sum
     # a tile that holds whole rows finds their shift in its own scores, and has no need of the output

@@ -54,6 +54,7 @@ class Problem:
         heads_in_one: bool = False,
         keys_transposed: bool = False,
         differentiated: bool = False,
+        is_backward: bool = False,
     ) -> None:
         self.spec, self.operands, self.tiles = spec, operands, tiles
         self.repeats = Operands(*spec.repeats)
@@ -76,9 +77,13 @@ class Problem:
         self.heads_in_one = heads_in_one
         # keys laid out as [rows, K, H, S] for the scores, and values for their products, in a problem of one tile
         self.keys_transposed = keys_transposed
-        # whether all factors of a problem of one tile are converted: laying out both takes longer than multiplying
+        # whether all factors are converted: of a problem of one tile, as laying out both takes longer than multiplying
         length = (max if BARRIERS_LAST else min)(self.g * self.t, self.s)
         self.converts = differentiated and self.whole and length < CONVERTED_LENGTHS
+        # and in loops but those of the backward pass where XLA takes barriers away: it lays numbers of 16 bits out anew
+        # while it cuts them, and is slow at that (B4 T8 S3000 N16 H64 bfloat16 24 → 6 ms, decode B4 S1068 N32 K8 H128
+        # 5.8 → 1.6, T1024 N12 H64 causal 15.7 → 11.3; training of T1024 N12 31 → 35)
+        self.converts |= not (self.whole or is_backward or BARRIERS_LAST)
         # whether two products read rows as `rows_for_steps` gives them, in one program; those of 16 bits are converted
         # for one of the two, or for both, and then two copies are no slower
         self.rows_twice = differentiated and operands.query.dtype.itemsize > 2

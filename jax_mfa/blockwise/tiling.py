@@ -72,9 +72,17 @@ TRANSPOSED_COLUMNS = 256
 # Heads of fewer elements make rows that JAX 0.12 is slow to copy: their keys are laid out so for any number of rows
 # (B64 T49 N32 H32 bfloat16 15 → 13 ms), or met in one product (B16 T1 S500 N4 H32 0.50 → 0.27).
 SHORT_ROWS = 64 if _SMALL_PRODUCTS else 0
-# Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them; of
-# bfloat16, which are multiplied as they are, four times as many (B1 T1 S4096 N32 K8 H128 takes 0.6 of the time).
+# Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them. Of
+# bfloat16, which JAX 0.12 multiplies as they are, four times as many (B1 T1 S4096 N32 K8 H128 takes 0.6 of the time),
+# but on 0.10.2 fewer (that problem 2.1 → 1.3 ms, B1 T1 S3000 N8 H64 0.43 → 0.27), and also where no more than so many
+# rows of a key head meet so many times as many columns (B16 T16 S512 N16 H64 9.7 → 4.6, B64 T20 S300 N8 H128 21 → 12).
 BEYOND_CACHES = 2**21
+# A cache whose columns are one tile is read whole; of no more elements than this without a loop (B8 T1 S600 N16 K4 H64
+# 0.55 → 0.38 ms, B8 T1 S700 N32 K8 H64 bfloat16 1.11 → 0.78).
+SMALL_CACHE = 1_250_000
+BEYOND_CACHES_BFLOAT16 = 4 * BEYOND_CACHES if _SMALL_PRODUCTS else SMALL_CACHE
+SMALL_CACHE_BFLOAT16 = 4 * SMALL_CACHE if _SMALL_PRODUCTS else SMALL_CACHE
+ROWS_BEYOND_CACHES, COLUMNS_BEYOND_CACHES = 0 if _SMALL_PRODUCTS else 32, 8
 # glibc asks the system for 32 MiB and more anew at each call, in pages that must all be cleared. Where the keys, values
 # and scores of a forward pass are that many bytes, its rows few to a key head and nothing hidden, it goes by tiles
 # (B16 T16 S512 N16 H64 24 → 12 ms).
@@ -238,12 +246,24 @@ def _rows_of(operands: Operands) -> int:
 
 
 def _has_few_rows(operands: Operands) -> bool:
-    return _rows_of(operands) <= 4 * FEW_ROWS
+    """Whether keys `BEYOND_CACHES` are laid out tile by tile."""
+    rows, (s, k) = _rows_of(operands), operands.value.shape[1:3]
+    if rows <= 4 * FEW_ROWS:
+        return True
+    of_head = rows // k
+    few = of_head <= ROWS_BEYOND_CACHES and COLUMNS_BEYOND_CACHES * of_head <= s
+    return few and operands.key.dtype == jnp.bfloat16
 
 
 def _is_cache(operands: Operands) -> bool:
-    """Whether keys are as long as those of a cache, of which what lies behind its length is not even read."""
-    return operands.key_lengths is not None and operands.value.shape[1] > COLUMNS
+    """Whether the keys of a forward pass are as long as those of a cache, of which what lies behind its length is not
+    even read. (Training of few rows in one tile takes half the time: B2 T2 S3000 N8 H64 bfloat16 11.5 → 4.8 ms, on
+    0.10.2 12.1 → 4.8.)"""
+    if operands.key_lengths is None or operands.value.shape[1] <= COLUMNS:
+        return False
+    small = SMALL_CACHE_BFLOAT16 if operands.key.dtype == jnp.bfloat16 else SMALL_CACHE
+    one_tile = _rows_of(operands) <= COLUMNS and operands.value.shape[1] <= 4 * COLUMNS
+    return not (one_tile and _keys_read(operands) <= small)
 
 
 def _keys_read(operands: Operands) -> int:
@@ -287,12 +307,13 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], alon
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
     known = isinstance(batch, int)  # not of a program that is exported for any batch
-    cache = _is_cache(operands)
+    cache = alone and _is_cache(operands)
     is_stored = any(isinstance(x, Stored) for x in (operands.key, operands.value))
     # what a step reads of keys is laid out anew
     few_rows = alone and _has_few_rows(operands)
-    held = BEYOND_CACHES * (4 if operands.key.dtype == jnp.bfloat16 else 1) if few_rows else math.inf
-    copied = known and _keys_read(operands) > (STEP_SCORES if is_stored else held)
+    beyond_caches = BEYOND_CACHES_BFLOAT16 if operands.key.dtype == jnp.bfloat16 else BEYOND_CACHES
+    held = STEP_SCORES if is_stored else beyond_caches if few_rows else math.inf
+    copied = known and _keys_read(operands) > held
     if known and not cache and not copied and _fits_one_tile(spec, operands, alone):
         whole = Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
         return _in_parts(operands, whole) if _takes_fresh_memory(spec, operands, alone) else whole
@@ -364,7 +385,7 @@ def are_parts(spec: Specification, operands: Operands, tiles: Tiling, alone: boo
     (batch, t), (s, k) = operands.query.shape[:2], operands.value.shape[1:3]
     if not isinstance(batch, int) or not spec.is_plain or tiles.batch_rows >= batch:
         return False
-    if _is_cache(operands) or (alone and _has_few_rows(operands)):
+    if alone and (_is_cache(operands) or _has_few_rows(operands)):
         return False
     return tiles == Tiling(tiles.batch_rows, k, t, s)
 
