@@ -277,6 +277,15 @@ def test_the_gradient_of_one_tile_does_without_the_output():
     assert text.count(" dot(") == 5  # scores, d(p), dq, dk and dv
 
 
+@pytest.mark.parametrize("length, head", [(32, 64), (200, 40)])
+def test_forward_mode_shares_the_scores_of_one_tile(length, head):
+    x = jax.ShapeDtypeStruct((4, length, 8, head), jnp.float32)
+    attend = lambda q, k, v: jax_mfa.dot_product_attention(q, k, v, implementation="blockwise")
+    run = lambda q, k, v, moved: jax.jvp(lambda q: attend(q, k, v), (q,), (moved,))
+    text = jax.jit(run).lower(x, x, x, x).compile().as_text()
+    assert text.count(" dot(") == 4  # scores, output, and each with its change
+
+
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
 def test_what_is_bfloat16_is_multiplied_as_it_is(gradient):
     """Its products are exact in float32; probabilities and what follows from them stay float32."""

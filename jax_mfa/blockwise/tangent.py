@@ -13,7 +13,7 @@ from jax_mfa.blockwise.arrays import along_last, where
 from jax_mfa.blockwise.columns import with_columns
 from jax_mfa.blockwise.problem import Problem
 from jax_mfa.blockwise.step import Product, Step
-from jax_mfa.blockwise.tiling import forward_tiling, of_steps
+from jax_mfa.blockwise.tiling import forward_tiling, keys_transposed, of_steps
 from jax_mfa.specification import Operands, Specification, sees_nothing
 
 
@@ -40,10 +40,13 @@ def tangent(
     """
     operands = with_columns(spec, operands)
     tiles = of_steps(operands, forward_tiling(spec, operands, differentiated=True))
-    p = Problem(spec, operands, tiles)
+    # as in `forward`: XLA then shares the scores and exponentials of a problem of one tile
+    transposed = keys_transposed(operands, tiles, differentiated=True)
+    p = Problem(spec, operands, tiles, keys_transposed=transposed, differentiated=True)
     acc, t = p.acc, Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
-    empty = sees_nothing(row_sum)
-    divisor = where(empty, acc.type(1), row_sum)
+    divisor = row_sum
+    if not spec.every_row_sees(operands):
+        divisor = where(sees_nothing(row_sum), acc.type(1), row_sum)
 
     def tile(w: Step, results: Any, rows: Any, columns: Any, values: Any) -> Any:
         dtype, (query, t_query, *found) = w.p.factors(operands.query, operands.key), rows
@@ -87,11 +90,11 @@ def tangent(
     init = (jnp.zeros(p.results(p.v), acc),), (jnp.zeros(p.results(), acc),)
 
     def run(p: Problem) -> Any:
-        given = lambda layout, x, dtype=None: None if x is None else layout(x, dtype)
+        given = lambda layout, x, *details: None if x is None else layout(x, *details)
         dtype = p.factors(operands.query, operands.key)
         rows = [given(p.rows_for_steps, x, dtype) for x in (operands.query, t.query)]
         rows += [p.rows_for_steps(row_max), p.norms(p.rows_for_steps(divisor))]
-        columns = [given(p.columns_by_head, x, dtype) for x in (operands.key, t.key)]
+        columns = [given(p.columns_by_head, x, dtype, p.keys_transposed) for x in (operands.key, t.key)]
         laid = lambda x, p: given(p.columns_by_head, x)
         values = [p.for_products(functools.partial(laid, x)) for x in (operands.value, t.value)]
         return p.over_tiles(lambda w, results: tile(w, results, rows, columns, values), init)
