@@ -179,6 +179,24 @@ def test_a_row_that_sees_nothing_gives_zeros_and_no_gradient(implementation, rea
     assert_matches_oracle(implementation, arguments, d_out=d_out, d_lse=d_lse, answer=answer)
 
 
+ONLY_COLUMN = {
+    "mask": {"mask": np.array([True, False]).reshape(2, 1, 1, 1)},
+    "key_lengths": {"key_value_seq_lengths": np.array([1, 0])},
+    "causal": {"is_causal": True, "query_offset": -2},
+}
+
+
+@pytest.mark.parametrize("reason", ONLY_COLUMN)
+def test_rows_may_not_see_the_only_column(implementation, reason):
+    q, k, v = qkv(T=3, S=1)
+    arguments = {"query": q, "key": k, "value": v, **ONLY_COLUMN[reason]}
+    out, lse, _ = evaluate(implementation, arguments, *cotangents(arguments))
+    blind = lse == -np.inf
+    assert blind.any() and not blind.all()
+    np.testing.assert_array_equal(out[blind], 0)
+    assert_matches_oracle(implementation, arguments)
+
+
 @pytest.mark.parametrize("reason", ["mask", "causal", "key_lengths", "bias"])
 def test_the_cotangent_of_a_row_that_sees_nothing_may_be_nan(implementation, reason):
     q, k, v = qkv()
