@@ -72,16 +72,16 @@ TRANSPOSED_COLUMNS = 256
 # Heads of fewer elements make rows that JAX 0.12 is slow to copy: their keys are laid out so for any number of rows
 # (B64 T49 N32 H32 bfloat16 15 → 13 ms), or met in one product (B16 T1 S500 N4 H32 0.50 → 0.27).
 SHORT_ROWS = 64 if _SMALL_PRODUCTS else 0
+# A cache whose columns are one tile is read whole; of no more elements than this without a loop (B8 T1 S600 N16 K4 H64
+# 0.55 → 0.38 ms, B8 T1 S700 N32 K8 H64 bfloat16 1.11 → 0.78).
+SMALL_CACHE = 1_250_000
+SMALL_CACHE_BFLOAT16 = 4 * SMALL_CACHE if _SMALL_PRODUCTS else SMALL_CACHE
 # Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them. Of
 # bfloat16, which JAX 0.12 multiplies as they are, four times as many (B1 T1 S4096 N32 K8 H128 takes 0.6 of the time),
 # but on 0.10.2 fewer (that problem 2.1 → 1.3 ms, B1 T1 S3000 N8 H64 0.43 → 0.27), and also where no more than so many
 # rows of a key head meet so many times as many columns (B16 T16 S512 N16 H64 9.7 → 4.6, B64 T20 S300 N8 H128 21 → 12).
 BEYOND_CACHES = 2**21
-# A cache whose columns are one tile is read whole; of no more elements than this without a loop (B8 T1 S600 N16 K4 H64
-# 0.55 → 0.38 ms, B8 T1 S700 N32 K8 H64 bfloat16 1.11 → 0.78).
-SMALL_CACHE = 1_250_000
 BEYOND_CACHES_BFLOAT16 = 4 * BEYOND_CACHES if _SMALL_PRODUCTS else SMALL_CACHE
-SMALL_CACHE_BFLOAT16 = 4 * SMALL_CACHE if _SMALL_PRODUCTS else SMALL_CACHE
 ROWS_BEYOND_CACHES, COLUMNS_BEYOND_CACHES = 0 if _SMALL_PRODUCTS else 32, 8
 # glibc asks the system for 32 MiB and more anew at each call, in pages that must all be cleared. Where the keys, values
 # and scores of a forward pass are that many bytes, its rows few to a key head and nothing hidden, it goes by tiles
