@@ -125,8 +125,8 @@ class Specification:
     def every_row_sees(self, operands: Operands) -> bool:
         """Whether each row is known to see something: nothing hides but the band, and that leaves no row without."""
         o, (left, right) = operands, self.band
-        others = o.mask, o.block_mask, o.query_offset, o.query_lengths, o.key_lengths, o.query_segment_ids, o.key_ranges
-        if o.key.shape[1] == 0 or self.bias_hides(o) or any(x is not None for x in others):
+        others = o.query_offset, o.query_lengths, o.key_lengths
+        if o.key.shape[1] == 0 or not self.only_bounds_hide(o) or any(x is not None for x in others):
             return False
         first, last = self.query_offset, self.query_offset + o.query.shape[1] - 1
         return (right is None or first + right >= 0) and (left is None or last - left < o.key.shape[1])

@@ -129,10 +129,8 @@ def _seen(p: Problem, lost: Array) -> Array:
         return jnp.ones(lost.shape, bool)
     if p.spec.only_bounds_hide(p.operands):  # those of tiles of one score
         first, end = Problem(p.spec, p.operands, Tiling(1, p.k, 1, 1)).bounds()
-        seen = jnp.asarray(first < end)
-        if not p.rows_by_head:
-            return jnp.broadcast_to(seen[:, :, None], lost.shape)
-        return jnp.broadcast_to(seen[:, None, None], (p.batch, p.k, p.g, p.t)).reshape(lost.shape)
+        seen = jnp.broadcast_to(jnp.asarray(first < end)[:, :, None], (p.batch, p.t, p.n))
+        return p.along_rows(p.rows_for_steps(seen, bool))
 
     def tile(w: Step, seen: Any) -> Any:
         any_visible = lambda: w.all_visible().any(-1)
