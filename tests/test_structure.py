@@ -97,9 +97,9 @@ def test_decoding_copies_and_converts_no_whole_cache(dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < 2**25 < 8 * 32768 * 8 * 64
 
 
-def _buffers(text):
-    """Element counts of every array shape in a compiled program."""
-    shapes = re.findall(r"\b(?:pred|[sufb]f?\d+)\[([\d,]+)\]", text)
+def _buffers(text, kind=r"(?:pred|[sufb]f?\d+)"):
+    """Element counts of every array shape in a compiled program, of this element type."""
+    shapes = re.findall(rf"\b{kind}\[([\d,]+)\]", text)
     return {math.prod(int(d) for d in shape.split(",")) for shape in set(shapes)}
 
 
@@ -284,6 +284,26 @@ def test_forward_mode_shares_the_scores_of_one_tile(length, head):
     run = lambda q, k, v, moved: jax.jvp(lambda q: attend(q, k, v), (q,), (moved,))
     text = jax.jit(run).lower(x, x, x, x).compile().as_text()
     assert text.count(" dot(") == 4  # scores, output, and each with its change
+
+
+@pytest.mark.parametrize("rows, heads", [(1, 32), (4, 8), (2, 1)])
+def test_few_rows_of_bfloat16_convert_neither_keys_nor_values(rows, heads):
+    """They read them once, as they lie; what looks for infinities converts one head at a time, and only then."""
+    query, key = (jax.ShapeDtypeStruct((2, *x, 64), jnp.bfloat16) for x in ((rows, heads), (3000, min(heads, 8))))
+    attend = lambda q, k, v: jax_mfa.dot_product_attention(q, k, v, implementation="blockwise")
+    text = jax.jit(attend).lower(query, key, key).compile().as_text()
+    size = math.prod(key.shape)
+    assert size in _buffers(text, "bf16") and max(_buffers(text, "f32")) < size
+    assert size in _buffers(jax.jit(lambda x: jnp.tanh(x.astype(jnp.float32))).lower(key).compile().as_text(), "f32")
+
+
+@pytest.mark.parametrize("scale, multiplied", [(0.125, 0), (0.1, 1), (2.0, 1)])
+def test_loops_multiply_queries_and_not_scores_with_powers_of_two(scale, multiplied):
+    """XLA takes a pass over scores for it; other factors would round queries, and larger ones could make infinities."""
+    x = jax.ShapeDtypeStruct((1, 1500, 8, 64), jnp.float32)
+    attend = lambda q, k, v: jax_mfa.dot_product_attention(q, k, v, scale=scale, implementation="blockwise")
+    lines = [line for line in jax.jit(attend).lower(x, x, x).as_text("hlo").splitlines() if " multiply(" in line]
+    assert sum(1500**2 in _buffers(line) for line in lines) == multiplied
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])

@@ -5,6 +5,7 @@ The only tests that reach into `blockwise`: its tile sizes are module constants.
 
 import dataclasses
 import math
+import re
 
 import jax
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 from attention_cases import BY_NAME, CASES, Case
 from harness import BY_NAME_OF_IMPLEMENTATION, assert_close, check_case, cotangents, evaluate, qkv, terms_of
 
-from jax_mfa.blockwise import problem, tiling
+import jax_mfa
+from jax_mfa.blockwise import arrays, problem, tiling
 from jax_mfa.specification import Operands, Specification
 
 BLOCKWISE = BY_NAME_OF_IMPLEMENTATION["blockwise"]
@@ -223,23 +225,78 @@ def test_a_nan_that_is_seen_taints_the_rows_that_see_it_across_tiles(tiles):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
-def test_few_rows_meet_all_heads_in_one_product(spoil, dtype, monkeypatch):
+@pytest.mark.parametrize("heads", [4, 1])
+def test_few_rows_meet_all_heads_in_one_product(spoil, dtype, heads, monkeypatch):
     """What of one head or behind a length is not finite stays there; without a gradient, which goes another way."""
-    for name in ("FEW_ELEMENTS", "FEW_ELEMENTS_BFLOAT16"):
-        monkeypatch.setattr(tiling, name, 0)
+    monkeypatch.setattr(tiling, "FEW_ELEMENTS", 0)
     jax.clear_caches()
-    q, k, v = qkv(B=2, T=2, S=400, N=8, K=4, dtype=dtype)
+    q, k, v = qkv(B=2, T=2, S=400, N=2 * heads, K=heads, dtype=dtype)
     arguments = {"key_value_seq_lengths": np.array([390, 400], np.int32), "logits_soft_cap": 2.0}
     wanted = oracle.attention(q, k, v, **arguments)
     for x in (k, v):
         x[0, 390:] = spoil
-    v[1, 7, 3] = spoil
+    v[1, 7, -1] = spoil
     out, lse = jax.jit(lambda *x: BLOCKWISE.flash(*x, **arguments))(q, k, v)
     out, expected = np.asarray(out).astype(np.float64), wanted.out.copy()
-    expected[1, :, 6:] = spoil  # by the heads of one group, in every element of its own
+    expected[1, :, -2:] = spoil  # by the heads of one group, in every element of its own
     common = {"terms": terms_of({"query": q, "key": k, "value": v}), "largest_score": wanted.largest_score}
     assert_close(out, expected, dtype, what="out", **common)
     assert_close(lse, wanted.lse, "float32", what="lse", **common)
+
+
+@pytest.mark.parametrize("heads", [4, 1])
+@pytest.mark.parametrize("size", [None, 100], ids=["one tile", "tiles"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_infinities_that_few_rows_see_keep_their_sign(dtype, size, heads, sizes):
+    sizes(
+        FEW_ELEMENTS=0, **({"WHOLE_SCORES": 0, "COLUMNS": size // 4, "STEP_SCORES": size * heads * 16} if size else {})
+    )
+    q, k, v = qkv(B=2, T=2, S=400, N=2 * heads, K=heads, H=16, dtype=dtype)
+    expected = oracle.attention(q, k, v).out
+    for place, infinity in ((3, np.inf), (5, -np.inf)):
+        v[1, 7, -1, place] = infinity
+        expected[1, :, -2:, place] = infinity
+    v[1, 8, -1, 6], v[1, 9, -1, 6], expected[1, :, -2:, 6] = np.inf, -np.inf, np.nan
+    out = jax.jit(lambda *x: BLOCKWISE.flash(*x)[0])(q, k, v)
+    assert_close(np.asarray(out).astype(np.float64), expected, dtype, what="out", terms=400)
+
+
+def test_few_rows_meet_pages_of_bfloat16_as_they_lie(sizes):
+    sizes(FEW_ELEMENTS=0)
+    rng = np.random.default_rng(0)
+    lengths, page = np.array([100, 77], np.int32), 8
+    tables = rng.permutation(26).astype(np.int32).reshape(2, 13)
+    query, keys, values = qkv(B=26, T=1, S=page, N=4, K=2, H=16, dtype="bfloat16")
+    query = query[:2]
+    attend = lambda *x: jax_mfa.paged_attention(*x, tables, lengths, implementation="blockwise")
+    k, v = (x[tables].reshape(2, 13 * page, 2, 16) for x in (keys, values))
+    expected = oracle.attention(query, k, v, key_value_seq_lengths=lengths).out
+    values[tables[1, 10], 3] = np.nan  # behind the length
+    assert_close(
+        np.asarray(attend(query, keys, values)).astype(np.float64), expected, "bfloat16", what="out", terms=120
+    )
+    text = jax.jit(attend).lower(query, keys, values).as_text()
+    assert len(re.findall(r"dot_general.*: \(tensor<\w*xbf16>, tensor<\w*xbf16>\)", text)) >= 2
+
+
+def test_weights_of_three_shorter_numbers_are_the_same_numbers():
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.uniform(0, 1, 10_000) * 2.0 ** rng.integers(-60, 1, 10_000))
+    parts = arrays.in_parts_of(jax.numpy.asarray(x), jax.numpy.bfloat16)
+    assert len(parts) == 3
+    np.testing.assert_array_equal(sum(np.float64(np.asarray(part, np.float32)) for part in parts), np.float64(x))
+    assert (np.asarray(parts[0] + parts[1], np.float32) != x).any()
+
+
+@pytest.mark.parametrize("size", [(4, 5), (14, 4)], ids=["tiles", "one row of tiles"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scale_that_is_a_power_of_two_changes_no_digit(dtype, size, tiles):
+    """Whether it multiplies queries, here by hand, or is an argument, which loops multiply queries with too."""
+    tiles(*size, math.prod(size))
+    q, k, v = qkv(B=2, T=7, S=9, N=4, K=2, H=8, dtype=dtype)
+    run = lambda q, scale: BLOCKWISE.flash(q, k, v, is_causal=True, scale=scale)
+    for a, b in zip(run(q, 0.25), run(q * q.dtype.type(0.25), 1.0)):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])

@@ -119,6 +119,15 @@ def after(position: Any, side: int, end: int) -> Any:
     return clip(position, -_MOST, end - 1 - side) + side + 1
 
 
+def in_parts_of(x: Array, dtype: Any) -> list[Array]:
+    """Numbers of this shorter dtype of the same range that add up to those of `x`, to the last of its digits."""
+    parts, digits = [], jnp.finfo(x.dtype).nmant + 1
+    for _ in range(-(-digits // (jnp.finfo(dtype).nmant + 1))):
+        parts.append(x.astype(dtype))
+        x = x - parts[-1].astype(x.dtype)
+    return parts
+
+
 @jax.custom_jvp
 def barrier(x: Any) -> Any:
     """`lax.optimization_barrier`, which older JAX cannot differentiate."""

@@ -89,7 +89,7 @@ def backward(
 
         def visit(results: Any) -> tuple[Any, Any]:
             (d_query, d_key, d_value), (d_slopes, d_bias) = results
-            query_i, d_i = w.rows_of(query, of_scores), w.rows_of(d_rows, of_values)
+            query_i, d_i = w.queries_of(query, of_scores), w.rows_of(d_rows, of_values)
             x, d_cap, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, of_scores))
             # a value that is not finite spoils only dp, which is overwritten where nobody may see it
             d_p = w.product(d_i, w.columns_of("value", value, of_values), transpose=True)

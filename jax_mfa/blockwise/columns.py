@@ -26,10 +26,10 @@ def with_columns(spec: Specification, operands: Operands) -> Operands:
 class Columns(Stored):
     """Keys or values whose tiles are read one at a time."""
 
-    def tile(self, w: Step) -> Array:
-        """The columns of the step's tile, [R|1, columns, E, size] in the accumulation dtype."""
+    def tile(self, w: Step, dtype: Any) -> Array:
+        """The columns of the step's tile, [R|1, columns, E, size]."""
         read = self._of_row if self.page_size is None else self._of_pages
-        return self.decoded({part: read(w, part, x) for part, x in self.parts.items()}, w.p.acc)
+        return self.decoded({part: read(w, part, x) for part, x in self.parts.items()}, dtype)
 
     def _of_row(self, w: Step, part: str, x: Any) -> Array:
         start, count, per = w.column_start, w.p.tiles.columns, self.tokens_of(part)

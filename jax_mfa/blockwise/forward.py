@@ -56,7 +56,7 @@ def forward(
 
         def visit(results: Any) -> tuple[Any, Any]:
             (sums,), (high, total) = results
-            query_i = w.rows_of(query, dtype)
+            query_i = w.queries_of(query, dtype)
             x, _, see = w.masked_scores(query_i, lambda: w.columns_of("key", key, dtype))
             if not p.whole:  # behind a barrier: exponentials would be those of scores that are masked anew
                 x = barrier(x)
@@ -74,7 +74,9 @@ def forward(
             weights = w.dropped(probability)
             if not divided_first:
                 new_total = w.first(probability.sum(-1))
-            (new_sums,), not_finite = w.sums([Product(weights, lambda w: w.columns_of("value", value(w.p)), False)])
+            (new_sums,), not_finite = w.sums(
+                [Product(weights, lambda w: w.columns_of("value", value(w.p), w.p.weighted), False)]
+            )
             if p.rows_once:
                 sums, total = w.add_rows(sums, new_sums), w.add_rows(total, new_total)
             else:

@@ -50,8 +50,8 @@ def tangent(
 
     def tile(w: Step, results: Any, rows: Any, columns: Any, values: Any) -> Any:
         dtype, (query, t_query, *found) = w.p.factors(operands.query, operands.key), rows
-        query_i = w.rows_of(query, dtype)
-        t_query_i: Any = None if t_query is None else w.rows_of(t_query, dtype)
+        query_i = w.queries_of(query, dtype)
+        t_query_i: Any = None if t_query is None else w.queries_of(t_query, dtype)
         row_max_i, norm_i = (w.rows_of(x) for x in found)
 
         def visit(results: Any) -> tuple[Any, Any]:
@@ -66,7 +66,7 @@ def tangent(
                 t_x = t_x + w.product(t_query_i, key_j(), transpose=True)
             if t.key is not None:
                 t_x = t_x + w.product(query_i, t_key_j(), transpose=True)
-            t_x = t_x * w.factor()
+            t_x = w.scaled(t_x)
             if t.scale is not None:
                 t_scale = w.merged(w.per_row("scale", t.scale).astype(acc))
                 t_x = t_x + t_scale * w.product(query_i, key_j(), transpose=True)

@@ -48,14 +48,17 @@ COLUMNS = 512
 # So few rows, over all heads, are multiplied with the keys of all heads: keys and values are then read once, as they
 # lie, and reading is what takes the time.
 FEW_ROWS = 16
+# Of bfloat16 twice as many, if columns are so many times as many and keys more elements than `FEW_ELEMENTS`: their
+# weights are split into three of bfloat16, and values are not converted. With AMX it takes half to two thirds of the
+# time for 32 rows, on either version, and no less for 64 (B1 T1 S1024 N32 K8 H128 0.93 → 0.57 ms, on 0.10.2 0.99 →
+# 0.65; B4 T2 S1900 N5 H128 16 → 1.6 and 5.5 → 2.3; but B1 T4 S112 N8 H128 takes 1.8 times as long).
+FEW_ROWS_BFLOAT16, COLUMNS_TO_A_ROW_BFLOAT16 = 32, 12
 # In a problem of one tile only so few products of a row and a head, and more elements than this to a head (B1 T1 S2000
 # N4 H128 takes half the time in one, B8 T1 S196 N8 H64 1.3 to 2 times as long), or so many columns and either so few
 # rows or `SHORT_ROWS`. On 0.10.2 more (B1 T1 S1778 N16 K8 H96 1.39 → 0.61 ms; on 0.12 as before).
 FEW_PRODUCTS = 64 if _SMALL_PRODUCTS else 128
 FEW_ELEMENTS = 2**16
 FEWEST_ROWS, FEW_COLUMNS = 4, 128
-# Of bfloat16, which else is multiplied as it is, only so many elements; on 0.10.2 none.
-FEW_ELEMENTS_BFLOAT16 = FEW_ELEMENTS if jax.__version_info__ >= (0, 11) else math.inf
 # Scores of a key head are laid out anew for the gradients of keys and values, and not their rows, if they are no more
 # than so many times the elements of those (T300 N8 H64 training 2.0 → 1.8 ms, bfloat16 1.7 → 1.5). On 0.10.2 as many
 # are too many: such lengths are multiples of powers of two (T128 N12 H64 causal 0.84 → 0.70 ms).
@@ -76,6 +79,9 @@ SHORT_ROWS = 64 if _SMALL_PRODUCTS else 0
 # 0.55 → 0.38 ms, B8 T1 S700 N32 K8 H64 bfloat16 1.11 → 0.78).
 SMALL_CACHE = 1_250_000
 SMALL_CACHE_BFLOAT16 = 4 * SMALL_CACHE if _SMALL_PRODUCTS else SMALL_CACHE
+# Of so few elements any cache is read whole (B1 T1 S8192 N8 K1 H64 0.76 → 0.43 ms, on 0.10.2 0.79 → 0.44): a tile of
+# others holds twice as many.
+TINY_CACHE = 2**19
 # Keys of more elements, which caches do not hold, are laid out tile by tile where four times as many rows meet them. Of
 # bfloat16, which JAX 0.12 multiplies as they are, four times as many (B1 T1 S4096 N32 K8 H128 takes 0.6 of the time),
 # but on 0.10.2 fewer (that problem 2.1 → 1.3 ms, B1 T1 S3000 N8 H64 0.43 → 0.27), and also where no more than so many
@@ -181,16 +187,28 @@ def _positions_hide(spec: Specification) -> bool:
 def heads_in_one(operands: Operands, tiles: Tiling, differentiated: bool) -> bool:
     """Whether a step of the forward pass multiplies all of its heads in one product."""
     (batch, t, _, h), (s, k), rows = operands.query.shape, operands.value.shape[1:3], _rows_of(operands)
-    if _one_tile(operands, tiles):
-        if operands.key.dtype == jnp.bfloat16:
-            enough = s * h > FEW_ELEMENTS_BFLOAT16
-        else:
-            short = h < SHORT_ROWS or batch * rows <= FEWEST_ROWS
-            enough = s * h > FEW_ELEMENTS or (short and s >= FEW_COLUMNS)
-        few_rows = rows * k <= FEW_PRODUCTS and enough and not differentiated
-    else:
-        few_rows = rows <= FEW_ROWS
-    return few_rows and tiles.rows == t and 1 < k == tiles.key_heads
+    one_tile = _one_tile(operands, tiles)
+    if (one_tile and differentiated) or tiles.rows != t or tiles.key_heads != k:
+        return False
+    if _is_bfloat16(operands) or not one_tile:
+        return _are_few(operands)
+    short = h < SHORT_ROWS or batch * rows <= FEWEST_ROWS
+    enough = s * h > FEW_ELEMENTS or (short and s >= FEW_COLUMNS)
+    return rows * k <= FEW_PRODUCTS and enough
+
+
+def _is_bfloat16(operands: Operands) -> bool:
+    """Whether columns are bfloat16 as they lie, in pages or not."""
+    quantised = any(isinstance(x, Stored) and x.storage is not None for x in (operands.key, operands.value))
+    return operands.key.dtype == jnp.bfloat16 and not quantised
+
+
+def _are_few(operands: Operands) -> bool:
+    """Whether rows are `FEW_ROWS`, or of bfloat16 `FEW_ROWS_BFLOAT16`."""
+    rows, (s, k), h = _rows_of(operands), operands.value.shape[1:3], operands.query.shape[-1]
+    if _is_bfloat16(operands):
+        return rows <= FEW_ROWS_BFLOAT16 and rows * COLUMNS_TO_A_ROW_BFLOAT16 <= s and s * k * h > FEW_ELEMENTS
+    return rows <= FEW_ROWS
 
 
 def keys_transposed(operands: Operands, tiles: Tiling, differentiated: bool, is_part: bool = False) -> bool:
@@ -263,7 +281,7 @@ def _is_cache(operands: Operands) -> bool:
         return False
     small = SMALL_CACHE_BFLOAT16 if operands.key.dtype == jnp.bfloat16 else SMALL_CACHE
     one_tile = _rows_of(operands) <= COLUMNS and operands.value.shape[1] <= 4 * COLUMNS
-    return not (one_tile and _keys_read(operands) <= small)
+    return _keys_read(operands) > (small if one_tile else TINY_CACHE)
 
 
 def _keys_read(operands: Operands) -> int:
@@ -308,19 +326,20 @@ def _tiling(spec: Specification, operands: Operands, tile: tuple[int, int], alon
     s, k, v = operands.value.shape[1:]
     known = isinstance(batch, int)  # not of a program that is exported for any batch
     cache = alone and _is_cache(operands)
-    is_stored = any(isinstance(x, Stored) for x in (operands.key, operands.value))
-    # what a step reads of keys is laid out anew
     few_rows = alone and _has_few_rows(operands)
+    is_stored = any(isinstance(x, Stored) for x in (operands.key, operands.value))
+    as_they_lie = few_rows and not is_stored and _is_bfloat16(operands) and _are_few(operands)
+    # else what a step reads of keys is laid out anew
     beyond_caches = BEYOND_CACHES_BFLOAT16 if operands.key.dtype == jnp.bfloat16 else BEYOND_CACHES
     held = STEP_SCORES if is_stored else beyond_caches if few_rows else math.inf
-    copied = known and _keys_read(operands) > held
+    copied = known and _keys_read(operands) > held and not as_they_lie
     if known and not cache and not copied and _fits_one_tile(spec, operands, alone):
         whole = Tiling(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
         return _in_parts(operands, whole) if _takes_fresh_memory(spec, operands, alone) else whole
     rows, columns = tile_size(t, max(tile[0] // (n // k), 1)), tile[1]
     if t * n <= COLUMNS:
         columns = 4 * COLUMNS
-    if few_rows and t * n <= FEW_ROWS:  # all heads in a step
+    if few_rows:  # all heads in a step (length 100 of S32768 N32 K8 H128 on 0.10.2 2.2 → 1.3 ms)
         columns = min(columns, max(STEP_SCORES // (k * max(h, v)), 1))
     if spec.page_size is None:
         columns = tile_size(s, columns)
