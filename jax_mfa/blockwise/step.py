@@ -444,9 +444,8 @@ class Step:
         dot = functools.partial(lax.dot_general, preferred_element_type=acc)
         if transpose:
             a = of_own_head(broadcast(a[:, :, :, None], (r, e, m, e, a.shape[3]))).reshape(r, e * m, -1)
-            if (
-                e * m == 1 and b.dtype != acc
-            ):  # by a vector XLA takes longer than by two (B1 T1 S512 N1 H64 on 0.10.2 0.054 → 0.033 ms)
+            if e * m == 1 and b.dtype != acc:
+                # by a vector XLA takes longer than by two (B1 T1 S512 N1 H64 on 0.10.2 0.054 → 0.033 ms)
                 a = broadcast(a, (r, 2, a.shape[2]))
             x = dot(b, a, (((2,), (2,)), ((0,), (0,))))[:, :, : e * m]
             return jnp.moveaxis(x, 1, 2).reshape(r, e, m, -1)

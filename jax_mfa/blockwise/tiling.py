@@ -279,9 +279,10 @@ def _is_cache(operands: Operands) -> bool:
     0.10.2 12.1 → 4.8.)"""
     if operands.key_lengths is None or operands.value.shape[1] <= COLUMNS:
         return False
+    if _rows_of(operands) > COLUMNS:
+        return True
     small = SMALL_CACHE_BFLOAT16 if operands.key.dtype == jnp.bfloat16 else SMALL_CACHE
-    one_tile = _rows_of(operands) <= COLUMNS and operands.value.shape[1] <= 4 * COLUMNS
-    return _keys_read(operands) > (small if one_tile else TINY_CACHE)
+    return _keys_read(operands) > (small if operands.value.shape[1] <= 4 * COLUMNS else TINY_CACHE)
 
 
 def _keys_read(operands: Operands) -> int:
