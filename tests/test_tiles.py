@@ -226,10 +226,9 @@ def test_a_nan_that_is_seen_taints_the_rows_that_see_it_across_tiles(tiles):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
 @pytest.mark.parametrize("heads", [4, 1])
-def test_few_rows_meet_all_heads_in_one_product(spoil, dtype, heads, monkeypatch):
+def test_few_rows_meet_all_heads_in_one_product(spoil, dtype, heads, sizes):
     """What of one head or behind a length is not finite stays there; without a gradient, which goes another way."""
-    monkeypatch.setattr(tiling, "FEW_ELEMENTS", 0)
-    jax.clear_caches()
+    sizes(FEW_ELEMENTS=0)
     q, k, v = qkv(B=2, T=2, S=400, N=2 * heads, K=heads, dtype=dtype)
     arguments = {"key_value_seq_lengths": np.array([390, 400], np.int32), "logits_soft_cap": 2.0}
     wanted = oracle.attention(q, k, v, **arguments)
@@ -282,7 +281,7 @@ def test_few_rows_meet_pages_of_bfloat16_as_they_lie(sizes):
 def test_weights_of_three_shorter_numbers_are_the_same_numbers():
     rng = np.random.default_rng(0)
     x = np.float32(rng.uniform(0, 1, 10_000) * 2.0 ** rng.integers(-60, 1, 10_000))
-    parts = arrays.in_parts_of(jax.numpy.asarray(x), jax.numpy.bfloat16)
+    parts = arrays.exact_split(jax.numpy.asarray(x), jax.numpy.bfloat16)
     assert len(parts) == 3
     np.testing.assert_array_equal(sum(np.float64(np.asarray(part, np.float32)) for part in parts), np.float64(x))
     assert (np.asarray(parts[0] + parts[1], np.float32) != x).any()

@@ -119,7 +119,7 @@ def after(position: Any, side: int, end: int) -> Any:
     return clip(position, -_MOST, end - 1 - side) + side + 1
 
 
-def in_parts_of(x: Array, dtype: Any) -> list[Array]:
+def exact_split(x: Array, dtype: Any) -> list[Array]:
     """Numbers of this shorter dtype of the same range that add up to those of `x`, to the last of its digits."""
     parts, digits = [], jnp.finfo(x.dtype).nmant + 1
     for _ in range(-(-digits // (jnp.finfo(dtype).nmant + 1))):

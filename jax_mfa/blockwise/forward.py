@@ -74,7 +74,7 @@ def forward(
             weights = w.dropped(probability)
             if not divided_first:
                 new_total = w.first(probability.sum(-1))
-            values = lambda w: w.columns_of("value", value(w.p), w.p.weighted)
+            values = lambda w: w.columns_of("value", value(w.p), w.p.value_dtype)
             (new_sums,), not_finite = w.sums([Product(weights, values, False)])
             if p.rows_once:
                 sums, total = w.add_rows(sums, new_sums), w.add_rows(total, new_total)

@@ -91,7 +91,7 @@ class Problem:
         # whether anything that is not finite may spoil what does not see it
         self.masked = spec.has_mask(operands) or overlap or (heads_in_one and self.k > 1)
         # nor does ∞ survive weights in parts, of which some are 0
-        self.masked |= self.weighted != self.acc
+        self.masked |= self.value_dtype != self.acc
         # of all factors of the products: an array, False of what is to be found with care, None where each step asks
         self.all_finite: Any = None
         # whether attempts follow where some are not; else what is found is asked: few rows find less than they meet
@@ -116,7 +116,7 @@ class Problem:
         return rows.dtype if own and not self.converts else self.acc
 
     @property
-    def weighted(self) -> Any:
+    def value_dtype(self) -> Any:
         """The dtype of values that are multiplied with weights: bfloat16 as they are where heads are in one product,
         for which weights are split, since few rows cost less than values that are converted."""
         return self.factors(self.operands.value, self.operands.value) if self.heads_in_one else self.acc

@@ -52,7 +52,7 @@ FEW_ROWS = 16
 # weights are split into three of bfloat16, and values are not converted. With AMX it takes half to two thirds of the
 # time for 32 rows, on either version, and no less for 64 (B1 T1 S1024 N32 K8 H128 0.93 → 0.57 ms, on 0.10.2 0.99 →
 # 0.65; B4 T2 S1900 N5 H128 16 → 1.6 and 5.5 → 2.3; but B1 T4 S112 N8 H128 takes 1.8 times as long).
-FEW_ROWS_BFLOAT16, COLUMNS_TO_A_ROW_BFLOAT16 = 32, 12
+FEW_ROWS_BFLOAT16, COLUMNS_TO_FEW_ROWS = 32, 12
 # In a problem of one tile only so few products of a row and a head, and more elements than this to a head (B1 T1 S2000
 # N4 H128 takes half the time in one, B8 T1 S196 N8 H64 1.3 to 2 times as long), or so many columns and either so few
 # rows or `SHORT_ROWS`. On 0.10.2 more (B1 T1 S1778 N16 K8 H96 1.39 → 0.61 ms; on 0.12 as before).
@@ -207,7 +207,7 @@ def _are_few(operands: Operands) -> bool:
     """Whether rows are `FEW_ROWS`, or of bfloat16 `FEW_ROWS_BFLOAT16`."""
     rows, (s, k), h = _rows_of(operands), operands.value.shape[1:3], operands.query.shape[-1]
     if _is_bfloat16(operands):
-        return rows <= FEW_ROWS_BFLOAT16 and rows * COLUMNS_TO_A_ROW_BFLOAT16 <= s and s * k * h > FEW_ELEMENTS
+        return rows <= FEW_ROWS_BFLOAT16 and rows * COLUMNS_TO_FEW_ROWS <= s and s * k * h > FEW_ELEMENTS
     return rows <= FEW_ROWS
 
 
