@@ -1,0 +1,60 @@
+"""Keys and values that are quantised, in pages or both: how a tile of them is read, and dequantised, within the loop.
+
+Nothing but a tile is ever read or dequantised at a time, so that memory does not grow with the context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_mfa.blockwise.arrays import from_words, int32, slice_axis, to_words
+from jax_mfa.blockwise.tile import Tile
+from jax_mfa.specification import Operands, Specification
+from jax_mfa.storage import Stored, field_of, spread, stored
+
+
+def viewed(spec: Specification, operands: Operands) -> Operands:
+    """The operands, with a `KeyValueView` in place of keys and values that are no plain array."""
+    return stored(spec, operands, KeyValueView)
+
+
+class KeyValueView(Stored):
+    """Keys or values whose tiles are read one at a time."""
+
+    def tile(self, tile: Tile) -> Array:
+        """The tile's keys or values, [R|1, S, E, H|V]."""
+        read = self._of_rows if self.page_size is None else self._of_pages
+        return self.decoded({part: read(tile, part, x) for part, x in self.parts.items()}, tile.acc)
+
+    def _of_rows(self, tile: Tile, part: str, x: Any) -> Array:
+        start, count, per = tile.starts["S"], tile.tiles.block_kv, self.tokens_of(part)
+        words = to_words(x, [start])
+        if per == 1:
+            words = slice_axis(words, start, count, 1)
+        elif x.shape[1] > 1:
+            words = jnp.take(words, (start + jnp.arange(count, dtype=jnp.int32)) // np.int32(per), axis=1, mode="clip")
+        words = slice_axis(words, tile.starts["K"], tile.tiles.heads, 2)
+        return from_words(tile.entries(field_of(self.name, part), words), x.dtype)
+
+    def _of_pages(self, tile: Tile, part: str, x: Any) -> Array:
+        page, per = self.page_size, self.tokens_of(part)
+        assert page is not None
+        count, taken, (_, entries, heads, size) = tile.tiles.block_kv, tile.tiles.heads, x.shape
+        pages = tile.entries("block_tables", self.tables)
+        pages = lax.dynamic_slice_in_dim(pages, tile.starts["S"] // page, count // page, 1)
+        first, taken = (0, 1) if heads == 1 else (tile.starts["K"], taken)
+        words = to_words(x, [tile.starts["S"]])
+
+        def one(index: Any) -> Array:
+            return lax.dynamic_slice(words, int32((index, 0, first, 0)), (1, entries, taken, size))[0]
+
+        found = jax.vmap(jax.vmap(one))(pages)  # [R|1, pages, entries, E|1, size]
+        if per > 1:
+            found = spread(found, per, page, 2)
+            found = jnp.broadcast_to(found, (*found.shape[:2], page, taken, size))
+        return from_words(found.reshape(found.shape[0], count, taken, size), x.dtype)

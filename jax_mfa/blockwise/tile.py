@@ -1,0 +1,318 @@
+"""A tile: its part of the operands, what is visible in it, its scores and its products.
+
+Scores are [R, E, T, G, S]: R batch rows, E key heads, T queries, G query heads of a key head, S keys. What belongs to
+queries is `aligned` to the first four of these axes; keys and values stay as they lie, [R|1, S, E, H|V].
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_mfa.blockwise.arrays import cut, from_words, put, slice_axis, to_words
+from jax_mfa.blockwise.tiles import Tiles
+from jax_mfa.philox import keep_mask
+from jax_mfa.specification import AXES, Operands, Specification, accumulation_dtype, row_index
+
+
+@jax.custom_jvp
+def _sech_squared(x: Any) -> Any:
+    """The derivative of tanh; 1 − tanh² would cancel where |x| is large."""
+    e = jnp.exp(-2 * jnp.abs(x))
+    return 4 * e / jnp.square(1 + e)
+
+
+@jax.custom_jvp
+def _tanh(x: Any) -> Any:
+    return jnp.tanh(x)
+
+
+_tanh.defjvp(lambda x, t: (jnp.tanh(*x), _sech_squared(*x) * t[0]))
+_sech_squared.defjvp(lambda x, t: (_sech_squared(*x), -2 * jnp.tanh(*x) * _sech_squared(*x) * t[0]))
+
+
+SIGNS = 0, 1, -1  # of the attempts at a problem's products
+
+
+class Tile:
+    """One tile of one step.
+
+    Attributes:
+      starts: where its batch rows, key heads, queries and keys begin, by letter: B, K, T, S.
+      own: the first query and key, by T and S, that the tile before does not hold too; None where all are its own.
+      all_heads: whether products are of all heads at once.
+      sign: 0 · NaN is NaN, so that a weight of 0 does not hide what is not finite. Where anything may be hidden,
+        products are attempted: of finite numbers alone at first (0), and where there were others again, to add the
+        infinities of this sign that are visible (NaN is both). None where nothing is hidden.
+    """
+
+    def __init__(
+        self,
+        spec: Specification,
+        operands: Operands,
+        tiles: Tiles,
+        starts: dict[str, Any],
+        own: dict[str, Any],
+        all_heads: bool,
+        sign: Any,
+    ) -> None:
+        self.spec, self.operands, self.tiles, self.starts, self.own = spec, operands, tiles, starts, own
+        self.all_heads, self.sign = all_heads, sign
+        self.batch = operands.query.shape[0]
+        self.group = operands.query.shape[2] // operands.value.shape[2]
+        self.acc = accumulation_dtype(operands.query.dtype)
+
+    # --- parts of arrays
+
+    def _span(self, letter: str) -> tuple[Any, int] | None:
+        """Start and size of the tile along an axis; None along an axis that it holds whole."""
+        c = self.tiles
+        if letter == "N":
+            return self.starts["K"] * self.group, c.heads * self.group
+        sizes = {"K": c.heads, "T": c.block_q, "S": c.block_kv}
+        return (self.starts[letter], sizes[letter]) if letter in sizes else None
+
+    def _corner(self, name: str, x: Any) -> tuple[list[Any], list[int]]:
+        """Where the tile's part of `x`, an array like the operand of this name, begins, and its shape."""
+        start, shape = [0] * x.ndim, [*x.shape]
+        for axis, letter in enumerate(AXES[name]):
+            span = self._span(letter)
+            if span is not None and x.shape[axis] > 1:
+                start[axis], shape[axis] = span
+        rows, repeat = x.shape[0], self._repeat(name)
+        if self.tiles.batch == 1 and rows != 1:
+            start[0], shape[0] = row_index(self.starts["B"], repeat, rows), 1
+        elif rows == self.batch and repeat == 1:
+            start[0], shape[0] = self.starts["B"], self.tiles.batch
+        return start, shape
+
+    def _repeat(self, name: str) -> int:
+        return getattr(Operands(*self.spec.repeats), name, 1)
+
+    def cut(self, name: str, x: Any) -> Any:
+        """The tile's part of `x`, an array like the operand of this name."""
+        start, shape = self._corner(name, x)
+        words = to_words(x, start)
+        return from_words(self._own_rows(name, cut(words, (*shape,), *start), x.shape[0]), x.dtype)
+
+    def _own_rows(self, name: str, x: Any, rows: Any) -> Any:
+        """Of a part with all `rows` of an operand those that the step's batch rows read, where they do not follow one
+        another."""
+        if x.shape[0] == 1 or self.tiles.batch == 1 or (rows == self.batch and self._repeat(name) == 1):
+            return x
+        return x[row_index(self.starts["B"] + jnp.arange(self.tiles.batch), self._repeat(name), rows)]
+
+    def entries(self, name: str, x: Any) -> Any:
+        """The rows of `x`, an array like the operand of this name, that the step's batch rows read."""
+        (first, *_), (count, *_) = self._corner(name, x)
+        return self._own_rows(name, slice_axis(x, first, count, 0), x.shape[0])
+
+    def put(self, name: str, x: Any, part: Any) -> Any:
+        """`x`, numbers or their words, with `part` as the tile's part of it."""
+        return put(x, part if part.dtype == x.dtype else to_words(part, ()), *self._corner(name, x)[0])
+
+    def add(self, name: str, x: Any, part: Any) -> Any:
+        """`x` with `part` added to the tile's part of it."""
+        start, shape = self._corner(name, x)
+        return put(x, cut(x, (*shape,), *start) + part, *start)
+
+    def aligned(self, name: str, x: Any) -> Array:
+        """A part [R|1, …] of an array like the operand of this name, in the order of scores: [R|1, E|1, T|1, G|1, last],
+        the last axis that of S, H, V or what else the operand has."""
+        letters, shape = AXES[name], [*x.shape]
+        if "N" in letters:
+            at = letters.index("N")
+            shape[at : at + 1] = [1, 1] if shape[at] == 1 else [self.tiles.heads, self.group]
+            letters = letters.replace("N", "KG")
+        order = sorted(range(len(shape)), key=lambda i: "BKTG".find(letters[i]) % 9)
+        x = x.reshape(shape).transpose(order)
+        present = [letters[i] for i in order]
+        full = [x.shape[present.index(letter)] if letter in present else 1 for letter in "BKTG"]
+        last = x.shape[-1] if present[-1] not in "BKTG" else 1
+        return x.reshape(*full, last)
+
+    def natural(self, name: str, x: Any) -> Array:
+        """The inverse of `aligned` for [R, E, T, G, last], of an operand with axes B, T, N and perhaps one more."""
+        r, e, t, g, last = x.shape
+        x = x.transpose(0, 2, 1, 3, 4).reshape(r, t, e * g, last)
+        return x if len(AXES[name]) == 4 else x[..., 0]
+
+    def rows(self, name: str, x: Any) -> Array:
+        """The tile's part of an array like the operand of this name, aligned, in the dtype of accumulation."""
+        return self.aligned(name, self.cut(name, x)).astype(self.acc)
+
+    def operand(self, name: str) -> Any:
+        """The tile's part of an operand, aligned; None where there is none."""
+        x = getattr(self.operands, name)
+        return None if x is None else self.aligned(name, self.cut(name, x))
+
+    def keys(self, name: str, x: Any = None) -> Array:
+        """The tile's part of the "key" or "value", or of an array like it: [R|1, S, E, H|V]."""
+        x = getattr(self.operands, name) if x is None else x
+        x = self.cut(name, x) if isinstance(x, jax.Array) else x.tile(self)
+        return x.astype(self.acc)
+
+    # --- what is visible
+
+    def _places(self) -> tuple[Array, Array, Any]:
+        """Indices of queries [1, 1, T, 1, 1] and keys [1, 1, 1, 1, S], and the positions of the queries."""
+        t = self.starts["T"] + jnp.arange(self.tiles.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1, 1)
+        s = self.starts["S"] + jnp.arange(self.tiles.block_kv, dtype=jnp.int32)
+        s = s.reshape(1, 1, 1, 1, -1)
+        offset = self.operand("query_offset")
+        return t, s, t + (self.spec.query_offset if offset is None else offset)
+
+    @functools.cached_property
+    def visible(self) -> Array | None:
+        """Which scores count, bool that broadcasts to them; None where all do."""
+        spec, rules, (t, s, position) = self.spec, [], self._places()
+        left, right = spec.band
+        if left is not None:
+            rules.append(s - position >= -left)
+        if right is not None:
+            rules.append(s <= position if right == 0 else s - position <= right)
+        for name in ("key_lengths", "query_lengths"):
+            if getattr(self.operands, name) is not None:
+                rules.append((s if name == "key_lengths" else t) < self.operand(name))
+        if self.operands.mask is not None:
+            rules.append(self.operand("mask"))
+        if self.operands.query_segment_ids is not None:
+            keys = self.cut("key_segment_ids", self.operands.key_segment_ids)
+            rules.append(self.operand("query_segment_ids") == keys[:, None, None, None])
+        if self.operands.key_ranges is not None:
+            ranges = self.operand("key_ranges")
+            rules.append((s >= ranges[..., :1]) & (s < ranges[..., 1:]))
+        if spec.mask_block is not None:
+            blocks = self.cut("block_mask", self.operands.block_mask)
+            at = [x.reshape(-1) // size for x, size in zip((t, s), spec.mask_block)]
+            rules.append(self.aligned("mask", jnp.take(jnp.take(blocks, at[0], axis=2), at[1], axis=3)))
+        if spec.bias_hides(self.operands):
+            rules.append(self.operand("bias") != -jnp.inf)
+        for letter, x in (("T", t), ("S", s)):
+            if self.own.get(letter) is not None:
+                rules.append(x >= self.own[letter])
+        return functools.reduce(jnp.logical_and, rules) if rules else None
+
+    # --- scores and weights
+
+    def terms(self) -> dict[str, Any]:
+        """The tile's part of what scores depend on beside queries and keys, by operand."""
+        names = [name for name in ("bias", "scale", "alibi_slopes") if getattr(self.operands, name) is not None]
+        return {name: self.cut(name, getattr(self.operands, name)).astype(self.acc) for name in names}
+
+    def scores(self, products: Array, terms: dict[str, Any]) -> Array:
+        """Scores, −∞ where hidden, of products of queries and keys."""
+        spec, see = self.spec, self.visible
+        # of derivatives too: 0 · NaN is NaN
+        hidden = lambda x: x if see is None else jnp.where(see, x, 0)
+        if "scale" in terms:
+            x = hidden(products) * self.aligned("scale", terms["scale"])
+        else:
+            x = products * self.acc.type(spec.scale)
+        if "bias" in terms:
+            x = x + self.aligned("bias", terms["bias"])
+        if "alibi_slopes" in terms:
+            _, s, position = self._places()
+            x = x + self.aligned("alibi_slopes", terms["alibi_slopes"]) * (s - position).astype(x.dtype)
+        if spec.logits_soft_cap is not None:
+            x = spec.logits_soft_cap * _tanh(hidden(x) / spec.logits_soft_cap)
+        return x if see is None else jnp.where(see, x, -jnp.inf)
+
+    def largest(self, scores: Array) -> Array:
+        """The maximum of each row's scores; −∞ of rows that see nothing alone, where there may be any."""
+        if self.visible is not None and not self.spec.every_row_sees(self.operands):
+            lowest = self.acc.type(jnp.finfo(self.acc).min)
+            scores = jnp.where(self.visible & (scores < lowest), lowest, scores)
+        return scores.max(-1, keepdims=True)
+
+    def probability(self, scores: Array, row_max: Array, row_sum: Array) -> Array:
+        """Probabilities of scores that are made again."""
+        x = scores - row_max
+        if self.operands.bias is not None or self.operands.alibi_slopes is not None:
+            x = jnp.where(x > 0, 0, x)  # huge ones may be rounded otherwise than those that the maximum was found of
+        p = jnp.exp(x) * (1 / row_sum)
+        return p if self.visible is None else jnp.where(self.visible, p, 0)  # NaN in rows that see it
+
+    def dropped(self) -> Array | None:
+        """What dropout multiplies probabilities with, [R, E, T, G, S]; None where it is off."""
+        o = self.operands
+        if o.dropout is None:
+            return None
+        words = self.cut("dropout", o.dropout)
+        seed0, seed1, index, head0, row0, column0 = (words[:, i].reshape(-1, 1, 1, 1, 1) for i in range(6))
+        count = lambda letter, size: (self.starts[letter] + jnp.arange(size)).astype(jnp.uint32)
+        head = count("K", self.tiles.heads).reshape(-1, 1, 1, 1) * np.uint32(self.group)
+        head = head0 + head + jnp.arange(self.group, dtype=jnp.uint32).reshape(-1, 1)
+        row = row0 + count("T", self.tiles.block_q).reshape(-1, 1, 1)
+        column = column0 + jnp.asarray(self.starts["S"], jnp.uint32)
+        keep = keep_mask(self.spec.dropout_rate, (seed0, seed1), index, head, row, column, self.tiles.block_kv)
+        return jnp.where(keep, 1 / (1 - self.spec.dropout_rate), 0).astype(self.acc)
+
+    # --- products
+
+    def rows_by_keys(self, a: Array, b: Array) -> Array:
+        """Σ over channels of [R, E, T, G, x] and keys [R|1, S, E, x]: [R, E, T, G, S]."""
+        by_head = lambda: self._dot("retgx,rsex->retgs", a, b)
+        if not self.all_heads:
+            return by_head()
+        (r, e, t, g, x), (keys, own) = a.shape, self._heads_in_one(b)
+        rows = jnp.where(own, a[..., None, :], 0).reshape(r, e * t * g, e * x)
+        found = jnp.einsum("rsx,rmx->rms", keys, rows).reshape(r, e, t, g, -1)
+        # a key that is not finite spoils the scores of other heads
+        return lax.cond(jnp.isfinite(found).all(), lambda: found, by_head)
+
+    def weights_by_keys(self, w: Array, b: Array, signed: bool = True) -> tuple[Array, Array]:
+        """Σ over keys of [R, E, T, G, S] and [R|1, S, E, x], of which hidden ones add nothing: [R, E, T, G, x].
+
+        Gives also whether a number of b is not finite. If not `signed`, one that is and is visible makes NaN.
+        """
+        w, b, spoilt = self._factors(w, b, signed)
+        if not self.all_heads:
+            return self._found(self._dot("retgs,rsex->retgx", w, b)), spoilt
+        (r, e, t, g, s), (keys, own) = w.shape, self._heads_in_one(b)
+        found = jnp.einsum("rms,rsx->rmx", w.reshape(r, e * t * g, s), keys).reshape(r, e, t, g, e, -1)
+        return self._found(jnp.where(own, found, 0).sum(4)), spoilt
+
+    def weights_by_rows(self, w: Array, a: Array, signed: bool = True) -> tuple[Array, Array]:
+        """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x], of which hidden ones add nothing: [R, S, E, x]."""
+        w, a, spoilt = self._factors(w, a, signed)
+        # rows first, which are smaller and so faster to transpose
+        return self._found(jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)), spoilt
+
+    def _factors(self, w: Array, b: Array, signed: bool) -> tuple[Array, Array, Array]:
+        """Weights and what they multiply: of the first attempt finite, then 1 where visible and where sought."""
+        if self.sign is None:
+            return w, b, jnp.zeros((), bool)
+        infinity, finite = self.sign * jnp.inf, jnp.isfinite(b)  # NaN in the first attempt
+        sought = (b == infinity) | jnp.isnan(b) if signed else ~finite
+        see = jnp.ones((), bool) if self.visible is None else self.visible
+        w = jnp.where(self.is_first, w, see.astype(w.dtype))
+        return w, jnp.where(self.is_first, jnp.where(finite, b, 0), sought.astype(b.dtype)), ~finite.all()
+
+    def _found(self, sums: Array) -> Array:
+        """Sums of the first attempt; then the infinity that was sought where it was found, else 0."""
+        if self.sign is None:
+            return sums
+        return jnp.where(self.is_first, sums, jnp.where(sums > 0, self.sign * jnp.inf, 0))
+
+    @functools.cached_property
+    def is_first(self) -> Any:
+        return True if self.sign is None else self.sign == 0
+
+    def once(self, x: Any, later: float = 0) -> Any:
+        """What the first attempt adds alone."""
+        return x if self.sign is None else jnp.where(self.is_first, x, jnp.asarray(later, x.dtype))
+
+    def _dot(self, sum_over: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(sum_over, a, jnp.broadcast_to(b, (a.shape[0], *b.shape[1:])))
+
+    def _heads_in_one(self, b: Array) -> tuple[Array, Array]:
+        """Keys [R|1, S, E, x] as one matrix [R, S, E · x], and where a query's head is that of a key."""
+        s, e, x = b.shape[1:]
+        b = jnp.broadcast_to(b, (self.tiles.batch, s, e, x))
+        return b.reshape(-1, s, e * x), jnp.eye(e, dtype=bool).reshape(e, 1, 1, e, 1)
