@@ -245,10 +245,12 @@ class Tile:
             return None
         words = self.cut("dropout", o.dropout)
         seed0, seed1, index, head0, row0, column0 = (words[:, i].reshape(-1, 1, 1, 1, 1) for i in range(6))
-        count = lambda letter, size: (self.starts[letter] + jnp.arange(size)).astype(jnp.uint32)
-        head = count("K", self.tiles.heads).reshape(-1, 1, 1, 1) * np.uint32(self.group)
-        head = head0 + head + jnp.arange(self.group, dtype=jnp.uint32).reshape(-1, 1)
-        row = row0 + count("T", self.tiles.block_q).reshape(-1, 1, 1)
+        count = lambda axis, start, size: (
+            (start + jnp.arange(size)).astype(jnp.uint32).reshape([size if i == axis else 1 for i in range(5)])
+        )
+        c, group = self.tiles, np.uint32(self.group)
+        head = head0 + group * count(1, self.starts["K"], c.heads) + count(3, 0, self.group)
+        row = row0 + count(2, self.starts["T"], c.block_q)
         column = column0 + jnp.asarray(self.starts["S"], jnp.uint32)
         keep = keep_mask(self.spec.dropout_rate, (seed0, seed1), index, head, row, column, self.tiles.block_kv)
         return jnp.where(keep, 1 / (1 - self.spec.dropout_rate), 0).astype(self.acc)
