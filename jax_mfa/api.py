@@ -74,7 +74,7 @@ class Explanation:
     reasons: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{'→' if name == self.implementation else ' '} {name}: {why}" for name, why in self.reasons.items()]
+        lines = [f"{'->' if name == self.implementation else '  '} {name}: {why}" for name, why in self.reasons.items()]
         return "\n".join(lines)
 
 
@@ -108,7 +108,7 @@ def _choose(
     reasons = {
         "metal": refusals.get("metal") or metal.described(spec, operands),
         "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",
-        "reference": "the O(T·S) definition; only by name",
+        "reference": "the O(T * S) definition; only by name",
     }
     able = [name for name in choices if name not in refusals]
     if not able:

@@ -37,11 +37,11 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must not be negative, and finite, got {self.temperature}")
         if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must lie in 0..2³¹ − 1, got {self.top_k}")
+            raise ValueError(f"top_k must lie in 0..2**31 - 1, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must lie in 0..2³² − 1, got {self.seed}")
+            raise ValueError(f"seed must lie in 0..2**32 - 1, got {self.seed}")
 
 
 GREEDY = Sampling()

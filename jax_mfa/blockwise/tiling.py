@@ -139,7 +139,7 @@ class Tiling:
     columns: int
 
     def __str__(self) -> str:
-        return f"tiles of {self.rows} × {self.columns}, {self.batch_rows} × {self.key_heads} heads at a time"
+        return f"tiles of {self.rows} x {self.columns}, {self.batch_rows} x {self.key_heads} heads at a time"
 
 
 def _largest_divisor(n: int, limit: int) -> int:

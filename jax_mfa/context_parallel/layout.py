@@ -110,7 +110,7 @@ def check_lengths(layout: Layout, sizes: tuple[int, int], t: int, s: int) -> Non
         ("key", "key_value_seq_lengths", "S", s),
     ):
         if size % multiple:
-            runs = " · 2 runs of tokens" if layout.order == "zigzag" else ""
+            runs = " * 2 runs of tokens" if layout.order == "zigzag" else ""
             raise ValueError(
                 f"the length of {name} must be a multiple of {multiple} (devices{runs}), got {letter} = {size}: "
                 f"pad it, and give {lengths}"

@@ -127,7 +127,7 @@ def give_way(reason: str, implementation: Implementation | None, sequence_axis: 
 def _warn_of_broadcast_dropout() -> None:
     """Once in a process: flax broadcasts dropout by default, so few ask for it, or know what it costs."""
     warnings.warn(
-        "attention with broadcast_dropout=True, flax's default, runs as flax's own function, in O(T·S) memory: "
+        "attention with broadcast_dropout=True, flax's default, runs as flax's own function, in O(T * S) memory: "
         "pass broadcast_dropout=False to the module to train with dropout in O(T + S)",
         stacklevel=4,  # the caller of attention_fn
     )

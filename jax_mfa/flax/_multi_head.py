@@ -78,7 +78,7 @@ def head_sizes(
         head_dim = features // num_heads
     elif head_dim < 1 or (qkv_features is not None and qkv_features != num_heads * head_dim):
         raise ValueError(
-            f"head_dim must be positive and qkv_features, where given too, num_heads · head_dim: "
+            f"head_dim must be positive and qkv_features, where given too, num_heads * head_dim: "
             f"got head_dim = {head_dim}, num_heads = {num_heads}, qkv_features = {qkv_features}"
         )
     return heads, head_dim
