@@ -34,8 +34,9 @@ def _dispatch(
     grid: tuple[int, int, int],
     bound: Bound,
     constants: Constants = (),
+    memory: int = 0,
 ) -> Dispatch:
-    kernel = Kernel("_".join([template[0], short]), template, constants, threads)
+    kernel = Kernel("_".join([template[0], short]), template, constants, threads, memory)
     arguments = (
         Argument(i, bytes=x) if isinstance(x, bytes) else Argument(i, buffer=x) for i, x in sorted(bound.items())
     )
@@ -59,7 +60,10 @@ def _tokens(new: Buffer, parts: Mapping[str, Buffer], storage: Storage | None) -
     constants = tuple((i, f"has_{name}", "bool", name in parts) for i, name in ((100, "scales"), (101, "zeros")))
     short = f"{new.name}_{new.dtype}_{size}"
     grid = (-(-tokens // SIMDGROUPS), heads, 1)
-    return _dispatch(("append_tokens", stored, size, SIMDGROUPS), short, SIMDGROUPS * 32, grid, bound, constants)
+    # scale and zero of each block of a token
+    memory = SIMDGROUPS * 8 * parts["scales"].shape[-1] if "scales" in parts else 0
+    template = ("append_tokens", stored, size, SIMDGROUPS)
+    return _dispatch(template, short, SIMDGROUPS * 32, grid, bound, constants, memory)
 
 
 @functools.lru_cache(maxsize=256)
