@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,14 +26,15 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 @jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no one answer to ==
+@dataclasses.dataclass(frozen=True, eq=False)  # with arrays, the answer would be one too
 class BlockMask:
     """A boolean mask in blocks of rows and columns.
 
-    Row t may see column s only where `blocks[..., t // rows, s // columns]` is true.
+    Row t may see column s only where `blocks[..., t // rows, s // columns]` is true. Masks of equal contents are equal
+    and hash alike, so that one may be a static argument of `jit`; a traced mask equals itself alone.
 
     Args:
-      blocks: bool array that broadcasts to `[..., N, ceil(T / rows), ceil(S / columns)]`.
+      blocks: bool array that broadcasts to `[..., N, ceil(T / rows), ceil(S / columns)]`; one of numpy is copied.
       block_size: `(rows, columns)` of one block, static positive integers.
 
     Raises:
@@ -44,6 +46,31 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", _pair(self.block_size))
+        if isinstance(self.blocks, np.ndarray) and self.blocks.flags.writeable:  # what is hashed must not change
+            object.__setattr__(self, "blocks", self.blocks.copy())
+            self.blocks.flags.writeable = False
+
+    @functools.cached_property
+    def _contents(self) -> Any:
+        """The blocks as a value that compares and hashes; arrays of numpy and of JAX alike."""
+        x: Any = self.blocks
+        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+            return id(x)
+        if not isinstance(x, (np.ndarray, jax.Array, list)):
+            return x
+        array = np.asarray(x)
+        return array.dtype.str, array.shape, array.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return self is other or (self.block_size, self._contents) == (other.block_size, other._contents)
+
+    def __hash__(self) -> int:
+        return hash((self.block_size, self._contents))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.blocks, self.block_size)  # no hash goes along: that of another process differs
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[int, int]]:
         return (self.blocks,), self.block_size
@@ -104,7 +131,7 @@ class BlockMask:
         rows, columns = _pair(block_size)
         queries, keys = checks.integer("queries", queries, 0), checks.integer("keys", keys, 0)
         i, j = np.arange(-(-queries // rows))[:, None], np.arange(-(-keys // columns))[None, :]
-        return cls(np.broadcast_to(np.asarray(function(i, j), bool), (i.size, j.size)), block_size)
+        return cls(np.broadcast_to(np.asarray(function(i, j), bool), (i.size, j.size)).copy(), block_size)
 
     @classmethod
     def _of_distances(

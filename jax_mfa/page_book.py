@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,7 +61,7 @@ class PageBook:
         self.pages = checks.integer("pages", pages, least=1)
         self.page_size = checks.integer("page_size", page_size, least=1)
         self._sequences: dict[int, _Sequence] = {}
-        self._numbers = itertools.count()
+        self._next = 0  # a sequence's number
         self._owners = [0] * self.pages
         self._empty = list(range(self.pages))[::-1]  # nobody's, and nothing worth keeping
         self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()  # nobody's, longest so first
@@ -220,7 +219,7 @@ class PageBook:
         return found
 
     def _add(self, sequence: _Sequence) -> int:
-        number = next(self._numbers)
+        number, self._next = self._next, self._next + 1
         self._sequences[number] = sequence
         return number
 

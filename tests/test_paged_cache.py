@@ -1,7 +1,10 @@
 """The paged cache and its book: against a plain model, page by page and token by token."""
 
+import copy
 import functools
+import pickle
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +225,19 @@ BOOK = PageBook(4, 8)
 OWN = BOOK.allocate()
 cache = functools.cache(lambda: PagedKVCache.create(**CREATE))
 ones = lambda *shape: np.ones(shape, np.float32)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copied", "pickled"])
+def test_a_copied_cache_goes_on_alone(way):
+    cache = PagedKVCache.create(4, PAGE, K, H, V, dtype="bfloat16", key_scheme="int8")
+    first = cache.book.allocate()
+    cache = cache.append([first], *arrays((3, K, H), (3, K, V), dtype="bfloat16"), [3], [[1, 2, 3]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what Python is about to leave out
+        other = way(cache)
+    assert other.book is not cache.book and other.book.allocate() == first + 1 and cache.book.sequences == (first,)
+    for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 BAD = [
     (lambda: PagedKVCache.create(**{**CREATE, "page_size": 12}), ValueError, "page_size must be one of (8, 16,"),
     (lambda: PagedKVCache.create(**{**CREATE, "pages": 0}), ValueError, "pages must be at least 1, got 0"),

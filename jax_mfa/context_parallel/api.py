@@ -310,6 +310,10 @@ class SequenceSharding:
     batch_axis: Any = None
     head_axis: Any = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.axis_name, list):
+            object.__setattr__(self, "axis_name", tuple(self.axis_name))  # hashable, for static arguments
+
     @classmethod
     def of(cls, x: Any) -> SequenceSharding:
         """`x`, or for the name of a mesh axis that."""
