@@ -134,7 +134,7 @@ def _ranges(rows: int, bounds: Array, key_bounds: Array, offset: Any, band: tupl
     inside, own = (own >= 0) & (own < bounds.size - 1), jnp.clip(own, 0, max(bounds.size - 2, 0))
     start = key_bounds[own]
     length = jnp.where(inside, key_bounds[own + 1] - start, 0)
-    position = t - bounds[own] + (offset[own] if offset.size > 1 else offset.sum())
+    position = t - bounds[own] + (offset[own] if offset.size > 1 else offset.sum(dtype=jnp.int32))
     left, right = band
     # distances are compared before they are added, which might overflow
     first = 0 if left is None else position - jnp.minimum(left, position)

@@ -234,7 +234,7 @@ def _pages(query: Any, key_pages: Any, value_pages: Any) -> tuple[Any, Any]:
 def _outside(tables: Any, lengths: Any, count: int, page: int) -> Any:
     """Which entries within the lengths are no pages of the pool."""
     numpy: Any = jnp if isinstance(tables, jax.Array) else np
-    used = numpy.arange(tables.shape[1]) * page < lengths[:, None]
+    used = numpy.arange(tables.shape[1], dtype=np.int32)[None] * page < lengths[:, None]
     return used & ((tables < 0) | (tables >= count))
 
 
@@ -266,7 +266,8 @@ def _read_tables(tables: Any, lengths: Any, count: int, page: int) -> Any:
     if tables.shape[1] == 0:
         return tables
     last = jnp.maximum(-(-lengths // page) - 1, 0)
-    tables = jnp.take_along_axis(tables, jnp.minimum(jnp.arange(tables.shape[1]), last[:, None]), axis=1)
+    entries = jnp.arange(tables.shape[1], dtype=jnp.int32)[None]
+    tables = jnp.take_along_axis(tables, jnp.minimum(entries, last[:, None]), axis=1)
     return jnp.clip(jnp.where(lengths[:, None] > 0, tables, 0), 0, count - 1)
 
 
@@ -299,7 +300,7 @@ class _Rows:
         self.size = min(1 << (max(-(-total // max(batch, 1)), 1) - 1).bit_length(), MOST_ROWS)
         lots = (total + batch * (self.size - 1)) // self.size
         rows = jnp.maximum(starts[1:] - starts[:-1], 0)
-        self.ends = jnp.cumsum(-(-rows // self.size))
+        self.ends = jnp.cumsum(-(-rows // self.size), dtype=jnp.int32)
         lot = jnp.arange(lots, dtype=jnp.int32)
         self.sequence = jnp.clip(jnp.searchsorted(self.ends, lot, side="right").astype(jnp.int32), 0, max(batch - 1, 0))
         self.first_lot = jnp.concatenate([jnp.zeros(1, self.ends.dtype), self.ends[:-1]])[:batch]
@@ -310,7 +311,7 @@ class _Rows:
 
     def together(self, x: Any) -> Array:
         """[T, ...] as [lots, size, ...]."""
-        at = self.first[:, None] + jnp.arange(self.size, dtype=jnp.int32)
+        at = self.first[:, None] + jnp.arange(self.size, dtype=jnp.int32)[None]
         return jnp.take(x, at, axis=0, mode="clip")
 
     def apart(self, x: Any, nothing: Any) -> Array:

@@ -149,7 +149,7 @@ def _mean_of_tokens(x: Array, per: int) -> Array:
     whole = jnp.concatenate([x, jnp.zeros((*x.shape[:-3], short, *x.shape[-2:]), x.dtype)], axis=-3)
     sums = whole.reshape(*x.shape[:-3], count, per, *x.shape[-2:]).sum(-3)
     sizes = np.full(count, per) - np.where(np.arange(count) == count - 1, short, 0)
-    return sums / sizes.astype(x.dtype).reshape(-1, 1, 1)
+    return sums / np.expand_dims(sizes.astype(x.dtype), [*range(x.ndim - 3), -2, -1])
 
 
 def _scales(scheme: Scheme, low: Any, high: Any, dtype: Any) -> tuple[Array, Array | None]:

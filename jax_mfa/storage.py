@@ -198,7 +198,8 @@ def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype: Any) -> Arr
     parts = {name: from_bits(x) for name, x in parts.items()}
     data = parts["data"]
     if scheme.kind == "int4":
-        pair = data[..., None] >> np.array([0, 4], np.uint8) & np.uint8(15)
+        shifts = np.expand_dims(np.array([0, 4], np.uint8), [*range(data.ndim)])
+        pair = data[..., None] >> shifts & np.uint8(15)
         data = pair.reshape(*data.shape[:-1], -1)[..., :size]
         if scheme.symmetric:
             data = ((data ^ np.uint8(8)).astype(np.int8) - np.int8(8)).astype(np.int8)

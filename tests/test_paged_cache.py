@@ -225,6 +225,8 @@ BOOK = PageBook(4, 8)
 OWN = BOOK.allocate()
 cache = functools.cache(lambda: PagedKVCache.create(**CREATE))
 ones = lambda *shape: np.ones(shape, np.float32)
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copied", "pickled"])
 def test_a_copied_cache_goes_on_alone(way):
     cache = PagedKVCache.create(4, PAGE, K, H, V, dtype="bfloat16", key_scheme="int8")

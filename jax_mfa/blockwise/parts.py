@@ -43,7 +43,7 @@ def in_parts(
         if x is None or x.shape[0] == 1:
             return x
         if x.shape[0] != batch or repeat != 1:
-            return x[row_index(start + jnp.arange(batch_rows), repeat, x.shape[0])]
+            return x[row_index(start + jnp.arange(batch_rows, dtype=jnp.int32), repeat, x.shape[0])]
         part = as_numbers(slice_axis(_as_words(x, start), start, batch_rows, 0), x.dtype)
         return barrier(part) if cut_first else part
 

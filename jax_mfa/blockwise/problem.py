@@ -218,7 +218,7 @@ class Problem:
             return x.reshape(-1, 1 if x.shape[0] == 1 else c.batch_rows)
 
         first = tile_start(np.arange(self.row_tiles, dtype=np.int32), c.rows, self.t)[None]
-        low_offset = high_offset = np.full((1, 1), spec.query_offset)
+        low_offset = high_offset = np.full((1, 1), spec.query_offset, np.int32)
         if o.query_offset is not None:
             offset = per_step("query_offset")
             low_offset, high_offset = offset.min(1, keepdims=True), offset.max(1, keepdims=True)

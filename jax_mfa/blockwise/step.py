@@ -151,7 +151,7 @@ class Step:
             return x
         if size == 1:
             return slice_axis(x, row_index(self.row0, repeat, rows), 1, 0)
-        return x[row_index(self.row0 + jnp.arange(size), repeat, rows)]
+        return x[row_index(self.row0 + jnp.arange(size, dtype=jnp.int32), repeat, rows)]
 
     def per_head(self, name: str, x: Any) -> Array:
         """`[rows, N]` as `[R|1, E, G, 1, 1]`."""
@@ -404,8 +404,8 @@ class Step:
             some.append(((start < column + self.p.tiles.columns) & (end > column) & (start < end)).any())
         if self.blocks is not None and self.p.spec.mask_block is not None:
             rows, columns = self.p.spec.mask_block
-            row = self.row_start + jnp.arange(self.p.tiles.rows)
-            column = self.column_start + jnp.arange(self.p.tiles.columns)
+            row = self.row_start + jnp.arange(self.p.tiles.rows, dtype=jnp.int32)
+            column = self.column_start + jnp.arange(self.p.tiles.columns, dtype=jnp.int32)
             row_blocks = jnp.zeros(self.blocks.shape[3], bool).at[row // rows].set(True)
             column_blocks = jnp.zeros(self.blocks.shape[4], bool).at[column // columns].set(True)
             touched = row_blocks[:, None] & column_blocks[None, :]
@@ -612,7 +612,7 @@ class Step:
         seed0, seed1, batch, head0, row0, column0 = (words[:, w].reshape(-1, 1, 1, 1, 1) for w in range(6))
         head = jnp.arange(p.n, dtype=jnp.uint32).reshape(1, p.k, p.g, 1, 1)
         head = head0 + slice_axis(head, self.head0, c.key_heads, 1)
-        row = self.row_start + jnp.arange(c.rows).reshape(1, 1, 1, -1, 1)
+        row = self.row_start + jnp.arange(c.rows, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
         row, column = row0 + row.astype(jnp.uint32), column0 + jnp.asarray(self.column_start, jnp.uint32)
         keep = keep_mask(p.spec.dropout_rate, (seed0, seed1), batch, head, row, column, c.columns)
         # a division, because XLA on CPU would compute a product, and the mask with it, once for each of its uses

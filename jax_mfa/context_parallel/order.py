@@ -95,4 +95,4 @@ def positions_of(order: str, devices: int, device: Any, length: int) -> Any:
     numpy = jnp if isinstance(device, jax.Array) else np
     index = numpy.stack([numpy.asarray(chunk_index(order, devices, device, c), np.int32) for c in range(runs)])
     size = length // runs
-    return (index[:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)
+    return (index[:, None] * size + np.arange(size, dtype=np.int32)[None]).reshape(-1)
