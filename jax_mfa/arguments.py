@@ -30,7 +30,9 @@ def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
     if isinstance(x, (list, tuple, numbers.Number)):
         numpy: Any = jnp if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)) else np
         try:
-            x = numpy.asarray(x)
+            # numpy takes a list of nothing for one of floating numbers
+            nothing = isinstance(x, (list, tuple)) and not x
+            x = np.zeros(0, np.int32) if nothing and "i" in kinds else numpy.asarray(x)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name} must be an array ({expected}), got a {type(x).__name__}: {error}") from error
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -38,7 +40,9 @@ def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
             f"{name} must be an array ({expected}), got a jax.ShapeDtypeStruct: only jax_mfa.explain takes shapes "
             "for arrays; elsewhere trace the call (jax.eval_shape, jax.jit(...).lower)"
         )
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+    if isinstance(x, QuantizedArray):
+        raise TypeError(f"{name} must be an array ({expected}), got a QuantizedArray: give x.dequantize()")
+    if not hasattr(x, "dtype") or not hasattr(x, "shape") or isinstance(x, type):
         raise TypeError(f"{name} must be an array ({expected}), got {type(x).__name__}")
     ok = {
         "f": jnp.issubdtype(x.dtype, jnp.floating),
@@ -65,7 +69,9 @@ def _as_columns(name: str, x: Any, expected: str) -> Any:
 
 def _with_columns(x: Any) -> Any:
     """`x`, with one column of zeros where a head has size 0: they add nothing to a product."""
-    return x if x.shape[-1] or isinstance(x, (QuantizedArray, PagedArray)) else jnp.zeros((*x.shape[:-1], 1), x.dtype)
+    if isinstance(x, PagedArray):
+        return x._replace(pages=_with_columns(x.pages))
+    return x if x.shape[-1] or isinstance(x, QuantizedArray) else jnp.zeros((*x.shape[:-1], 1), x.dtype)
 
 
 def _in_range(name: str, x: Any, low: int, high: int) -> None:
@@ -337,11 +343,11 @@ def specify(
     dropout_rate = checks.number("dropout_rate", dropout_rate, "a static number in [0, 1)")
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
-    dropout = None
+    dropout, seed = None, None if dropout_seed is None else _seed(dropout_seed)
     if dropout_rate > 0:
-        if dropout_seed is None:
+        if seed is None:
             raise ValueError(f"dropout_seed must be given with dropout_rate = {dropout_rate}, got None")
-        seed = jnp.broadcast_to(_seed(dropout_seed)[None], (batch, 2))
+        seed = jnp.broadcast_to(seed[None], (batch, 2))
         index = jnp.arange(batch, dtype=jnp.uint32)[:, None]
         dropout = jnp.concatenate([seed, index, jnp.zeros((batch, 3), jnp.uint32)], axis=1)
 

@@ -235,13 +235,13 @@ BAD = [
     (lambda: PagedKVCache.create(**CREATE, book=PageBook(5, 8)), ValueError, "book must be a PageBook of 4 pages of 8"),
     (lambda: cache().append([0], ones(2, K, H), ones(3, K, H), [2]), ValueError, "value must have shape [2, 2, 6]"),
     (lambda: cache().append([0], ones(2, K, H) * 1j, ones(2, K, H), [2]), TypeError, "key must be floating"),
-    (lambda: BOOK.free(7), ValueError, "sequence must be one that was allocated and not freed, got 7"),
+    (lambda: BOOK.free(7), ValueError, "sequence must be allocated and not freed, got 7"),
     (lambda: BOOK.truncate(OWN, 1), ValueError, "length must be at most the 0 tokens of sequence 0, got 1"),
     (lambda: BOOK.reserve([OWN, OWN], [1, 1]), ValueError, "sequences must be named once each, got [0, 0]"),
     (lambda: BOOK.reserve([OWN], []), ValueError, "counts must have one number for each of 1 sequences, got 0"),
     (lambda: BOOK.reserve([OWN], [-1]), ValueError, "counts must be at least 0, got -1"),
-    (lambda: BOOK.reserve([OWN], [2], [[1]]), ValueError, "tokens must hold [2] integers, got [1]"),
-    (lambda: BOOK.allocate([0.5]), TypeError, "tokens must be integers in a row, got float64[1]"),
+    (lambda: BOOK.reserve([OWN], [2], [[1]]), ValueError, "tokens must hold as many integers as counts, [2], got [1]"),
+    (lambda: BOOK.allocate([0.5]), TypeError, "tokens must be an integer, got 0.5"),
     (lambda: PageBook(0, 8), ValueError, "pages must be at least 1, got 0"),
 ]
 

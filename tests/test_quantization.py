@@ -22,7 +22,7 @@ named = lambda x: f"{x.kind}-{'symmetric' if x.symmetric else 'asymmetric'}"
 def stored_numbers(x: QuantizedArray):
     """What a quantised array stands for, in float64 and numpy, from what it stores."""
     wide = lambda a: np.asarray(a).astype(np.float64)
-    s, h, scheme = x.shape[-3], x.size, x.scheme
+    s, h, scheme = x.shape[-3], x.head_size, x.scheme
     data = np.asarray(x.data)
     if scheme.kind == "int4":
         nibbles = np.empty((*data.shape[:-1], 2 * data.shape[-1]), np.int64)
