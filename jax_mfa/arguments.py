@@ -26,7 +26,8 @@ def _shape(x: Any) -> str:
 
 
 def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
-    """`x` as an array, of numpy or JAX, whose dtype kind is one of `kinds` ('f' floating, 'i' integer, 'b' bool)."""
+    """`x` as an array, of numpy or JAX, whose dtype kind is one of `kinds` ('f' floating, 'i' integer, 'b' bool, 'c'
+    complex)."""
     if isinstance(x, (list, tuple, numbers.Number)):
         numpy: Any = jnp if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)) else np
         try:
@@ -48,6 +49,7 @@ def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
         "f": jnp.issubdtype(x.dtype, jnp.floating),
         "i": jnp.issubdtype(x.dtype, jnp.integer),
         "b": x.dtype == np.bool_,
+        "c": jnp.issubdtype(x.dtype, jnp.complexfloating),
     }
     if not any(ok[kind] for kind in kinds):
         raise TypeError(f"{name} must be {expected}, got {_shape(x)}")
@@ -62,7 +64,7 @@ def as_array(name: str, x: Any, kinds: str, expected: str) -> Array:
     return jnp.asarray(x)
 
 
-def _as_columns(name: str, x: Any, expected: str) -> Any:
+def as_columns(name: str, x: Any, expected: str) -> Any:
     """A key or value as an array, unless it is quantised or in pages."""
     return x if isinstance(x, (QuantizedArray, PagedArray)) else as_array(name, x, "f", expected)
 
@@ -227,8 +229,8 @@ def specify(
     """
     query = query.dequantize() if isinstance(query, QuantizedArray) else query
     query = as_array("query", query, "f", "floating [..., T, N, H]")
-    key = _as_columns("key", key, "floating [..., S, K, H]")
-    value = _as_columns("value", value, "floating [..., S, K, V]")
+    key = as_columns("key", key, "floating [..., S, K, H]")
+    value = as_columns("value", value, "floating [..., S, K, V]")
     if query.ndim < 3:
         raise ValueError(f"query must have shape [..., T, N, H], got {list(query.shape)}")
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -238,11 +238,12 @@ def _newest(cache: Array, start: Array, count: int) -> Array:
 def _floating(name: str, x: Any, shape: str) -> Array:
     if isinstance(x, QuantizedArray):
         raise TypeError(
-            f"{name} must be a floating array {shape}, got a QuantizedArray: what is written in few bits is a PagedKVCache"
+            f"{name} must be floating {shape}, got a QuantizedArray: tokens are quantised as they come by a PagedKVCache, "
+            "and not in a plain cache or a ring"
         )
-    x = as_array(name, x, "f", f"a floating array {shape}")
+    x = as_array(name, x, "f", f"floating {shape}")
     if x.ndim < 3:
-        raise ValueError(f"{name} must be a floating array {shape}, got {x.dtype.name}{list(x.shape)}")
+        raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
     return x
 
 

@@ -69,14 +69,15 @@ def integers(name: str, x: Any, least: int | None = None) -> list[int]:
     return [integer(name, i, least) for i in sequence(name, x, "integers")]
 
 
-def floating_dtype(name: str, x: Any) -> np.dtype[Any]:
-    """`x` as a dtype of floating point. Raises `TypeError` for anything else."""
+def floating_dtype(name: str, x: Any, among: tuple[str, ...] = ()) -> np.dtype[Any]:
+    """`x` as a dtype of floating point, one `among` these names if there are any. Raises `TypeError` for others."""
     try:
         found = jnp.dtype(x) if isinstance(x, (str, type, np.dtype)) else None
     except TypeError:
         found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"{name} must be a floating dtype, got {seen(x)}")
+    if found is None or not jnp.issubdtype(found, jnp.floating) or (among and found.name not in among):
+        expected = f"one of {', '.join(among)}" if among else "a floating dtype"
+        raise TypeError(f"{name} must be {expected}, got {seen(x)}")
     return found
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key_pages", "value_pages"], meta_fields=["book"])
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PagedKVCache:
     """Keys and values of many sequences in pages of one pool: a pytree of the pages, to be read by
     `jax_mfa.paged_attention`, with the book of who owns them.
@@ -88,9 +88,7 @@ class PagedKVCache:
         own = PageBook(pages, page_size)
         sizes = {"heads": heads, "head_size": head_size, "value_size": head_size if value_size is None else value_size}
         heads, head_size, value_size = (checks.integer(name, x, 1, MOST_SLOTS) for name, x in sizes.items())
-        dtype = checks.floating_dtype("dtype", dtype)
-        if dtype.name not in DTYPES:
-            raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype.name}")
+        dtype = checks.floating_dtype("dtype", dtype, DTYPES)
         if book is None:
             book = own
         elif not isinstance(book, PageBook) or (book.pages, book.page_size) != (own.pages, own.page_size):
@@ -129,7 +127,7 @@ class PagedKVCache:
           ValueError, TypeError: naming the argument, or where this cache was donated already; nothing has then changed.
         """
         sequences, counts = checks.integers("sequences", sequences), checks.integers("counts", counts, least=0)
-        key, value = self._checked(key, value, sum(counts))
+        key, value = self._checked(key, value, sum(counts), "counts")
         pages = self.key_pages, self.value_pages
         if any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in jax.tree.leaves(pages)):
             raise ValueError("this cache was donated, to an earlier append perhaps: use what that returned")
@@ -150,16 +148,17 @@ class PagedKVCache:
           ValueError, TypeError: naming the argument; also for slots and pages that are known to be beyond the pool.
         """
         where = self._places(where)
-        key, value = self._checked(key, value, where.slots.shape[0])
+        key, value = self._checked(key, value, where.slots.shape[0], "where.slots")
         pages = _write((self.key_pages, self.value_pages), key, value, where)
         return dataclasses.replace(self, key_pages=pages[0], value_pages=pages[1])
 
-    def _checked(self, key: Any, value: Any, tokens: int) -> list[Any]:
+    def _checked(self, key: Any, value: Any, tokens: int, of: str) -> list[Any]:
         new = []
         for name, x, pages in (("key", key, self.key_pages), ("value", value, self.value_pages)):
             x = as_array(name, x, "f", "floating [T, K, H]")
             if x.shape != (tokens, *pages.shape[2:]):
-                raise ValueError(f"{name} must have shape {[tokens, *pages.shape[2:]]}, got {list(x.shape)}")
+                wanted = [tokens, *pages.shape[2:]]
+                raise ValueError(f"{name} must have shape {wanted}, for {tokens} tokens of {of}, got {list(x.shape)}")
             if x.dtype != dtype_of(pages):
                 raise TypeError(f"{name} must have the cache's dtype, {dtype_of(pages).name}, got {x.dtype.name}")
             new.append(x)

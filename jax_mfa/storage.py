@@ -64,8 +64,8 @@ class Scheme:
     center: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {self.kind!r}")
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, got {checks.seen(self.kind)}")
         checks.boolean("symmetric", self.symmetric)
         for name in ("tokens", "channels", "center"):
             if getattr(self, name) is not None:
@@ -104,7 +104,7 @@ PARTS = ("data", "scales", "zeros", "means")
     data_fields=[*PARTS, "original"],
     meta_fields=["scheme", "head_size", "dtype"],
 )
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # arrays have no one answer to ==
 class QuantizedArray:
     """An array `[..., S, K, H]` stored by a scheme: a pytree that `quantize` makes, with the shape and dtype of the
     array that it stands for.

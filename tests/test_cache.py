@@ -107,7 +107,7 @@ def test_more_tokens_than_a_plain_cache_holds():
     new = key[:, 7:9], value[:, 7:9]
     with pytest.raises(ValueError, match=r"^key_cache holds 6 tokens; by lengths 6 are .* cannot take 2 more of key$"):
         cache.append(*caches, lengths, *new)
-    with pytest.raises(ValueError, match=r"^key_cache holds 6 tokens; by lengths 0 are .* cannot take 7 more of key$"):
+    with pytest.raises(ValueError, match=r"^key_cache holds 6 tokens; by lengths 0 are .* cannot take 7 more of key\b"):
         jax.jit(cache.append)(*caches, lengths, key[:, :7], value[:, :7])
     cache.append(*caches, lengths, *new, [0, 2, 1])
     # traced, they are dropped, but counted, so that whoever looks knows
@@ -188,9 +188,9 @@ def test_nothing_to_append(batch, length, columns):
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"key": None}, TypeError, "key must be a floating array [..., T, K, H], got NoneType"),
-        ({"key_cache": np.ones((B, 5, K, H), np.int32)}, TypeError, "key_cache must be a floating array"),
-        ({"value_cache": np.ones((K, V), np.float32)}, ValueError, "value_cache must be a floating array"),
+        ({"key": None}, TypeError, "key must be an array (floating [..., T, K, H]), got NoneType"),
+        ({"key_cache": np.ones((B, 5, K, H), np.int32)}, TypeError, "key_cache must be floating [..., S, K, H], got int32"),
+        ({"value_cache": np.ones((K, V), np.float32)}, ValueError, "value_cache must have shape [..., S, K, V], got [2, 6]"),
         (
             {"value_cache": np.ones((B, 6, K, V), np.float32)},
             ValueError,
@@ -217,7 +217,7 @@ def test_nothing_to_append(batch, length, columns):
             ValueError,
             "a ring cache for local_window_size = 3 must have 4 columns, got key_cache of shape [3, 5, 2, 8]",
         ),
-        ({"ring": True, "local_window_size": 2.0}, TypeError, "local_window_size must be an integer, got 2.0"),
+        ({"ring": True, "local_window_size": 2.0}, TypeError, "local_window_size must be an int or a pair (left, right), got 2.0"),
         (
             {"ring": True, "local_window_size": 4, "mask": np.ones((1, 5), bool)},
             ValueError,
