@@ -163,9 +163,9 @@ def as_window(x: Any) -> tuple[int | None, int | None]:
     if checks.is_integer(x):
         x = (x, x)
     if not isinstance(x, (tuple, list)) or len(x) != 2:
-        raise TypeError(f"local_window_size must be an int or a pair (left, right), got {x!r}")
+        raise TypeError(f"local_window_size must be an int or a pair (left, right), got {checks.seen(x)}")
     if not all(side is None or checks.is_integer(side) for side in x):
-        raise TypeError(f"local_window_size must hold static integers or None, got {x!r}")
+        raise TypeError(f"local_window_size must hold static integers or None, got {checks.seen(x)}")
     if any(side is not None and side < 0 for side in x):
         raise ValueError(f"local_window_size must not be negative, got {x!r}")
     # a side that no distance can exceed is no limit
@@ -177,7 +177,7 @@ def _seed(x: Any) -> Array:
     """A dropout seed as uint32[2]: low and high word of an integer, integers of shape [2], or a `jax.random` key."""
     if checks.is_integer(x):
         x = np.asarray(int(x) & (2**64 - 1), np.uint64)
-    if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         if x.shape != ():
             raise ValueError(f"dropout_seed must be a single key, got keys of shape {list(x.shape)}")
         words = jax.random.key_data(x).astype(jnp.uint32)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _pair(size: Any) -> tuple[int, int]:
     if not isinstance(size, (tuple, list)) or len(size) != 2 or not all(checks.is_integer(x) and x >= 1 for x in size):
-        raise ValueError(f"block_size must be a pair of positive integers (rows, columns), got {size!r}")
+        raise ValueError(f"block_size must be a pair of positive integers (rows, columns), got {checks.seen(size)}")
     return int(size[0]), int(size[1])
 
 
@@ -184,7 +184,7 @@ class BlockMask:
         rows, columns = _pair(block_size)
         given = np.asarray(lengths, object)  # also what numpy would round, or could not stack
         if given.ndim != 1 or not given.size:
-            raise ValueError(f"lengths must be a sequence of at least one integer, got {lengths!r}")
+            raise ValueError(f"lengths must be a sequence of at least one integer, got {checks.seen(lengths)}")
         ends = np.cumsum([checks.integer(f"lengths[{i}]", x, 0) for i, x in enumerate(given)], dtype=np.int64)
         total = int(ends[-1])
         document = np.searchsorted(ends, np.arange(total), side="right")

@@ -238,8 +238,8 @@ def _newest(cache: Array, start: Array, count: int) -> Array:
 def _floating(name: str, x: Any, shape: str) -> Array:
     if isinstance(x, QuantizedArray):
         raise TypeError(
-            f"{name} must be floating {shape}, got a QuantizedArray: tokens are quantised as they come by a PagedKVCache, "
-            "and not in a plain cache or a ring"
+            f"{name} must be floating {shape}, got a QuantizedArray: tokens are quantised as they come by a "
+            "PagedKVCache, and not in a plain cache or a ring"
         )
     x = as_array(name, x, "f", f"floating {shape}")
     if x.ndim < 3:

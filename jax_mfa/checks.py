@@ -14,7 +14,7 @@ import numpy as np
 
 def seen(x: Any) -> str:
     """`x` in the words of an error, however large it is."""
-    if not isinstance(x, type) and hasattr(x, "dtype") and getattr(x, "shape", ()):
+    if not isinstance(x, type) and hasattr(x, "dtype") and hasattr(x, "shape") and len(x.shape):
         return f"{type(x).__name__} {x.dtype}{list(x.shape)}"
     text = repr(x)
     return text if len(text) <= 80 else f"{text[:60]}... ({type(x).__name__})"

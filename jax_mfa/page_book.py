@@ -170,7 +170,9 @@ class PageBook:
         if tokens is not None:
             known = [_tokens("tokens", x) for x in checks.sequence("tokens", tokens, "integers of each sequence")]
             if [len(x) for x in known] != coming:
-                raise ValueError(f"tokens must hold as many integers as counts, {coming}, got {[len(x) for x in known]}")
+                raise ValueError(
+                    f"tokens must hold as many integers as counts, {coming}, got {[len(x) for x in known]}"
+                )
 
         shared = self._shared_ends(own, coming)
         missing = [-(-(x.length + n) // self.page_size) - len(x.pages) for x, n in zip(own, coming)]

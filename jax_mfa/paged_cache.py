@@ -164,13 +164,12 @@ class PagedKVCache:
             new.append(x)
         return new
 
-
     def _places(self, where: Any) -> Write:
         """Where tokens go: −1, within the pool, or at its end, which nothing is written to."""
         if not isinstance(where, Write):
             raise TypeError(f"where must be a Write, as PageBook.reserve gives it, got {checks.seen(where)}")
         count, page = self.key_pages.shape[:2]
-        found = {}
+        found: dict[str, Any] = {}
         for name, x in where._asdict().items():
             letter, most = ("T", count * page) if name == "slots" else ("C", count)
             x = known_integers(f"where.{name}", x, -(2**31), most - 1, f"integers [{letter}]")
@@ -232,6 +231,6 @@ def _written(pages: Any, new: Array, where: Write) -> Any:
     # there is no page `count`: what goes there is dropped
     place = lambda x: jnp.where(x < 0, count, x)
     if sources.size:
-        targets = jnp.where((sources < 0) | (sources >= count), count, place(targets))
-        pages = pages.at[targets].set(pages[sources], mode="drop")
+        copied = jnp.where((sources < 0) | (sources >= count), count, place(targets))
+        pages = pages.at[copied].set(pages[sources], mode="drop")
     return pages.at[place(slots // page), slots % page].set(as_bits(new), mode="drop")

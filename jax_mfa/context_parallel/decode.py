@@ -174,6 +174,10 @@ def _of_own_columns(
         key_value_seq_lengths=jnp.clip(filled - first, 0, columns),
         **keywords,
     )
+    shape = np.shape(query)[:-1]
+    if 0 in (*shape, columns):  # nobody looks, or there is nothing to see
+        out = jnp.zeros((*shape, np.shape(value)[-1]), operands.query.dtype)
+        return out, jnp.full(shape, -jnp.inf, accumulation_dtype(out.dtype))
     if operands.dropout is not None:
         # rows count from 0 on, as on one device
         operands = operands._replace(dropout=counted_from(operands.dropout, column=first))
@@ -187,7 +191,6 @@ def _of_own_columns(
     found = lax.psum(lax.dynamic_update_slice_in_dim(places, own, lax.axis_index(axis), 0), axis)
     parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in found]
     out, row_max, row_sum = partial.finished(spec, operands, functools.reduce(partial.merged, parts))
-    shape = np.shape(query)[:-1]
     return out[..., : np.shape(value)[-1]].reshape(*shape, -1), (row_max + jnp.log(row_sum)).reshape(shape)
 
 
@@ -226,7 +229,9 @@ def sharded_append(
     """
     arrays = cache._arrays(key_cache, value_cache, key, value)
     columns, devices = arrays[0].shape[-3], _devices(mesh, axis_name)
-    grown = lambda x: x if mesh is not None else jax.ShapeDtypeStruct((*x.shape[:-3], devices * columns, *x.shape[-2:]), x.dtype)
+    grown = lambda x: (
+        x if mesh is not None else jax.ShapeDtypeStruct((*x.shape[:-3], devices * columns, *x.shape[-2:]), x.dtype)
+    )
     start, count = cache._counts(grown(arrays[0]), grown(arrays[1]), arrays[2], arrays[3], lengths, None, False)
 
     def run(key_cache: Array, value_cache: Array, key: Any, value: Any, start: Any, count: Any) -> tuple[Any, ...]:

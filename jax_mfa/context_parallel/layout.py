@@ -44,7 +44,9 @@ class Layout:
         if self.order != "contiguous" and self.ring is None:
             raise ValueError(f"order must be 'contiguous' without a ring, got {self.order!r}: work is balanced anyway")
         arguments = {"batch_axis": self.batch_axis, "head_axis": self.head_axis}
-        flat = [name for axis in (self.ring, self.heads) if axis is not None for name in meshes.names_of(axis, "axis_name")]
+        flat = [
+            name for axis in (self.ring, self.heads) if axis is not None for name in meshes.names_of(axis, "axis_name")
+        ]
         if not flat:
             meshes.names_of(None, "axis_name")
         flat += [y for name, x in arguments.items() if x is not None for y in meshes.names_of(x, name)]
