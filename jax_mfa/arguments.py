@@ -42,7 +42,7 @@ def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
             "for arrays; elsewhere trace the call (jax.eval_shape, jax.jit(...).lower)"
         )
     if isinstance(x, QuantizedArray):
-        raise TypeError(f"{name} must be an array ({expected}), got a QuantizedArray: give x.dequantize()")
+        raise TypeError(f"{name} must be an array ({expected}), got a QuantizedArray: see its dequantize()")
     if not hasattr(x, "dtype") or not hasattr(x, "shape") or isinstance(x, type):
         raise TypeError(f"{name} must be an array ({expected}), got {type(x).__name__}")
     ok = {

@@ -283,7 +283,7 @@ def _counts(
     if not ring and written.size and (written + coming).max() > columns:
         row = np.argmax(written + coming)
         raise ValueError(
-            f"key_cache holds {columns} tokens; by lengths {written.flat[row]} are known to be written, "
+            f"key_cache holds {columns} tokens; {written.flat[row]} known to be written, by lengths, "
             f"it cannot take {coming.flat[row]} more of key"
         )
     return start, count

@@ -155,6 +155,7 @@ def paged_attention(
         outside = _outside(tables, lengths, count, page)
         jax.debug.callback(_report, outside.sum(), tables, outside, count)
     tables = _read_tables(tables, lengths, count, page)
+    lengths = lengths if tables.size else jnp.zeros_like(lengths)  # there is nothing to read
 
     names = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     per_head = {name: as_array(name, x, "f", "floating [N]") for name, x in names.items() if x is not None}

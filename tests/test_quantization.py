@@ -276,7 +276,7 @@ BAD = [
     (
         lambda: quantize(quantize(X)),
         TypeError,
-        "x must be an array (floating [..., S, K, H]), got a QuantizedArray: give",
+        "x must be an array (floating [..., S, K, H]), got a QuantizedArray: see",
     ),
     (lambda: quantize(X).dequantize("foo"), TypeError, "dtype must be a floating dtype, got 'foo'"),
     (lambda: quantize(X).dequantize(np.int8), TypeError, "dtype must be a floating dtype, got <class 'numpy.int8'>"),

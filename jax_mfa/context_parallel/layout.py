@@ -43,13 +43,11 @@ class Layout:
         orders.check(self.order)
         if self.order != "contiguous" and self.ring is None:
             raise ValueError(f"order must be 'contiguous' without a ring, got {self.order!r}: work is balanced anyway")
-        arguments = {"batch_axis": self.batch_axis, "head_axis": self.head_axis}
-        flat = [
-            name for axis in (self.ring, self.heads) if axis is not None for name in meshes.names_of(axis, "axis_name")
-        ]
-        if not flat:
+        if self.ring is None and self.heads is None:
             meshes.names_of(None, "axis_name")
-        flat += [y for name, x in arguments.items() if x is not None for y in meshes.names_of(x, name)]
+        axes = [(self.ring, "axis_name"), (self.heads, "axis_name")]
+        axes += [(self.batch_axis, "batch_axis"), (self.head_axis, "head_axis")]
+        flat = [name for axis, argument in axes if axis is not None for name in meshes.names_of(axis, argument)]
         if len(flat) != len(set(flat)):
             raise ValueError(f"axis_name, batch_axis and head_axis must be different mesh axes, got {flat}")
 

@@ -40,7 +40,7 @@ def promotable(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Arr
       TypeError: naming the argument.
     """
     try:
-        dtype is None or jnp.dtype(dtype)
+        jnp.dtype(jnp.float32 if dtype is None else dtype)
     except TypeError:
         raise TypeError(f"dtype must be a dtype or None, got {checks.seen(dtype)}") from None
     letters = {"query": "[..., T, N, H]", "key": "[..., S, K, H]", "value": "[..., S, K, V]"}
