@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
+from jax_mfa.specification import MAX_POSITION
 
 if TYPE_CHECKING:
     from jax_mfa.annotations import Bool
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def _pair(size: Any) -> tuple[int, int]:
     if not isinstance(size, (tuple, list)) or len(size) != 2 or not all(checks.is_integer(x) and x >= 1 for x in size):
-        raise ValueError(f"block_size must be a pair of positive integers (rows, columns), got {size!r}")
+        raise ValueError(f"block_size must be a pair of positive integers (rows, columns), got {checks.seen(size)}")
     return int(size[0]), int(size[1])
 
 
@@ -106,7 +107,10 @@ class BlockMask:
           ValueError: for a bad block size, here and below.
         """
         numpy: Any = jnp if isinstance(mask, jax.Array) else np
-        whole = numpy.asarray(mask)
+        try:
+            whole = numpy.asarray(mask)
+        except ValueError as error:
+            raise TypeError(f"mask must be bool [..., T, S], got {checks.seen(mask)}: {error}") from None
         if whole.ndim < 2 or whole.dtype != np.bool_:
             raise TypeError(f"mask must be bool [..., T, S], got {whole.dtype.name}{list(whole.shape)}")
         rows, columns = _pair(block_size)
@@ -126,10 +130,13 @@ class BlockMask:
         """From `function(i, j) -> bool` of integer arrays of block indices, row `[·, 1]` and column `[1, ·]`.
 
         Raises:
-          TypeError, ValueError: for a size that is no integer, or negative.
+          TypeError, ValueError: for what is no function, or a size that is no integer, negative or 2³⁰ and more.
         """
         rows, columns = _pair(block_size)
-        queries, keys = checks.integer("queries", queries, 0), checks.integer("keys", keys, 0)
+        if not callable(function):
+            raise TypeError(f"function must be a function of block indices i and j, got {checks.seen(function)}")
+        queries = checks.integer("queries", queries, 0, MAX_POSITION)
+        keys = checks.integer("keys", keys, 0, MAX_POSITION)
         i, j = np.arange(-(-queries // rows))[:, None], np.arange(-(-keys // columns))[None, :]
         return cls(np.broadcast_to(np.asarray(function(i, j), bool), (i.size, j.size)).copy(), block_size)
 
@@ -177,7 +184,7 @@ class BlockMask:
         Raises:
           TypeError, ValueError: for a size that is no integer, or negative, or a stride below 1.
         """
-        stride = checks.integer("stride", stride, 1)
+        stride = min(checks.integer("stride", stride, 1), MAX_POSITION)
         every = cls.from_function(lambda _, j: j % stride == stride - 1, queries, keys, block_size)
         diagonal = cls._of_distances(0, 0, queries, keys, block_size)
         return diagonal | (every & cls.causal(queries, keys, block_size))
@@ -204,7 +211,7 @@ class BlockMask:
         rows, columns = _pair(block_size)
         given = np.asarray(lengths, object)  # also what numpy would round, or could not stack
         if given.ndim != 1 or not given.size:
-            raise ValueError(f"lengths must be a sequence of at least one integer, got {lengths!r}")
+            raise ValueError(f"lengths must be a sequence of at least one integer, got {checks.seen(lengths)}")
         ends = np.cumsum([checks.integer(f"lengths[{i}]", x, 0) for i, x in enumerate(given)], dtype=np.int64)
         total = int(ends[-1])
         document = np.searchsorted(ends, np.arange(total), side="right")

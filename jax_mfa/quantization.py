@@ -56,7 +56,8 @@ def quantize(
     parts = _stored(given, scheme)
     named = {name: checkpoint_name(parts[name], CHECKPOINT_NAME) if name in parts else None for name in PARTS}
     original = given if straight_through else None
-    return QuantizedArray(**named, original=original, scheme=scheme, size=given.shape[-1], dtype=np.dtype(given.dtype))
+    dtype = np.dtype(given.dtype)
+    return QuantizedArray(**named, original=original, scheme=scheme, head_size=given.shape[-1], dtype=dtype)
 
 
 def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
@@ -69,7 +70,7 @@ def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
     Raises:
       ValueError, TypeError: naming what does not fit; also for a scheme whose blocks hold all tokens.
     """
-    arrays = list(arrays)
+    arrays = checks.sequence("arrays", arrays, "QuantizedArrays")
     if not arrays or not all(isinstance(x, QuantizedArray) for x in arrays):
         raise TypeError(f"arrays must be one or more QuantizedArrays, got {[type(x).__name__ for x in arrays]}")
     first = arrays[0]
@@ -136,7 +137,7 @@ def _over_blocks(x: Array, scheme: Scheme, reduce: Any) -> Array:
     if scheme.whole:
         return reduce(x, axis=(-3, -2, -1), keepdims=True) if s * k else x[..., :1, :1, :1]
     x = _padded(_padded(x, tokens, -3), channels, -1)
-    x = x.reshape(*x.shape[:-3], -1 if s else 0, tokens, k, x.shape[-1] // channels, channels)
+    x = x.reshape(*x.shape[:-3], x.shape[-3] // tokens, tokens, k, x.shape[-1] // channels, channels)
     return reduce(x, axis=(-4, -1))
 
 

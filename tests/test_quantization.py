@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 import re
 
 import jax
@@ -22,7 +23,7 @@ named = lambda x: f"{x.kind}-{'symmetric' if x.symmetric else 'asymmetric'}"
 def stored_numbers(x: QuantizedArray):
     """What a quantised array stands for, in float64 and numpy, from what it stores."""
     wide = lambda a: np.asarray(a).astype(np.float64)
-    s, h, scheme = x.shape[-3], x.size, x.scheme
+    s, h, scheme = x.shape[-3], x.head_size, x.scheme
     data = np.asarray(x.data)
     if scheme.kind == "int4":
         nibbles = np.empty((*data.shape[:-1], 2 * data.shape[-1]), np.int64)
@@ -228,6 +229,24 @@ def test_a_quantised_array_goes_through_jit_vmap_and_trees():
     assert quantize(x[:, :0]).dequantize().shape == (3, 0, 2, 6)
 
 
+def test_it_has_an_arrays_attributes_and_a_short_name_traced_or_not():
+    x = arrays((3, 5, 2, 6))[0]
+    whole = quantize(x, "int4")
+    assert (whole.shape, whole.ndim, whole.size, whole.head_size) == (x.shape, x.ndim, x.size, 6)
+    assert repr(whole) == f"QuantizedArray(float32[3, 5, 2, 6], {Scheme('int4')})" and repr(whole).isascii()
+    names = []
+    jax.jit(lambda x: names.append(repr(x)))(whole)
+    jax.vmap(lambda x: names.append(repr(x)))(whole)
+    assert names == [repr(whole), repr(whole).replace("[3, ", "[")]
+    assert "QuantizedArray(" in str(jax.tree.map(lambda _: None, whole))  # in trees of anything
+    again = pickle.loads(pickle.dumps(whole))
+    assert again.head_size == 6 and jax.tree.structure(again) == jax.tree.structure(whole)
+    np.testing.assert_array_equal(again.dequantize(), whole.dequantize())
+    assert whole.dequantize("float16").dtype == np.float16
+    cache = jax_mfa.PagedKVCache.create(3, 8, 2, 6, key_scheme="int8")
+    assert repr(cache).isascii() and len(repr(cache)) < 200
+
+
 def test_gradients_go_straight_through_or_nowhere():
     x, ct = arrays((1, 5, 2, 6), (1, 5, 2, 6))
     gradient = lambda through: jax.grad(
@@ -254,6 +273,23 @@ BAD = [
         TypeError,
         "straight_through must be a Python bool (it is static)",
     ),
+    (
+        lambda: quantize(quantize(X)),
+        TypeError,
+        "x must be an array (floating [..., S, K, H]), got a QuantizedArray: see",
+    ),
+    (lambda: quantize(X).dequantize("foo"), TypeError, "dtype must be a floating dtype, got 'foo'"),
+    (lambda: quantize(X).dequantize(np.int8), TypeError, "dtype must be a floating dtype, got <class 'numpy.int8'>"),
+    (lambda: quantize(X).dequantize(X), TypeError, "dtype must be a floating dtype, got ndarray float32[1, 4, 2, 6]"),
+    (lambda: quantize(X).tokens(1.0, 3), TypeError, "start must be an integer, got 1.0"),
+    (lambda: Scheme(X), ValueError, "kind must be one of ('int8', 'int4', 'fp8'), got ndarray float32[1, 4, 2, 6]"),
+    (lambda: Scheme("int8", tokens=2**31), ValueError, "tokens must be at most 2147483647, got 2147483648"),
+    (
+        lambda: together(quantize(X)),
+        TypeError,
+        "arrays must be a sequence of QuantizedArrays, got QuantizedArray float32",
+    ),
+    (lambda: together(None), TypeError, "arrays must be a sequence of QuantizedArrays, got None"),
     (lambda: Scheme("nf4"), ValueError, "kind must be one of ('int8', 'int4', 'fp8'), got 'nf4'"),
     (lambda: Scheme("int8", 0), TypeError, "symmetric must be a Python bool (it is static), got 0"),
     (lambda: Scheme("int8", tokens=0), ValueError, "tokens must be at least 1, got 0"),

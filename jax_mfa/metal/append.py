@@ -96,7 +96,7 @@ def write(pages: Any, key: Any, value: Any, where: Any) -> tuple[Any, Any] | Non
     those. None, with a warning, where the kernels cannot be had."""
     pools = {f"{name}_{part}": x for name, whole in zip(("key", "value"), pages) for part, x in parts_of(whole).items()}
     arrays = {"key": key, "value": value, **dict(zip(WHERE, where)), **pools}
-    storages = [Storage(x.scheme, x.size) if isinstance(x, QuantizedArray) else None for x in pages]
+    storages = [Storage(x.scheme, x.head_size) if isinstance(x, QuantizedArray) else None for x in pages]
     made = plan(tuple((name, Shape.of(x)) for name, x in arrays.items()), (storages[0], storages[1]))
     failure = runtime.failure(made)
     if failure:
