@@ -151,7 +151,8 @@ class QuantizedArray:
         """
         wide = np.promote_types(self.dtype, np.float32)
         parts = {name: spread(x, self.scheme.tokens_of(name), self.shape[-3], -3) for name, x in self.parts().items()}
-        x = decoded(self.scheme, self.size, parts, wide).astype(self.dtype if dtype is None else dtype)
+        x = within(decoded(self.scheme, self.size, parts, wide), self.dtype)
+        x = x.astype(self.dtype if dtype is None else dtype)
         return x if self.original is None else straight_through(x, self.original.astype(x.dtype))
 
     def tokens(self, start: int, stop: int) -> QuantizedArray:
@@ -205,10 +206,29 @@ def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype: Any) -> Arr
     elif scheme.kind == "fp8":
         data = lax.bitcast_convert_type(data, jnp.float8_e4m3fn)
     per_channel = lambda x: spread(x.astype(dtype), scheme.channels, size, -1)
-    x = data.astype(dtype) * per_channel(parts["scales"])
+    x, scales = data.astype(dtype), parts["scales"].astype(dtype)
+    if parts["scales"].dtype == np.float16:  # which `dtype` holds, times any d
+        x = x * per_channel(scales)
+        x = x + per_channel(parts["zeros"]) if "zeros" in parts else x
+        return x + parts["means"].astype(dtype) if "means" in parts else x
     if "zeros" in parts:
-        x = x + per_channel(parts["zeros"])
-    return x + parts["means"].astype(dtype) if "means" in parts else x
+        # of wide blocks half of scale · d before the zero and half behind it, for the whole may overflow
+        halves = jnp.where(scales > huge_scale(jnp.finfo(dtype)), scales / 2, 0)
+        x = x * per_channel(scales - halves) + per_channel(parts["zeros"]) + x * per_channel(halves)
+    else:
+        x = x * per_channel(scales)
+    return within(x + parts["means"].astype(dtype) if "means" in parts else x, dtype)
+
+
+def huge_scale(info: Any) -> float:
+    """Above this, blocks of 2 · 448 steps or fewer may be wider than the largest number of the dtype."""
+    return float(info.max) / 1024
+
+
+def within(x: Any, dtype: Any) -> Any:
+    """`x` no larger than the largest number of a dtype, as no number is that was quantised; NaN stays."""
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most)
 
 
 @jax.custom_jvp

@@ -34,14 +34,18 @@ struct Token {
   }
 };
 
-// What a number in units of its scale stands for.
+// What a number in units of its scale stands for. x * scale may overflow where its sum with the zero does not: they are one
+// operation. What is rounded beyond the largest number is that one, and NaN stays.
 template <typename Encoding>
 INLINED float decoded(float x, float scale, float zero, float mean) {
-  float result = Encoding::scaled ? x * scale : x;
-  if (Encoding::zeroed) {
-    result += zero;
+  float result = Encoding::zeroed ? fma(x, scale, zero) : (Encoding::scaled ? x * scale : x);
+  result = Encoding::centred ? result + mean : result;
+  if (Encoding::may_overflow) {
+    constexpr float most = 3.40282347e38f;
+    result = result > most ? most : result;
+    result = result < -most ? -most : result;
   }
-  return Encoding::centred ? result + mean : result;
+  return result;
 }
 
 // Four elements on their way to threadgroup memory, as they are stored.
