@@ -34,16 +34,22 @@ struct Token {
   }
 };
 
+// The largest number for what was rounded beyond it, of either sign; NaN stays.
+INLINED float held_finite(float x) {
+  constexpr float most = 3.40282347e38f;
+  x = x > most ? most : x;
+  return x < -most ? -most : x;
+}
+
 // What a number in units of its scale stands for. x * scale may overflow where its sum with the zero does not: they are one
-// operation. What is rounded beyond the largest number is that one, and NaN stays.
+// operation. So may each sum, by rounding.
 template <typename Encoding>
 INLINED float decoded(float x, float scale, float zero, float mean) {
   float result = Encoding::zeroed ? fma(x, scale, zero) : (Encoding::scaled ? x * scale : x);
-  result = Encoding::centred ? result + mean : result;
-  if (Encoding::may_overflow) {
-    constexpr float most = 3.40282347e38f;
-    result = result > most ? most : result;
-    result = result < -most ? -most : result;
+  result = Encoding::may_overflow ? held_finite(result) : result;
+  if (Encoding::centred) {
+    result += mean;
+    result = Encoding::may_overflow ? held_finite(result) : result;
   }
   return result;
 }
