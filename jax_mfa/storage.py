@@ -152,8 +152,7 @@ class QuantizedArray:
         """
         wide = np.promote_types(self.dtype, np.float32)
         parts = {name: spread(x, self.scheme.tokens_of(name), self.shape[-3], -3) for name, x in self.parts().items()}
-        x = within(decoded(self.scheme, self.size, parts, wide), self.dtype)
-        x = x.astype(self.dtype if dtype is None else dtype)
+        x = decoded(self.scheme, self.size, parts, wide).astype(self.dtype if dtype is None else dtype)
         return x if self.original is None else straight_through(x, self.original.astype(x.dtype))
 
     def tokens(self, start: int, stop: int) -> QuantizedArray:
@@ -208,29 +207,21 @@ def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype: Any) -> Arr
         data = lax.bitcast_convert_type(data, jnp.float8_e4m3fn)
     per_channel = lambda x: spread(x.astype(dtype), scheme.channels, size, -1)
     x, scales = data.astype(dtype), parts["scales"].astype(dtype)
-    if parts["scales"].dtype == np.float16:  # which `dtype` holds, times any d
-        x = x * per_channel(scales)
-        x = x + per_channel(parts["zeros"]) if "zeros" in parts else x
-        return x + parts["means"].astype(dtype) if "means" in parts else x
     if "zeros" in parts:
         # of wide blocks half of scale · d before the zero and half behind it, for the whole may overflow
         halves = jnp.where(scales > huge_scale(jnp.finfo(dtype)), scales / 2, 0)
         x = x * per_channel(scales - halves) + per_channel(parts["zeros"]) + x * per_channel(halves)
     else:
         x = x * per_channel(scales)
-    x = within(x, dtype)  # before the mean too, which cannot mend an overflow
-    return within(x + parts["means"].astype(dtype), dtype) if "means" in parts else x
+    # rounding may have passed the largest number of what was quantised; before the mean too, which cannot mend that
+    most = float(jnp.finfo(parts["scales"].dtype).max)
+    x = jnp.clip(x, -most, most)
+    return jnp.clip(x + parts["means"].astype(dtype), -most, most) if "means" in parts else x
 
 
 def huge_scale(info: Any) -> float:
     """Above this, blocks of 2 · 448 steps or fewer may be wider than the largest number of the dtype."""
     return float(info.max) / 1024
-
-
-def within(x: Any, dtype: Any) -> Any:
-    """`x` no larger than the largest number of a dtype, as no number is that was quantised; NaN stays."""
-    most = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -most, most)
 
 
 @jax.custom_jvp

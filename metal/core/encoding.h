@@ -20,7 +20,6 @@ struct Plain {
   static constant constexpr bool centred = false;
   static constant constexpr bool whole = false;
   static constant constexpr bool always_finite = false;  // whether data are, whatever their bits
-  static constant constexpr bool may_overflow = false;  // whether what they stand for may, by rounding
   static constant constexpr int levels = 1;
   static constant constexpr int tokens = 1;
   static constant constexpr int channels = 0;
@@ -78,7 +77,6 @@ struct Quantized {
   static constant constexpr bool centred = CENTER != 0;
   static constant constexpr bool whole = TOKENS == 0 && CHANNELS == 0;  // one scale for all heads too
   static constant constexpr bool always_finite = KIND != fp8_kind;
-  static constant constexpr bool may_overflow = !is_same<T, half>::value;
   static constant constexpr int levels = KIND == fp8_kind ? 448 : (1 << ((KIND == int4_kind ? 4 : 8) - (SYMMETRIC ? 1 : 0))) - 1;
   static constant constexpr int tokens = TOKENS;
   static constant constexpr int channels = CHANNELS;
