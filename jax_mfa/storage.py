@@ -3,8 +3,8 @@
 A stored number stands for `scale · d + zero + mean`, where d is what is stored in few bits, and a *block* of tokens and
 channels of one head shares a scale (and, unless the scheme is symmetric, a zero). The zero is the number that d = 0
 stands for, kept as such: as an integer in units of the scale it would overflow in any block far from 0. A block whose
-numbers are all alike is stored exactly; one that holds NaN or ∞ stands for NaN. Sums
-are taken in an order that does not overflow where what is meant does not.
+numbers are all alike is stored exactly; one that holds NaN or ∞ stands for NaN. Sums are
+taken in an order that does not overflow where what is meant does not.
 
 *Centring* subtracts from each channel its mean over a run of tokens, before blocks are made: channels of keys often
 have a large offset that all tokens share. It is added back wherever it can be seen. With one mean c of all tokens a
