@@ -3,7 +3,8 @@
 A stored number stands for `scale · d + zero + mean`, where d is what is stored in few bits, and a *block* of tokens and
 channels of one head shares a scale (and, unless the scheme is symmetric, a zero). The zero is the number that d = 0
 stands for, kept as such: as an integer in units of the scale it would overflow in any block far from 0. A block whose
-numbers are all alike is stored exactly; one that holds NaN or ∞ stands for NaN.
+numbers are all alike is stored exactly; one that holds NaN or ∞ stands for NaN. Sums are
+taken in an order that does not overflow where what is meant does not.
 
 *Centring* subtracts from each channel its mean over a run of tokens, before blocks are made: channels of keys often
 have a large offset that all tokens share. It is added back wherever it can be seen. With one mean c of all tokens a
@@ -226,10 +227,22 @@ def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype: Any) -> Arr
     elif scheme.kind == "fp8":
         data = lax.bitcast_convert_type(data, jnp.float8_e4m3fn)
     per_channel = lambda x: spread(x.astype(dtype), scheme.channels, size, -1)
-    x = data.astype(dtype) * per_channel(parts["scales"])
+    x, scales = data.astype(dtype), parts["scales"].astype(dtype)
     if "zeros" in parts:
-        x = x + per_channel(parts["zeros"])
-    return x + parts["means"].astype(dtype) if "means" in parts else x
+        # of wide blocks half of scale · d before the zero and half behind it, for the whole may overflow
+        halves = jnp.where(scales > huge_scale(jnp.finfo(dtype)), scales / 2, 0)
+        x = x * per_channel(scales - halves) + per_channel(parts["zeros"]) + x * per_channel(halves)
+    else:
+        x = x * per_channel(scales)
+    # rounding may have passed the largest number of what was quantised; before the mean too, which cannot mend that
+    most = float(jnp.finfo(parts["scales"].dtype).max)
+    x = jnp.clip(x, -most, most)
+    return jnp.clip(x + parts["means"].astype(dtype), -most, most) if "means" in parts else x
+
+
+def huge_scale(info: Any) -> float:
+    """Above this, blocks of 2 · 448 steps or fewer may be wider than the largest number of the dtype."""
+    return float(info.max) / 1024
 
 
 @jax.custom_jvp

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantization_error as simulation
-from harness import arrays, assert_allclose, quick_jit
+from harness import arrays, assert_allclose, quick_jit, types_of
 
 import jax_mfa
 from jax_mfa import QuantizedArray, Scheme, quantization, quantize
+from jax_mfa.storage import LEVELS, SYMMETRIC_LEVELS
 
 KINDS = ("int8", "int4", "fp8")
 SCHEMES = [Scheme(kind, symmetric) for kind in KINDS for symmetric in (False, True)]
@@ -194,6 +195,67 @@ def test_a_block_that_is_not_finite_is_nan_and_no_other():
         wanted = np.zeros((4, 64), bool)
         wanted[1, :32], wanted[2, 32:] = True, True
         np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=named)
+def test_a_block_that_is_not_finite_is_nan_at_any_length(scheme):
+    # arrays of this length XLA reduces by a kernel whose minima and maxima pass over NaN
+    x = arrays((2, 64, 2, 64))[0]
+    run = jax.jit(quantize, static_argnums=1)
+    for center, at, spoil in ((None, (0, 5, 1, 3), np.nan), (None, (1, 63, 0, 63), -np.inf), (4, (0, 9, 1, 3), np.nan)):
+        spoilt = x.copy()
+        spoilt[at] = spoil
+        wanted = np.zeros(x.shape, bool)
+        wanted[at[0], at[1], at[2], at[3] // 32 * 32 : at[3] // 32 * 32 + 32] = True
+        got = run(spoilt, dataclasses.replace(scheme, channels=32, center=center)).dequantize()
+        np.testing.assert_array_equal(np.isnan(got), wanted)
+        assert not np.isinf(got).any()
+
+
+def spans(dtype):
+    """Blocks of each kind of range that a dtype has: `[tokens, 1, channels]`, of finite numbers."""
+    info, rng = jnp.finfo(dtype), np.random.default_rng(0)
+    most, least = float(info.max), float(info.tiny)
+    u = rng.uniform(-1, 1, (13, 12, 16))
+    u[1:3] = most * np.where(rng.random((2, 12, 16)) < 0.3, np.sign(u[1:3]), u[1:3])  # both ends of the dtype
+    u[3] = most * (0.9 + 0.1 * np.abs(u[3]))
+    u[4] = -most * np.abs(u[4])
+    u[5] = most * np.sign(u[5])
+    u[6:10] *= least * np.array([3, 9, 300, 1e5]).reshape(-1, 1, 1)
+    u[10] = least * (20 + u[10])
+    u[11] = np.sign(u[11]) * np.exp(rng.uniform(np.log(least), np.log(most), u[11].shape))
+    u[12] = most * rng.uniform(-1, 1, (12, 1)) * (1 + 0.01 * u[12])  # far from 0
+    u = np.clip(u, -most, most).astype(dtype)
+    return np.where(np.abs(u.astype(np.float64)) < least, u.dtype.type(0), u).reshape(-1, 1, 16)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=named)
+def test_every_number_comes_back_within_half_a_step_whatever_the_range(scheme, dtype):
+    with types_of(dtype):
+        x = spans(dtype)
+        levels = (SYMMETRIC_LEVELS if scheme.symmetric or scheme.kind == "fp8" else LEVELS)[scheme.kind]
+        info, acc = jnp.finfo(dtype), np.promote_types(dtype, np.float32)
+        run = quick_jit(lambda x: [quantize(x, each) for each in (scheme, dataclasses.replace(scheme, center=4))])
+        for got in run(x):
+            wide = lambda x: np.asarray(x).astype(np.float64 if dtype != "float64" else np.longdouble)
+            mean = 0 if got.means is None else np.repeat(wide(got.means), 4, -3)
+            numbers = wide(x) - mean
+            low, high = numbers.min(-1, keepdims=True), numbers.max(-1, keepdims=True)
+            reach = np.maximum(np.abs(low), np.abs(high))
+            span = reach if scheme.symmetric else (high - low) / (2 if scheme.kind == "fp8" else 1)
+            smallest = float(info.smallest_subnormal if dtype == "float16" else info.tiny)
+            # scales are rounded up to the dtype, and zeros down; docs/caches.md
+            eps = float(info.eps)
+            step = np.maximum(
+                (span + (0 if scheme.symmetric else eps * reach)) / levels * (1 + eps) + smallest, smallest
+            )
+            # to fp8 older XLA rounds by way of float16
+            half = (16 * (1 + 2.0**-7) if scheme.kind == "fp8" else 0.5) * step
+            rounded = eps * np.abs(wide(x)) + 4 * float(jnp.finfo(acc).eps) * (reach + np.abs(mean))
+            error = np.abs(wide(got.dequantize()) - wide(x))
+            allowed = half + rounded + 2.5 * smallest
+            assert (error <= allowed).all(), (error / allowed).max()
 
 
 # --- slices and concatenation

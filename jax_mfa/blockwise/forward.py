@@ -45,9 +45,11 @@ def forward(
     p = Problem(spec, operands, tiles, in_one, transposed, differentiated)
     acc = p.acc
     every_row_sees = operands.sinks is None and spec.every_row_sees(operands)
-    # a row is met once, and its scores may be −∞ all: ∞ − ∞ is NaN, which its softmax is. Nothing else stands between a
-    # compiler and one kernel for all of it, and the backward pass finds the same exponentials again.
+    # a row is met once, and its scores may be −∞ all: their sum is 0, and 0 / 0 is NaN, which its softmax is. Nothing
+    # else stands between a compiler and one kernel for all of it, and the backward pass finds the same exponentials
+    # again: there the maximum is taken as it is.
     plain = p.rows_once and every_row_sees
+    shared = plain and p.whole and differentiated
     lowest = acc.type(jnp.finfo(acc).min)
     divided_first = plain and p.whole and divides_first(spec, operands, differentiated)
 
@@ -61,7 +63,7 @@ def forward(
             if not p.whole:  # behind a barrier: exponentials would be those of scores that are masked anew
                 x = barrier(x)
             # a finite one where −∞ is not to be shifted by −∞
-            new_high = largest(x, lowest) if p.rows_once and not plain else x.max(-1)
+            new_high = largest(x, lowest) if p.rows_once and not shared else x.max(-1)
             if not p.rows_once:
                 # behind a barrier: read by all that need it, and so at any time, they could not be changed in place
                 old_high = barrier(w.rows_of(high))
@@ -97,11 +99,14 @@ def forward(
         return p.over_tiles(lambda w, results: tile(w, results, *arrays), init)
 
     (sums,), (row_max, total) = p.mended(run)
+    if not shared:  # XLA's maxima of long arrays pass over NaN; sums do not
+        row_max = where(jnp.isnan(total), acc.type(np.nan), row_max)
     if every_row_sees:
         # of rows that have met no score above −∞, NaN
-        row_sum = total if plain else where(total == 0, acc.type(np.nan), total)
+        row_sum = total if shared else where(total == 0, acc.type(np.nan), total)
         row_max, row_sum = p.along_rows(row_max), p.along_rows(row_sum)
-        out = sums if divided_first else sums / along_last(row_sum, sums)
+        divisor = p.along_rows(total) if plain else row_sum
+        out = sums if divided_first else sums / along_last(divisor, sums)
     else:
         out, row_max, row_sum = _with_lost_rows(p, sums, p.along_rows(row_max), p.along_rows(total))
     return p.kept(p.by_token(out.astype(operands.query.dtype))), p.by_token(row_max), p.by_token(row_sum)
