@@ -205,6 +205,21 @@ def test_company_changes_no_draw():
             Sampling(**{name: x})
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 3e-38, 1e-37, 1e-20])
+@pytest.mark.parametrize("kind", [{}, {"top_k": 3}, {"top_p": 0.9}, {"top_p": 1e-30}], ids=str)
+def test_the_nearer_the_temperature_is_to_zero_the_surer_the_largest_logit_is_taken(temperature, kind):
+    logits = np.random.default_rng(5).standard_normal((6, 97)).astype(np.float32)
+    logits[1] *= 1e38  # whose quotients and differences leave float32
+    logits[2, 40:] = -np.inf
+    logits[3] -= 1e4
+    logits[4] = np.where(np.arange(97) == 60, -3e38, -np.inf)  # one token is left
+    logits[5, 7] = np.inf
+    kinds = [Sampling(temperature, seed=i, **kind) for i in range(6)]
+    found = jax.jit(sampling.choose)(logits, **sampling.rows(kinds, [3] * 6, 6))
+    np.testing.assert_array_equal(found, logits.argmax(-1))
+
+
+
 # --- batches
 
 

@@ -19,7 +19,7 @@ class Sampling:
     """How a request's tokens are chosen.
 
     Attributes:
-      temperature: 0 takes the likeliest token.
+      temperature: 0 takes the likeliest token; the nearer to 0, the surer it is taken.
       top_k: only so many of the likeliest; 0 for all.
       top_p: only the likeliest that together have this probability.
       seed: of what is drawn.
@@ -70,9 +70,14 @@ def choose(logits, temperature, top_k, top_p, seed, position):
     tokens are left out.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    largest = logits.max(axis=-1, keepdims=True)
+    # rows whose largest logit is not finite have no softmax, and no number smaller than the least normal one divides
+    draws = (temperature > 0) & jnp.isfinite(largest[:, 0])
+    divisor = jnp.where(draws, jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny), 1)
 
     def drawn():
-        scaled = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
+        # differences from the largest logit: a quotient may be -inf then, and never inf
+        scaled = jnp.where(draws[:, None], logits - largest, 0) / divisor[:, None]
         noise = jax.vmap(lambda s, p: jax.random.gumbel(jax.random.fold_in(jax.random.key(s), p), logits.shape[1:]))(
             seed, position
         )
@@ -90,6 +95,6 @@ def choose(logits, temperature, top_k, top_p, seed, position):
 
         anyone = jnp.any((top_k > 0) | (top_p < 1))
         chosen = jax.lax.cond(anyone, filtered, lambda: jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32))
-        return jnp.where(temperature > 0, chosen, greedy)
+        return jnp.where(draws, chosen, greedy)
 
-    return jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: greedy)
+    return jax.lax.cond(jnp.any(draws), drawn, lambda: greedy)
