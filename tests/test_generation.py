@@ -219,7 +219,6 @@ def test_the_nearer_the_temperature_is_to_zero_the_surer_the_largest_logit_is_ta
     np.testing.assert_array_equal(found, logits.argmax(-1))
 
 
-
 # --- batches
 
 
