@@ -1,6 +1,7 @@
 """The generation example's server, held up by the official client: many at once, rude ones, too much, and its end."""
 
 import asyncio
+import importlib.util
 import json
 import pathlib
 import socket
@@ -13,7 +14,7 @@ from flax import nnx
 from harness import quick_jit
 
 openai = pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx2" if importlib.util.find_spec("httpx2") else "httpx")  # as `openai` has it
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
