@@ -200,7 +200,8 @@ def test_what_is_malformed_is_refused_by_name(folder, runner):
         for facts, name in (
             ({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [1.5]}, "prompt"),
             ({"prompt": "\ud800"}, "prompt"), ({"prompt": "a", "\ud800": 1}, "?"),
-            ({"prompt": "a", "user": "\udc00"}, "user"), ({"prompt": "a", "stop": ["\ud83d"]}, "stop"), ({"prompt": "a", "logprobs": 0}, "logprobs"),
+            ({"prompt": "a", "user": "\udc00"}, "user"),
+            ({"prompt": "a", "stop": ["\ud83d"]}, "stop"), ({"prompt": "a", "logprobs": 0}, "logprobs"),
             ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "max_tokens": True}, "max_tokens"),
             ({"prompt": "a", "temperature": 3}, "temperature"), ({"prompt": "a", "temperature": "hot"}, "temperature"),
             ({"prompt": "a", "top_p": -1}, "top_p"), ({"prompt": "a", "n": 5}, "n"), ({"prompt": "a", "n": 0}, "n"),
