@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers as huggingface
 from flax import nnx
 from harness import assert_allclose, quick_jit
 
@@ -22,6 +23,7 @@ from generation import config as configs
 from generation import model, sampling, training, weights
 from generation import tokenizer as tokenizers
 from generation.dense import Dense
+from generation.detokenizer import Detokenizer
 from generation.engine import Engine
 from generation.runner import CacheKind, Runner
 from generation.sampling import GREEDY, Sampling
@@ -171,6 +173,35 @@ def test_a_folder_is_read_as_it_was_written(tmp_path):
 def test_what_a_decoder_does_not_have_is_refused_by_name(facts, said):
     with pytest.raises(ValueError, match=said):
         configs.from_json({**FACTS, **facts})
+
+
+# --- text
+
+
+def _byte_fallback(*steps):
+    """A tokenizer with a token for each byte, and these decoders behind those of Llama 2 and Gemma 2."""
+    words = ["v", "a", "\u2581a", "\u2581", "x", "time", ",", "\u00e9"]
+    names = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), *words]
+    made = huggingface.Tokenizer(
+        huggingface.models.BPE({x: i for i, x in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    kinds = huggingface.decoders
+    made.decoder = kinds.Sequence([kinds.Replace("\u2581", " "), kinds.ByteFallback(), kinds.Fuse(), *steps])
+    made.add_special_tokens(["<s>"])
+    return made
+
+
+@pytest.mark.parametrize("strips", [True, False], ids=["llama2", "gemma2"])
+def test_the_pieces_of_a_stream_are_the_whole_text_of_any_tokens(strips):
+    tokenizer = _byte_fallback(*[huggingface.decoders.Strip(" ", 1, 0)] * strips)
+    detokenizer, rng = Detokenizer(tokenizer), np.random.default_rng(0)
+    likely = [*range(258, 266), *(2 + x for x in "\u65e5\u00e9".encode()), 1, 300]  # bytes, a special token, none
+    for _ in range(300):
+        tokens = rng.choice(likely, rng.integers(0, 12)).tolist()
+        stream = detokenizer.stream()
+        text = "".join(map(stream.push, tokens)) + stream.end()
+        whole = tokenizer.decode([x for x in tokens if x < 266])
+        assert text == whole or (strips and text == " " + whole), tokens
 
 
 # --- which token

@@ -13,6 +13,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # strings that nobody prints as they are
 DATA = {
     "jax_mfa/command_line.py": set("×·–−→…≤≠²ᵀ∞Σ√"),  # written in ASCII where the terminal lacks them
+    "examples/generation/detokenizer.py": {"\N{REPLACEMENT CHARACTER}"},  # what bytes that are no UTF-8 decode to
     "examples/sentence_embeddings.py": {"\N{REPLACEMENT CHARACTER}"},  # drawn in a plot
 }
 

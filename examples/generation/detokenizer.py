@@ -1,13 +1,14 @@
 """Text out of tokens one by one: the decoders of `tokenizers`, each as a step that keeps no more than may still change.
 
 A text is that of `Tokenizer.decode`, with two differences. What its decoder takes from the beginning of a text, as
-Llama 2's takes a space, stays: what is generated goes on with a prompt. And no sequence of tokens raises. Special tokens
-and numbers outside of the vocabulary are nothing, in a stream as in a whole.
+Llama 2's takes a space, stays: what is generated goes on with a prompt. And no sequence of tokens raises. Special
+tokens and numbers outside of the vocabulary are nothing, in a stream as in a whole.
 """
 
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -235,7 +236,7 @@ def _steps(chain: list[dict[str, Any]]) -> Iterator[Callable[[], Step]]:
         if kind == "Strip":
             character, start, stop = facts["content"], facts["start"], facts["stop"]
             if not joined:
-                yield lambda f=_strip(character, start, stop): Each(f)
+                yield functools.partial(Each, _strip(character, start, stop))
             elif stop:
                 yield lambda facts=(character, stop): Shortened(*facts)
         elif kind == "Fuse":
@@ -243,9 +244,10 @@ def _steps(chain: list[dict[str, Any]]) -> Iterator[Callable[[], Step]]:
         elif string and joined:
             yield lambda facts=(string, facts["content"]): Replaced(*facts)
         elif joined:
-            yield lambda decoder=_made([facts]): Late(lambda pieces: decoder.decode(["".join(pieces)]))
+            decode_one = _made([facts]).decode
+            yield lambda decode=decode_one: Late(lambda pieces: decode(["".join(pieces)]))
         elif kind not in KINDS:
-            yield lambda decoder=_made(chain[i:]): Late(decoder.decode)
+            yield functools.partial(Late, _made(chain[i:]).decode)
             return
         else:
             yield KINDS[kind](facts)
