@@ -35,7 +35,7 @@ try:
     from flax import nnx
     from tqdm import tqdm
 
-    import jax_mfa  # noqa: F401
+    from jax_mfa.command_line import fit_output_to_the_terminal
 except ModuleNotFoundError as error:
     sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
 
@@ -262,6 +262,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    fit_output_to_the_terminal()
     parser = argument_parser()
     options = parser.parse_args(arguments)
     for name in ("rank", "batch", "accumulate", "context", "save_every"):

@@ -29,7 +29,7 @@ try:
     import tokenizers  # noqa: F401
     from tqdm import tqdm
 
-    import jax_mfa  # noqa: F401
+    from jax_mfa.command_line import fit_output_to_the_terminal
 except ModuleNotFoundError as error:
     sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
 
@@ -274,7 +274,7 @@ def tell_perplexities(options: argparse.Namespace, folder: Path) -> None:
         base = base or found
         caches = kind.create(decoder, 1, options.page_size)
         stored = sum(x.nbytes for cache in caches for x in jax.tree.leaves(cache)) / options.page_size
-        group = kind.group if kind.name in QUANTIZED else "–"
+        group = kind.group if kind.name in QUANTIZED else "-"
         print(f"{kind.name:10} {group:>16} {stored:13,.0f} {found:10.4f} {found / base - 1:+8.3%}", flush=True)
 
 
@@ -302,6 +302,7 @@ def serve(options: argparse.Namespace, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    fit_output_to_the_terminal()
     options = argument_parser().parse_args(argv)
     try:
         check(options)

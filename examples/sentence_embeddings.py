@@ -37,6 +37,7 @@ try:
     from tqdm import tqdm
 
     import jax_mfa
+    from jax_mfa.command_line import fit_output_to_the_terminal
 except ModuleNotFoundError as error:
     sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
 
@@ -215,7 +216,7 @@ def describe_attention(name: str, implementation: str | None) -> str:
 
 def shorten(text: str, width: int) -> str:
     """Text cut to at most `width` characters."""
-    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+    return text if len(text) <= width else text[: max(width - 3, 0)] + "..."[:width]
 
 
 def similarity_table(sentences: Sequence[str], embeddings: np.ndarray, width: int) -> str:
@@ -337,6 +338,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    fit_output_to_the_terminal()
     parser = argument_parser()
     options = parser.parse_args(argv)
     if options.file is not None and options.sentences:

@@ -38,6 +38,7 @@ try:
     from tqdm import tqdm
 
     import jax_mfa
+    from jax_mfa.command_line import fit_output_to_the_terminal
 except ModuleNotFoundError as error:
     sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
 
@@ -563,6 +564,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    fit_output_to_the_terminal()
     options = argument_parser().parse_args(argv)
     try:
         train(options)

@@ -9,7 +9,7 @@ folder that all of them see.
 
     python examples/train_long_context.py --hosts 4 --host-id 2 --coordinator first-host:29500 --out /shared/long
 
-Attention is `jax_mfa.ring_attention` over a mesh data × sequence, in zigzag order; processes meet in JAX's own runtime
+Attention is `jax_mfa.ring_attention` over a mesh data x sequence, in zigzag order; processes meet in JAX's own runtime
 (`jax.distributed`, with gloo between CPUs). One sees a progress bar with the loss; the folder `--out` receives orbax
 checkpoints and `loss.png`. If a process dies, the others end with an error within `--timeout` seconds (at once, where
 the connection closes), and the same command goes on from the last checkpoint, with the losses of a run that nothing
@@ -42,6 +42,7 @@ try:
     from train_char_lm import read_text
 
     import jax_mfa
+    from jax_mfa.command_line import fit_output_to_the_terminal
     from jax_mfa.context_parallel.costs import human
     from jax_mfa.flax import rotary_embedding
 except ModuleNotFoundError as error:
@@ -106,9 +107,9 @@ def refuse_what_does_not_fit(settings: Settings, devices: int, budget: float) ->
     own = settings.context * settings.data // devices
     needed = settings.bytes_needed(devices)
     arithmetic = (
-        f"{own:,} of {settings.context:,} tokens on each of {devices} device(s), × {settings.batch // settings.data} "
-        f"sequence(s) × ({settings.width} wide × ({KEPT} · {settings.layers} layers + {WORKING}) + {LETTERS}) "
-        f"× 4 bytes, and {human(TILES)} of tiles: {human(needed)}"
+        f"{own:,} of {settings.context:,} tokens on each of {devices} device(s), x {settings.batch // settings.data} "
+        f"sequence(s) x ({settings.width} wide x ({KEPT} * {settings.layers} layers + {WORKING}) + {LETTERS}) "
+        f"x 4 bytes, and {human(TILES)} of tiles: {human(needed)}"
     )
     if needed > budget * 2**20:
         enough = next((n for n in range(devices, 4097) if settings.bytes_needed(n) <= budget * 2**20), None)
@@ -163,7 +164,7 @@ def loss_of(parameters: dict, tokens, targets, positions, attention: Callable):
 
 
 class Trainer:
-    """The model over a mesh data × sequence of all devices of all processes."""
+    """The model over a mesh data x sequence of all devices of all processes."""
 
     def __init__(self, settings: Settings, text: str):
         self.settings = settings
@@ -282,7 +283,7 @@ def train(options: argparse.Namespace, settings: Settings, watch: Watch) -> None
     folder = options.out / "checkpoints"
     checkpoints = Checkpoints(folder, settings)
     step, state, losses = checkpoints.latest(trainer.start())
-    say(f"mesh        data {settings.data} × sequence {trainer.ring}, {jax.process_count()} process(es)")
+    say(f"mesh        data {settings.data} x sequence {trainer.ring}, {jax.process_count()} process(es)")
     say(f"memory      {arithmetic}")
     program = trainer.update.lower(state, *trainer.batch(step)).compile()
     found = program.memory_analysis()
@@ -357,6 +358,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    fit_output_to_the_terminal()
     argv = list(sys.argv[1:] if argv is None else argv)
     options = argument_parser().parse_args(argv)
     names = [field.name for field in dataclasses.fields(Settings)]

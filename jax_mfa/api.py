@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_mfa import metal, primitives, recording, reference, sharding
+from jax_mfa import checks, metal, primitives, recording, reference, sharding
 from jax_mfa.arguments import known_lengths, specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
@@ -74,7 +74,7 @@ class Explanation:
     reasons: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{'→' if name == self.implementation else ' '} {name}: {why}" for name, why in self.reasons.items()]
+        lines = [f"{'->' if name == self.implementation else '  '} {name}: {why}" for name, why in self.reasons.items()]
         return "\n".join(lines)
 
 
@@ -84,8 +84,10 @@ def names_of(implementation: Implementation | None) -> tuple[str, ...]:
         return _OPEN
     names = implementation if isinstance(implementation, tuple) else (implementation,)
     known = (*IMPLEMENTATIONS, *_ALIASES)
-    if not names or any(name not in known for name in names):
-        raise ValueError(f"implementation must be None, one of {known} or a tuple of them, got {implementation!r}")
+    if not names or any(not isinstance(name, str) or name not in known for name in names):
+        raise ValueError(
+            f"implementation must be None, one of {known} or a tuple of them, got {checks.seen(implementation)}"
+        )
     return tuple(dict.fromkeys(_ALIASES.get(name, name) for name in names))
 
 
@@ -108,7 +110,7 @@ def _choose(
     reasons = {
         "metal": refusals.get("metal") or metal.described(spec, operands),
         "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",
-        "reference": "the O(T·S) definition; only by name",
+        "reference": "the O(T * S) definition; only by name",
     }
     able = [name for name in choices if name not in refusals]
     if not able:
@@ -173,6 +175,8 @@ def record() -> contextlib.AbstractContextManager[recording.Recorder]:
 
 def attend_by_name(arguments: dict[str, Any], implementation: Implementation | None, with_lse: bool) -> Any:
     """The output, or with `with_lse` the output and the log-sum-exp, for arguments of `specify` by name."""
+
+    checks.boolean("return_residual", with_lse)
 
     def run(arguments: dict[str, Any]) -> Any:
         out, lse = _attend(implementation=implementation, **arguments)
@@ -304,10 +308,8 @@ def dot_product_attention(
       NotImplementedError: where a named implementation cannot run the call.
     """
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **_keywords(locals())}
-    if not return_residual:
-        return attend_by_name(arguments, implementation, False)
-    out, lse = attend_by_name(arguments, implementation, True)
-    return out, jax.lax.stop_gradient(lse.astype(out.dtype))
+    found = attend_by_name(arguments, implementation, return_residual)
+    return (found[0], jax.lax.stop_gradient(found[1].astype(found[0].dtype))) if return_residual else found
 
 
 def flash_attention(
@@ -416,7 +418,7 @@ def decode_attention(
     if taken:
         raise ValueError(f"{sorted(taken)[0]} must not be given: decode_attention derives it from lengths")
     _refuse_unknown("decode_attention", keywords, {})
-    if min(len(np.shape(query)), len(np.shape(key))) < 3:
+    if min(len(checks.shape(query)), len(checks.shape(key))) < 3:
         specify(query, key, value)  # says what is wrong with them
     lead = np.shape(query)[:-3]
     filled = known_lengths("lengths", lengths, np.shape(key)[-3])
@@ -457,7 +459,7 @@ def explain(
     Raises:
       ValueError, TypeError, NotImplementedError: as there.
     """
-    del return_residual  # whichever it is
+    checks.boolean("return_residual", return_residual)
     _refuse_unknown("explain", keywords, {})
     names_of(implementation)  # what is no name is said first
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}

@@ -26,11 +26,14 @@ def _shape(x: Any) -> str:
 
 
 def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
-    """`x` as an array, of numpy or JAX, whose dtype kind is one of `kinds` ('f' floating, 'i' integer, 'b' bool)."""
+    """`x` as an array, of numpy or JAX, whose dtype kind is one of `kinds` ('f' floating, 'i' integer, 'b' bool, 'c'
+    complex)."""
     if isinstance(x, (list, tuple, numbers.Number)):
         numpy: Any = jnp if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)) else np
         try:
-            x = numpy.asarray(x)
+            # numpy takes a list of nothing for one of floating numbers
+            nothing = isinstance(x, (list, tuple)) and not x
+            x = np.zeros(0, np.int32) if nothing and "i" in kinds else numpy.asarray(x)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name} must be an array ({expected}), got a {type(x).__name__}: {error}") from error
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -38,12 +41,15 @@ def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
             f"{name} must be an array ({expected}), got a jax.ShapeDtypeStruct: only jax_mfa.explain takes shapes "
             "for arrays; elsewhere trace the call (jax.eval_shape, jax.jit(...).lower)"
         )
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+    if isinstance(x, QuantizedArray):
+        raise TypeError(f"{name} must be an array ({expected}), got a QuantizedArray: see its dequantize()")
+    if not hasattr(x, "dtype") or not hasattr(x, "shape") or isinstance(x, type):
         raise TypeError(f"{name} must be an array ({expected}), got {type(x).__name__}")
     ok = {
         "f": jnp.issubdtype(x.dtype, jnp.floating),
         "i": jnp.issubdtype(x.dtype, jnp.integer),
         "b": x.dtype == np.bool_,
+        "c": jnp.issubdtype(x.dtype, jnp.complexfloating),
     }
     if not any(ok[kind] for kind in kinds):
         raise TypeError(f"{name} must be {expected}, got {_shape(x)}")
@@ -58,14 +64,16 @@ def as_array(name: str, x: Any, kinds: str, expected: str) -> Array:
     return jnp.asarray(x)
 
 
-def _as_columns(name: str, x: Any, expected: str) -> Any:
+def as_columns(name: str, x: Any, expected: str) -> Any:
     """A key or value as an array, unless it is quantised or in pages."""
     return x if isinstance(x, (QuantizedArray, PagedArray)) else as_array(name, x, "f", expected)
 
 
 def _with_columns(x: Any) -> Any:
     """`x`, with one column of zeros where a head has size 0: they add nothing to a product."""
-    return x if x.shape[-1] or isinstance(x, (QuantizedArray, PagedArray)) else jnp.zeros((*x.shape[:-1], 1), x.dtype)
+    if isinstance(x, PagedArray):
+        return x._replace(pages=_with_columns(x.pages))
+    return x if x.shape[-1] or isinstance(x, QuantizedArray) else jnp.zeros((*x.shape[:-1], 1), x.dtype)
 
 
 def _in_range(name: str, x: Any, low: int, high: int) -> None:
@@ -155,9 +163,9 @@ def as_window(x: Any) -> tuple[int | None, int | None]:
     if checks.is_integer(x):
         x = (x, x)
     if not isinstance(x, (tuple, list)) or len(x) != 2:
-        raise TypeError(f"local_window_size must be an int or a pair (left, right), got {x!r}")
+        raise TypeError(f"local_window_size must be an int or a pair (left, right), got {checks.seen(x)}")
     if not all(side is None or checks.is_integer(side) for side in x):
-        raise TypeError(f"local_window_size must hold static integers or None, got {x!r}")
+        raise TypeError(f"local_window_size must hold static integers or None, got {checks.seen(x)}")
     if any(side is not None and side < 0 for side in x):
         raise ValueError(f"local_window_size must not be negative, got {x!r}")
     # a side that no distance can exceed is no limit
@@ -169,7 +177,7 @@ def _seed(x: Any) -> Array:
     """A dropout seed as uint32[2]: low and high word of an integer, integers of shape [2], or a `jax.random` key."""
     if checks.is_integer(x):
         x = np.asarray(int(x) & (2**64 - 1), np.uint64)
-    if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         if x.shape != ():
             raise ValueError(f"dropout_seed must be a single key, got keys of shape {list(x.shape)}")
         words = jax.random.key_data(x).astype(jnp.uint32)
@@ -221,8 +229,8 @@ def specify(
     """
     query = query.dequantize() if isinstance(query, QuantizedArray) else query
     query = as_array("query", query, "f", "floating [..., T, N, H]")
-    key = _as_columns("key", key, "floating [..., S, K, H]")
-    value = _as_columns("value", value, "floating [..., S, K, V]")
+    key = as_columns("key", key, "floating [..., S, K, H]")
+    value = as_columns("value", value, "floating [..., S, K, V]")
     if query.ndim < 3:
         raise ValueError(f"query must have shape [..., T, N, H], got {list(query.shape)}")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -337,11 +345,11 @@ def specify(
     dropout_rate = checks.number("dropout_rate", dropout_rate, "a static number in [0, 1)")
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
-    dropout = None
+    dropout, seed = None, None if dropout_seed is None else _seed(dropout_seed)
     if dropout_rate > 0:
-        if dropout_seed is None:
+        if seed is None:
             raise ValueError(f"dropout_seed must be given with dropout_rate = {dropout_rate}, got None")
-        seed = jnp.broadcast_to(_seed(dropout_seed)[None], (batch, 2))
+        seed = jnp.broadcast_to(seed[None], (batch, 2))
         index = jnp.arange(batch, dtype=jnp.uint32)[:, None]
         dropout = jnp.concatenate([seed, index, jnp.zeros((batch, 3), jnp.uint32)], axis=1)
 

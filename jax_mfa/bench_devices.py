@@ -122,9 +122,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for r in rows:
         cells = [str(r[name]) for name in ("problem", "devices", "form", "kind")]
-        cells.append("–" if r["seconds"] is None else f"{r['seconds'] * 1e3:.1f} ms")
+        cells.append("-" if r["seconds"] is None else f"{r['seconds'] * 1e3:.1f} ms")
         for name in ("bytes_sent", "bytes_formula", "memory", "memory_formula"):
-            cells.append("–" if r[name] is None else costs.human(r[name]))
+            cells.append("-" if r[name] is None else costs.human(r[name]))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

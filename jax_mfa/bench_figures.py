@@ -83,7 +83,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
                 groups.setdefault(of(row["sizes"]), []).append(row["ratios"][STOCK])
         if len(groups) > 1:
             order = sorted(groups) if all(isinstance(x, int) for x in groups) else groups
-            means = (f"{x}: {statistics.geometric_mean(groups[x]):.2f}×" for x in order)
+            means = (f"{x}: {statistics.geometric_mean(groups[x]):.2f}x" for x in order)
             lines.append(f"vs jax.nn by {axis}, {kind}: {', '.join(means)}")
     return lines
 
@@ -201,7 +201,7 @@ def compare(old: pathlib.Path, new: pathlib.Path) -> tuple[list[str], bool]:
         slower = change > 1 + noise
         worse = worse or slower
         verdict = "REGRESSION" if slower else "faster" if 1 / change > 1 + noise else "same"
-        lines.append(f"{' '.join(filter(None, key))}: {change:.2f} × the time, noise {noise:.0%}: {verdict}")
+        lines.append(f"{' '.join(filter(None, key))}: {change:.2f} x the time, noise {noise:.0%}: {verdict}")
     if not lines:
         raise ValueError(f"{old} and {new} have no problem in common")
     missing = len(before.keys() ^ after.keys())

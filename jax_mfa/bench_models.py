@@ -270,7 +270,7 @@ def measure(
 
 
 def _mebibytes(size: int | None) -> str:
-    return "–" if size is None else f"{size / 2**20:.1f} MiB"
+    return "-" if size is None else f"{size / 2**20:.1f} MiB"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -294,16 +294,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(heads)} |", f"{'|---' * len(heads)}|"]
     for r in rows:
         best = r["seconds"].get(r["implementation"])
-        cells = [*[r["name"]] * named, r["problem"], r["kind"], "–" if best is None else f"{best * 1e3:.2f} ms"]
+        cells = [*[r["name"]] * named, r["problem"], r["kind"], "-" if best is None else f"{best * 1e3:.2f} ms"]
         for name in others:
             ratio = r["ratios"].get(name)
-            cells.append("–" if ratio is None else f"{ratio:.2f}×" + " (slower)" * (ratio < 1))
+            cells.append("-" if ratio is None else f"{ratio:.2f}x" + " (slower)" * (ratio < 1))
         spread = r.get("quartiles", {}).get(r["implementation"])
-        cells.append("–" if spread is None else "{1:.2f} ({0:.2f} … {2:.2f}) ms".format(*(x * 1e3 for x in spread)))
+        cells.append("-" if spread is None else "{1:.2f} ({0:.2f} to {2:.2f}) ms".format(*(x * 1e3 for x in spread)))
         found = r.get("figures", {})
         for name in more:
             number = found.get(name)
-            cells.append("–" if number is None else f"{number:.1%}" if name == "share" else f"{number:.4g}")
+            cells.append("-" if number is None else f"{number:.1%}" if name == "share" else f"{number:.4g}")
         memory, of_stock = (_mebibytes(r["temporary_bytes"].get(x)) for x in (r["implementation"], STOCK))
         cells.append(memory + f" ({of_stock})" * (STOCK in others))
         lines.append(f"| {' | '.join(cells)} |")

@@ -160,7 +160,7 @@ PROBLEMS = (
     # many small ones
     _square("pixels of a patch", 512, 16, 4, 32),
     _square("short sentences", 256, 32, 4, 32),
-    _square("Swin, windows of 7 × 7", 64, 49, 4, 32),
+    _square("Swin, windows of 7 x 7", 64, 49, 4, 32),
     _square("CLIP, text encoder", 16, 77, 8, 64, mask="causal"),
     _square("a line of text", 1, 32, 8, 64, mask="causal"),
     _square("a line of text", 1, 64, 8, 64, mask="causal"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
+from jax_mfa.specification import MAX_POSITION
 
 if TYPE_CHECKING:
     from jax_mfa.annotations import Bool
@@ -20,19 +22,20 @@ if TYPE_CHECKING:
 
 def _pair(size: Any) -> tuple[int, int]:
     if not isinstance(size, (tuple, list)) or len(size) != 2 or not all(checks.is_integer(x) and x >= 1 for x in size):
-        raise ValueError(f"block_size must be a pair of positive integers (rows, columns), got {size!r}")
+        raise ValueError(f"block_size must be a pair of positive integers (rows, columns), got {checks.seen(size)}")
     return int(size[0]), int(size[1])
 
 
 @jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no one answer to ==
+@dataclasses.dataclass(frozen=True, eq=False)  # with arrays, the answer would be one too
 class BlockMask:
     """A boolean mask in blocks of rows and columns.
 
-    Row t may see column s only where `blocks[..., t // rows, s // columns]` is true.
+    Row t may see column s only where `blocks[..., t // rows, s // columns]` is true. Masks of equal contents are equal
+    and hash alike, so that one may be a static argument of `jit`; a traced mask equals itself alone.
 
     Args:
-      blocks: bool array that broadcasts to `[..., N, ceil(T / rows), ceil(S / columns)]`.
+      blocks: bool array that broadcasts to `[..., N, ceil(T / rows), ceil(S / columns)]`; one of numpy is copied.
       block_size: `(rows, columns)` of one block, static positive integers.
 
     Raises:
@@ -44,6 +47,31 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", _pair(self.block_size))
+        if isinstance(self.blocks, np.ndarray) and self.blocks.flags.writeable:  # what is hashed must not change
+            object.__setattr__(self, "blocks", self.blocks.copy())
+            self.blocks.flags.writeable = False
+
+    @functools.cached_property
+    def _contents(self) -> Any:
+        """The blocks as a value that compares and hashes; arrays of numpy and of JAX alike."""
+        x: Any = self.blocks
+        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+            return id(x)
+        if not isinstance(x, (np.ndarray, jax.Array, list)):
+            return x
+        array = np.asarray(x)
+        return array.dtype.str, array.shape, array.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return self is other or (self.block_size, self._contents) == (other.block_size, other._contents)
+
+    def __hash__(self) -> int:
+        return hash((self.block_size, self._contents))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.blocks, self.block_size)  # no hash goes along: that of another process differs
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[int, int]]:
         return (self.blocks,), self.block_size
@@ -79,7 +107,10 @@ class BlockMask:
           ValueError: for a bad block size, here and below.
         """
         numpy: Any = jnp if isinstance(mask, jax.Array) else np
-        whole = numpy.asarray(mask)
+        try:
+            whole = numpy.asarray(mask)
+        except ValueError as error:
+            raise TypeError(f"mask must be bool [..., T, S], got {checks.seen(mask)}: {error}") from None
         if whole.ndim < 2 or whole.dtype != np.bool_:
             raise TypeError(f"mask must be bool [..., T, S], got {whole.dtype.name}{list(whole.shape)}")
         rows, columns = _pair(block_size)
@@ -99,12 +130,15 @@ class BlockMask:
         """From `function(i, j) -> bool` of integer arrays of block indices, row `[·, 1]` and column `[1, ·]`.
 
         Raises:
-          TypeError, ValueError: for a size that is no integer, or negative.
+          TypeError, ValueError: for what is no function, or a size that is no integer, negative or 2³⁰ and more.
         """
         rows, columns = _pair(block_size)
-        queries, keys = checks.integer("queries", queries, 0), checks.integer("keys", keys, 0)
+        if not callable(function):
+            raise TypeError(f"function must be a function of block indices i and j, got {checks.seen(function)}")
+        queries = checks.integer("queries", queries, 0, MAX_POSITION)
+        keys = checks.integer("keys", keys, 0, MAX_POSITION)
         i, j = np.arange(-(-queries // rows))[:, None], np.arange(-(-keys // columns))[None, :]
-        return cls(np.broadcast_to(np.asarray(function(i, j), bool), (i.size, j.size)), block_size)
+        return cls(np.broadcast_to(np.asarray(function(i, j), bool), (i.size, j.size)).copy(), block_size)
 
     @classmethod
     def _of_distances(
@@ -150,7 +184,7 @@ class BlockMask:
         Raises:
           TypeError, ValueError: for a size that is no integer, or negative, or a stride below 1.
         """
-        stride = checks.integer("stride", stride, 1)
+        stride = min(checks.integer("stride", stride, 1), MAX_POSITION)
         every = cls.from_function(lambda _, j: j % stride == stride - 1, queries, keys, block_size)
         diagonal = cls._of_distances(0, 0, queries, keys, block_size)
         return diagonal | (every & cls.causal(queries, keys, block_size))
@@ -177,7 +211,7 @@ class BlockMask:
         rows, columns = _pair(block_size)
         given = np.asarray(lengths, object)  # also what numpy would round, or could not stack
         if given.ndim != 1 or not given.size:
-            raise ValueError(f"lengths must be a sequence of at least one integer, got {lengths!r}")
+            raise ValueError(f"lengths must be a sequence of at least one integer, got {checks.seen(lengths)}")
         ends = np.cumsum([checks.integer(f"lengths[{i}]", x, 0) for i, x in enumerate(given)], dtype=np.int64)
         total = int(ends[-1])
         document = np.searchsorted(ends, np.arange(total), side="right")

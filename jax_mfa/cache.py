@@ -23,9 +23,9 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.api import Implementation, dot_product_attention
-from jax_mfa.arguments import clipped, concrete, known_lengths
+from jax_mfa.arguments import as_array, as_window, clipped, concrete, known_lengths
 from jax_mfa.specification import MAX_POSITION
-from jax_mfa.storage import as_bits, from_bits
+from jax_mfa.storage import QuantizedArray, as_bits, from_bits
 
 if TYPE_CHECKING:
     from jax_mfa.annotations import Bias, Float, Int32, Integer, Key, Lists, Mask
@@ -216,10 +216,10 @@ def ring_columns(local_window_size: int | tuple[int | None, int | None] | None) 
     Raises:
       ValueError: where the window has no limit on the left.
     """
-    left = local_window_size[0] if isinstance(local_window_size, (tuple, list)) else local_window_size
+    left, _ = as_window(local_window_size)
     if left is None:
         raise ValueError(f"a ring cache needs a local_window_size with a limit on the left, got {local_window_size!r}")
-    return checks.integer("local_window_size", left, least=0) + 1
+    return left + 1
 
 
 def _newest(cache: Array, start: Array, count: int) -> Array:
@@ -236,11 +236,15 @@ def _newest(cache: Array, start: Array, count: int) -> Array:
 
 
 def _floating(name: str, x: Any, shape: str) -> Array:
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating) or len(x.shape) < 3:
-        seen = f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
-        error = ValueError if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) else TypeError
-        raise error(f"{name} must be a floating array {shape}, got {seen}")
-    return jnp.asarray(x)
+    if isinstance(x, QuantizedArray):
+        raise TypeError(
+            f"{name} must be floating {shape}, got a QuantizedArray: tokens are quantised as they come by a "
+            "PagedKVCache, and not in a plain cache or a ring"
+        )
+    x = as_array(name, x, "f", f"floating {shape}")
+    if x.ndim < 3:
+        raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
+    return x
 
 
 def _arrays(
@@ -271,6 +275,7 @@ def _counts(
 ) -> tuple[Array, Array]:
     """How many tokens each batch row has and how many come, int32 with the leading axes of the cache."""
     lead, columns, tokens = key_cache.shape[:-3], key_cache.shape[-3], key.shape[-3]
+    checks.boolean("ring", ring)
     lengths = known_lengths("lengths", lengths, MAX_POSITION if ring else columns)
     new_lengths = np.int32(tokens) if new_lengths is None else known_lengths("new_lengths", new_lengths, tokens)
     start, count = _per_row("lengths", lengths, lead, MAX_POSITION), _per_row("new_lengths", new_lengths, lead, tokens)
@@ -278,8 +283,8 @@ def _counts(
     if not ring and written.size and (written + coming).max() > columns:
         row = np.argmax(written + coming)
         raise ValueError(
-            f"the cache holds {columns} tokens; {written.flat[row]} known to be written, "
-            f"it cannot take {coming.flat[row]} more"
+            f"key_cache holds {columns} tokens; {written.flat[row]} known to be written, by lengths, "
+            f"it cannot take {coming.flat[row]} more of key"
         )
     return start, count
 

@@ -114,7 +114,7 @@ def calibrated(device: str) -> Iterator[str]:
     yield ""
     for name, cost in costs.items():
         rates = f"{cost.flops / 1e9:.3g} GFLOP/s, {cost.bytes / 1e9:.3g} GB/s"
-        yield f"{name}: {cost.start * 1e6:.0f} µs to start a call, {rates}"
+        yield f"{name}: {cost.start * 1e6:.0f} us to start a call, {rates}"
     size = crossing(figures)
     yield f"Metal pays from T = S = {size} on" if size else f"Metal pays nowhere up to T = S = {MOST}"
     yield f"kept for {device} in {crossover.store(device, figures)}"

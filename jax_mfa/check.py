@@ -186,7 +186,7 @@ def kernel_rows(compiled: Iterable[Compiled]) -> Iterator[str]:
         by_name.setdefault(x.kernel.name, []).append(x)
     for name, group in by_name.items():
         kernel, known = group[0].kernel, [x.limits for x in group if x.limits]
-        at_most = lambda what, pick, known=known: str(pick(x[what] for x in known)) if known else "–"
+        at_most = lambda what, pick, known=known: str(pick(x[what] for x in known)) if known else "-"
         failures = [" ".join(x.failure.split())[:600] for x in group if x.failure]
         cells = [
             name,
@@ -196,7 +196,7 @@ def kernel_rows(compiled: Iterable[Compiled]) -> Iterator[str]:
             at_most("max_threads", min),
             at_most("simd_width", min),
             at_most("static_threadgroup_memory", max),
-            str(kernel.fragment_bytes or "–"),
+            str(kernel.fragment_bytes or "-"),
             f"FAIL {failures[0]}" if failures else "ok",
         ]
         yield f"| {' | '.join(cells)} |"
@@ -215,14 +215,14 @@ def row_start(p: Problem) -> str:
 
 def row_end(v: Verdict) -> str:
     """The other columns: errors relative to the largest entry, and pass, or FAIL with what is allowed or the reason."""
-    cells = [f"{v.errors[name]:.1e}" if name in v.errors else "–" for name in RESULTS]
+    cells = [f"{v.errors[name]:.1e}" if name in v.errors else "-" for name in RESULTS]
     others = [f"{name} {error:.1e}" for name, error in v.errors.items() if name not in RESULTS]
     if v.failure:
         last = "FAIL " + " ".join(v.failure.split())[:300]
     else:
         beyond = [f"{name} > {v.allowed[name]:.1e}" for name in v.beyond]
         last = f"FAIL {', '.join(beyond)}" if beyond else "pass"
-    return f" {' | '.join([*cells, ', '.join(others) or '–'])} | {last} |"
+    return f" {' | '.join([*cells, ', '.join(others) or '-'])} | {last} |"
 
 
 # --- what there is

@@ -30,11 +30,11 @@ def steps_apart(got: Any, wanted: Any) -> np.ndarray:
     if not isinstance(wanted, QuantizedArray):
         same = np.array_equal(np.asarray(from_bits(got)), np.asarray(from_bits(wanted)), equal_nan=True)
         return np.full((), 0.0 if same else np.inf)
-    numbers = [np.asarray(x.dequantize(np.float32)) for x in (got, wanted)]
+    numbers = [np.asarray(x.dequantize(np.float32), np.float64) for x in (got, wanted)]
     if not np.array_equal(np.isnan(numbers[0]), np.isnan(numbers[1])):
         return np.full((), np.inf)
     step = np.asarray(
-        spread(from_bits(jnp.asarray(wanted.scales)).astype(np.float32), wanted.scheme.channels, wanted.size, -1)
+        spread(from_bits(jnp.asarray(wanted.scales)).astype(np.float32), wanted.scheme.channels, wanted.head_size, -1)
     )
     return np.nan_to_num(np.abs(numbers[0] - numbers[1]) / (step * (32 if wanted.scheme.kind == "fp8" else 1)))
 

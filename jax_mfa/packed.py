@@ -12,18 +12,19 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.api import Implementation, flash_attention
-from jax_mfa.arguments import as_array, as_window, clipped, concrete, known_integers
+from jax_mfa.api import Columns, Implementation, flash_attention
+from jax_mfa.arguments import as_array, as_columns, as_window, clipped, concrete, known_integers
 from jax_mfa.specification import MAX_POSITION, Specification
+from jax_mfa.storage import QuantizedArray
 
 if TYPE_CHECKING:
     from jax_mfa.annotations import Float, Integer, Key, Lists
 
 
 def flash_attention_varlen(
-    query: Float[ArrayLike, "T N H"],
-    key: Float[ArrayLike, "S K H"],
-    value: Float[ArrayLike, "S K V"],
+    query: Float[Columns, "T N H"],
+    key: Float[Columns, "S K H"],
+    value: Float[Columns, "S K V"],
     cu_seqlens_q: Integer[ArrayLike, "bounds"] | Lists,
     cu_seqlens_k: Integer[ArrayLike, "bounds"] | Lists | None = None,
     *,
@@ -48,9 +49,9 @@ def flash_attention_varlen(
     Letters: T rows of all sequences together, S columns, N query heads, K key/value heads, H and V head sizes.
 
     Args:
-      query: `[T, N, H]`, float16, bfloat16, float32 or float64.
-      key: `[S, K, H]` of the query's dtype.
-      value: `[S, K, V]` of the query's dtype.
+      query: `[T, N, H]`, float16, bfloat16, float32 or float64; may be quantised (`jax_mfa.quantize`).
+      key: `[S, K, H]` of the query's dtype; may be quantised.
+      value: `[S, K, V]` of the query's dtype; may be quantised, also by another scheme than the key.
       cu_seqlens_q: integers `[R + 1]` that do not fall: where each sequence's rows begin, and where the last ends.
       cu_seqlens_k: the same of key and value; default cu_seqlens_q (self-attention).
       is_causal: the row at position i of its sequence sees columns up to position i + query_offset.
@@ -73,7 +74,8 @@ def flash_attention_varlen(
         checked: they are clipped to what is there.
       NotImplementedError: where a named implementation cannot run the call.
     """
-    q, k = as_array("query", query, "f", "floating [T, N, H]"), as_array("key", key, "f", "floating [S, K, H]")
+    query = query.dequantize() if isinstance(query, QuantizedArray) else query
+    q, k = as_array("query", query, "f", "floating [T, N, H]"), as_columns("key", key, "floating [S, K, H]")
     for name, x, letters in (("query", q, "[T, N, H]"), ("key", k, "[S, K, H]")):
         if x.ndim != 3:
             raise ValueError(f"{name} must have shape {letters}, got {list(x.shape)}")
@@ -134,7 +136,7 @@ def _ranges(rows: int, bounds: Array, key_bounds: Array, offset: Any, band: tupl
     inside, own = (own >= 0) & (own < bounds.size - 1), jnp.clip(own, 0, max(bounds.size - 2, 0))
     start = key_bounds[own]
     length = jnp.where(inside, key_bounds[own + 1] - start, 0)
-    position = t - bounds[own] + (offset[own] if offset.size > 1 else offset.sum())
+    position = t - bounds[own] + (offset[own] if offset.size > 1 else offset.sum(dtype=jnp.int32))
     left, right = band
     # distances are compared before they are added, which might overflow
     first = 0 if left is None else position - jnp.minimum(left, position)

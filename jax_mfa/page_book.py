@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +19,9 @@ from jax_mfa import checks
 
 if TYPE_CHECKING:
     from jax_mfa.annotations import Int32
+
+
+MOST_SLOTS = 2**31 - 1  # slots are int32
 
 
 class OutOfPages(RuntimeError):
@@ -52,22 +54,25 @@ class PageBook:
 
     Args:
       pages: of the pool.
-      page_size: tokens of a page.
+      page_size: tokens of a page. The pool holds fewer than 2³¹ tokens.
 
     Raises:
       ValueError, TypeError: in every method, naming the argument.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
-        self.pages = checks.integer("pages", pages, least=1)
-        self.page_size = checks.integer("page_size", page_size, least=1)
+        self.page_size = checks.integer("page_size", page_size, 1, MOST_SLOTS)
+        self.pages = checks.integer("pages", pages, 1, MOST_SLOTS // self.page_size)
         self._sequences: dict[int, _Sequence] = {}
-        self._numbers = itertools.count()
+        self._next = 0  # a sequence's number
         self._owners = [0] * self.pages
         self._empty = list(range(self.pages))[::-1]  # nobody's, and nothing worth keeping
         self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()  # nobody's, longest so first
         self._digest_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+
+    def __repr__(self) -> str:
+        return f"PageBook(pages={self.pages}, page_size={self.page_size})"
 
     @property
     def free_pages(self) -> int:
@@ -98,7 +103,7 @@ class PageBook:
           The number of the sequence.
         """
         found = _Sequence([], 0, [], [])
-        given, digest = _integers("tokens", tokens), b""
+        given, digest = _tokens("tokens", tokens), b""
         for start in range(0, len(given) - self.page_size, self.page_size):
             part = given[start : start + self.page_size]
             digest = _digest(digest, part)
@@ -121,8 +126,8 @@ class PageBook:
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets all tokens from `length` on."""
-        own = self._of(sequence)
-        if checks.integer("length", length, least=0) > own.length:
+        own, length = self._of(sequence), checks.integer("length", length, least=0)
+        if length > own.length:
             raise ValueError(f"length must be at most the {own.length} tokens of sequence {sequence}, got {length}")
         keep = -(-length // self.page_size)
         self._release(own.pages[keep:])
@@ -153,15 +158,20 @@ class PageBook:
         Raises:
           OutOfPages: where the pool has not the room; nothing has changed.
         """
-        own = [self._of(x) for x in sequences]
+        sequences = checks.integers("sequences", sequences)
+        own = [self._of(x, "sequences") for x in sequences]
         if len({*sequences}) < len(own):
-            raise ValueError(f"sequences must be named once each, got {list(sequences)}")
-        if len(counts) != len(own):
-            raise ValueError(f"counts must have one number for each of {len(own)} sequences, got {len(counts)}")
-        coming = [checks.integer("counts", n, least=0) for n in counts]
-        known = None if tokens is None else [_integers("tokens", x) for x in tokens]
-        if known is not None and [len(x) for x in known] != coming:
-            raise ValueError(f"tokens must hold {coming} integers, got {[len(x) for x in known]}")
+            raise ValueError(f"sequences must be named once each, got {sequences}")
+        coming = checks.integers("counts", counts, least=0)
+        if len(coming) != len(own):
+            raise ValueError(f"counts must have one number for each of {len(own)} sequences, got {len(coming)}")
+        known = None
+        if tokens is not None:
+            known = [_tokens("tokens", x) for x in checks.sequence("tokens", tokens, "integers of each sequence")]
+            if [len(x) for x in known] != coming:
+                raise ValueError(
+                    f"tokens must hold as many integers as counts, {coming}, got {[len(x) for x in known]}"
+                )
 
         shared = self._shared_ends(own, coming)
         missing = [-(-(x.length + n) // self.page_size) - len(x.pages) for x, n in zip(own, coming)]
@@ -201,9 +211,9 @@ class PageBook:
           block_tables: int32 `[B, width]`, −1 behind the pages of a sequence.
           context_lens: int32 `[B]`.
         """
-        own = [self._of(x) for x in sequences]
+        own = [self._of(x, "sequences") for x in checks.integers("sequences", sequences)]
         most = max([len(x.pages) for x in own], default=0)
-        width = 1 << max(most - 1, 0).bit_length() if width is None else checks.integer("width", width, least=0)
+        width = 1 << max(most - 1, 0).bit_length() if width is None else checks.integer("width", width, 0, MOST_SLOTS)
         if width < most:
             raise ValueError(f"width must be at least {most}, the pages of the longest sequence, got {width}")
         table = np.full((len(own), width), -1, np.int32)
@@ -213,14 +223,14 @@ class PageBook:
 
     # --- pages
 
-    def _of(self, sequence: int) -> _Sequence:
-        found = self._sequences.get(sequence)
+    def _of(self, sequence: int, name: str = "sequence") -> _Sequence:
+        found = self._sequences.get(checks.integer(name, sequence))
         if found is None:
-            raise ValueError(f"sequence must be one that was allocated and not freed, got {sequence!r}")
+            raise ValueError(f"{name} must be allocated and not freed, got {sequence}")
         return found
 
     def _add(self, sequence: _Sequence) -> int:
-        number = next(self._numbers)
+        number, self._next = self._next, self._next + 1
         self._sequences[number] = sequence
         return number
 
@@ -274,11 +284,12 @@ class PageBook:
                 self._digest_of[x.pages[i]], self._page_of[digest] = digest, x.pages[i]
 
 
-def _integers(name: str, x: Any) -> list[int]:
-    array = np.asarray(x)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"{name} must be integers in a row, got {array.dtype.name}{list(array.shape)}")
-    return [int(i) for i in array]
+def _tokens(name: str, x: Any) -> list[int]:
+    """Tokens as Python integers, of 64 bits: their pages are known by what these hold."""
+    found = checks.integers(name, x)
+    if found and not -(2**63) <= min(found) <= max(found) < 2**63:
+        raise ValueError(f"{name} must be integers of 64 bits, got {min(found)}..{max(found)}")
+    return found
 
 
 def _digest(before: bytes, tokens: list[int]) -> bytes:

@@ -140,6 +140,7 @@ def paged_attention(
     keys, values = _pages(new, key_pages, value_pages)
     count, page = keys.shape[:2]
     tables = known_integers("block_tables", block_tables, -(2**31), 2**31 - 1, "integers [B, pages]")
+    tables = tables.reshape(0, 0) if tables.shape == (0,) else tables  # the list of no sequences
     if tables.ndim != 2 or not (ragged or tables.shape[0] == new.shape[0]):
         letters = "[B, pages]" if ragged else f"[B, pages] with B = {new.shape[0]}"
         raise ValueError(f"block_tables must have shape {letters}, got {list(tables.shape)}")
@@ -154,6 +155,7 @@ def paged_attention(
         outside = _outside(tables, lengths, count, page)
         jax.debug.callback(_report, outside.sum(), tables, outside, count)
     tables = _read_tables(tables, lengths, count, page)
+    lengths = lengths if tables.size else jnp.zeros_like(lengths)  # there is nothing to read
 
     names = {"alibi_slopes": alibi_slopes, "sinks": sinks}
     per_head = {name: as_array(name, x, "f", "floating [N]") for name, x in names.items() if x is not None}
@@ -172,8 +174,8 @@ def paged_attention(
     if query_start_locs is not None:
         rows = _Rows(new.shape[0], _starts(query_start_locs, batch, new.shape[0]), batch)
         new = rows.together(new)
-        per_head = {name: x if x.ndim == 1 else x[rows.sequence] for name, x in per_head.items()}
-        tables, lengths = tables[rows.sequence], lengths[rows.sequence]
+        per_head = {name: x if x.ndim == 1 else _taken(x, rows.sequence) for name, x in per_head.items()}
+        tables, lengths = _taken(tables, rows.sequence), _taken(lengths, rows.sequence)
         arguments |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
     else:
         arguments["query_offset"] = lengths - new.shape[1]
@@ -208,8 +210,8 @@ def _pages(query: Any, key_pages: Any, value_pages: Any) -> tuple[Any, Any]:
     ):
         if not isinstance(x, QuantizedArray) and getattr(x, "dtype", None) != np.uint16:
             x = as_array(name, x, "f", f"floating {letters} or quantised")
-        if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(f"{name} must have shape {letters}, none of them 0, got {list(x.shape)}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have shape {letters}, got {list(x.shape)}")
         if x.shape[1] not in PAGE_SIZES:
             raise ValueError(f"{name} must have pages of {', '.join(map(str, PAGE_SIZES))} tokens, got {list(x.shape)}")
         if dtype_of(x) != query.dtype:
@@ -223,7 +225,7 @@ def _pages(query: Any, key_pages: Any, value_pages: Any) -> tuple[Any, Any]:
             f"value_pages must have the shape of key_pages, {list(key.shape)}, but for the head size, "
             f"got {list(value.shape)}"
         )
-    if n % key.shape[2]:
+    if n % key.shape[2] if key.shape[2] else n:
         raise ValueError(f"the heads of query must be a multiple of those of key_pages, got {n} and {key.shape[2]}")
     return key, value
 
@@ -234,7 +236,7 @@ def _pages(query: Any, key_pages: Any, value_pages: Any) -> tuple[Any, Any]:
 def _outside(tables: Any, lengths: Any, count: int, page: int) -> Any:
     """Which entries within the lengths are no pages of the pool."""
     numpy: Any = jnp if isinstance(tables, jax.Array) else np
-    used = numpy.arange(tables.shape[1]) * page < lengths[:, None]
+    used = numpy.arange(tables.shape[1], dtype=np.int32)[None] * page < lengths[:, None]
     return used & ((tables < 0) | (tables >= count))
 
 
@@ -263,10 +265,11 @@ def _report(wrong: Any, tables: Any, outside: Any, count: Any) -> None:
 
 def _read_tables(tables: Any, lengths: Any, count: int, page: int) -> Any:
     """Tables of which every entry may be read: behind a length they repeat its last page."""
-    if tables.shape[1] == 0:
-        return tables
+    if 0 in (count, *tables.shape):
+        return tables[:, :0]
     last = jnp.maximum(-(-lengths // page) - 1, 0)
-    tables = jnp.take_along_axis(tables, jnp.minimum(jnp.arange(tables.shape[1]), last[:, None]), axis=1)
+    entries = jnp.arange(tables.shape[1], dtype=jnp.int32)[None]
+    tables = jnp.take_along_axis(tables, jnp.minimum(entries, last[:, None]), axis=1)
     return jnp.clip(jnp.where(lengths[:, None] > 0, tables, 0), 0, count - 1)
 
 
@@ -283,6 +286,11 @@ def _starts(query_start_locs: Any, batch: int, total: int) -> Array:
     return jnp.asarray(clipped(starts, 0, total))
 
 
+def _taken(x: Any, at: Any) -> Array:
+    """`x[at]` with indices clipped; zeros where there is nothing to take, or to take from."""
+    return jnp.take(x, at, axis=0, mode="clip") if at.size and len(x) else jnp.zeros((*at.shape, *x.shape[1:]), x.dtype)
+
+
 class _Rows:
     """Rows of sequences of unequal lengths, put together by equal numbers: each lot has rows of one sequence, and
     there is the room that the worst lengths need, a lot for each sequence more than without padding.
@@ -297,21 +305,21 @@ class _Rows:
         self.total, self.starts = total, starts
         # as many rows as sequences have on average; up to a power of two, for few shapes of programs
         self.size = min(1 << (max(-(-total // max(batch, 1)), 1) - 1).bit_length(), MOST_ROWS)
-        lots = (total + batch * (self.size - 1)) // self.size
+        lots = (total + batch * (self.size - 1)) // self.size if total * batch else 0
         rows = jnp.maximum(starts[1:] - starts[:-1], 0)
-        self.ends = jnp.cumsum(-(-rows // self.size))
+        self.ends = jnp.cumsum(-(-rows // self.size), dtype=jnp.int32)
         lot = jnp.arange(lots, dtype=jnp.int32)
         self.sequence = jnp.clip(jnp.searchsorted(self.ends, lot, side="right").astype(jnp.int32), 0, max(batch - 1, 0))
         self.first_lot = jnp.concatenate([jnp.zeros(1, self.ends.dtype), self.ends[:-1]])[:batch]
-        before = (lot - self.first_lot[self.sequence]) * self.size
-        self.after = rows[self.sequence] - before
+        before = (lot - _taken(self.first_lot, self.sequence)) * self.size
+        self.after = _taken(rows, self.sequence) - before
         self.counts = jnp.clip(self.after, 0, self.size)
         self.first = starts[self.sequence] + before
 
     def together(self, x: Any) -> Array:
         """[T, ...] as [lots, size, ...]."""
-        at = self.first[:, None] + jnp.arange(self.size, dtype=jnp.int32)
-        return jnp.take(x, at, axis=0, mode="clip")
+        at = self.first[:, None] + jnp.arange(self.size, dtype=jnp.int32)[None]
+        return _taken(x, at)
 
     def apart(self, x: Any, nothing: Any) -> Array:
         """[lots, size, ...] as [T, ...]; `nothing` in rows of no sequence."""
@@ -320,6 +328,7 @@ class _Rows:
         inside = (row >= self.starts[0]) & (sequence < len(self.starts) - 1)
         sequence = jnp.clip(sequence, 0, max(len(self.starts) - 2, 0))
         within = row - self.starts[sequence]
-        at = jnp.where(inside, (self.first_lot[sequence] + within // self.size) * self.size + within % self.size, 0)
-        found = jnp.take(x.reshape(-1, *x.shape[2:]), at, axis=0, mode="clip")
+        first = _taken(self.first_lot, sequence) + within // self.size
+        at = jnp.where(inside, first * self.size + within % self.size, 0)
+        found = _taken(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), at)
         return jnp.where(inside.reshape(-1, *(1,) * (x.ndim - 2)), found, nothing)

@@ -19,9 +19,9 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.arguments import as_array
+from jax_mfa.arguments import as_array, clipped, known_integers
 from jax_mfa.metal import append
-from jax_mfa.page_book import PageBook, Write
+from jax_mfa.page_book import MOST_SLOTS, PageBook, Write
 from jax_mfa.paged import PAGE_SIZES
 from jax_mfa.quantization import quantize
 from jax_mfa.specification import DTYPES
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key_pages", "value_pages"], meta_fields=["book"])
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PagedKVCache:
     """Keys and values of many sequences in pages of one pool: a pytree of the pages, to be read by
     `jax_mfa.paged_attention`, with the book of who owns them.
@@ -50,6 +50,9 @@ class PagedKVCache:
     key_pages: Any
     value_pages: Any
     book: PageBook
+
+    def __repr__(self) -> str:
+        return f"PagedKVCache({checks.seen(self.key_pages)}, {checks.seen(self.value_pages)}, {checks.seen(self.book)})"
 
     @classmethod
     def create(
@@ -80,21 +83,19 @@ class PagedKVCache:
         Raises:
           ValueError, TypeError: naming the argument.
         """
-        if page_size not in PAGE_SIZES:
-            raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {page_size!r}")
-        sizes = {"pages": pages, "heads": heads, "head_size": head_size}
-        for name, x in sizes.items():
-            checks.integer(name, x, least=1)
-        value_size = head_size if value_size is None else checks.integer("value_size", value_size, least=1)
-        if jnp.dtype(dtype).name not in DTYPES:
-            raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {jnp.dtype(dtype).name}")
+        if checks.integer("page_size", page_size) not in PAGE_SIZES:
+            raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
+        own = PageBook(pages, page_size)
+        sizes = {"heads": heads, "head_size": head_size, "value_size": head_size if value_size is None else value_size}
+        heads, head_size, value_size = (checks.integer(name, x, 1, MOST_SLOTS) for name, x in sizes.items())
+        dtype = checks.floating_dtype("dtype", dtype, DTYPES)
         if book is None:
-            book = PageBook(pages, page_size)
-        elif not isinstance(book, PageBook) or (book.pages, book.page_size) != (pages, page_size):
-            raise ValueError(f"book must be a PageBook of {pages} pages of {page_size} tokens, got {book!r}")
+            book = own
+        elif not isinstance(book, PageBook) or (book.pages, book.page_size) != (own.pages, own.page_size):
+            raise ValueError(f"book must be a PageBook of {pages} pages of {page_size} tokens, got {checks.seen(book)}")
 
         def empty(name: str, size: Any, scheme: Any) -> Array:
-            plain = jnp.zeros((pages, page_size, heads, size), dtype)
+            plain = jnp.zeros((own.pages, own.page_size, heads, size), dtype)
             if scheme is None:
                 return as_bits(plain)
             scheme = as_scheme(name, scheme)
@@ -123,11 +124,15 @@ class PagedKVCache:
 
         Raises:
           OutOfPages: where the pool has not the room; nothing has then changed, and no page was written.
-          ValueError, TypeError: naming the argument; nothing has then changed.
+          ValueError, TypeError: naming the argument, or where this cache was donated already; nothing has then changed.
         """
-        key, value = self._checked(key, value, sum(checks.integer("counts", n, least=0) for n in counts))
+        sequences, counts = checks.integers("sequences", sequences), checks.integers("counts", counts, least=0)
+        key, value = self._checked(key, value, sum(counts), "counts")
+        pages = self.key_pages, self.value_pages
+        if any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in jax.tree.leaves(pages)):
+            raise ValueError("this cache was donated, to an earlier append perhaps: use what that returned")
         where = self.book.reserve(sequences, counts, tokens)
-        pages = write_in_place((self.key_pages, self.value_pages), key, value, _padded(where, len(sequences)))
+        pages = write_in_place(pages, key, value, _padded(where, len(sequences)))
         return dataclasses.replace(self, key_pages=pages[0], value_pages=pages[1])
 
     def write(self, where: Write, key: Float[ArrayLike, "T K H"], value: Float[ArrayLike, "T K V"]) -> PagedKVCache:
@@ -135,23 +140,48 @@ class PagedKVCache:
         donated to `jit`.
 
         Args:
-          where: from `book.reserve`. Tokens of a negative slot are padding, as are copies to a negative page.
+          where: from `book.reserve`. Tokens of a negative slot are padding, as are copies from or to a negative page.
+            Traced slots and pages beyond the pool are padding too.
           key, value: `[T, K, H]`, `[T, K, V]`.
+
+        Raises:
+          ValueError, TypeError: naming the argument; also for slots and pages that are known to be beyond the pool.
         """
-        key, value = self._checked(key, value, where.slots.shape[0])
+        where = self._places(where)
+        key, value = self._checked(key, value, where.slots.shape[0], "where.slots")
         pages = _write((self.key_pages, self.value_pages), key, value, where)
         return dataclasses.replace(self, key_pages=pages[0], value_pages=pages[1])
 
-    def _checked(self, key: Any, value: Any, tokens: int) -> list[Any]:
+    def _checked(self, key: Any, value: Any, tokens: int, of: str) -> list[Any]:
         new = []
         for name, x, pages in (("key", key, self.key_pages), ("value", value, self.value_pages)):
             x = as_array(name, x, "f", "floating [T, K, H]")
             if x.shape != (tokens, *pages.shape[2:]):
-                raise ValueError(f"{name} must have shape {[tokens, *pages.shape[2:]]}, got {list(x.shape)}")
+                wanted = [tokens, *pages.shape[2:]]
+                raise ValueError(f"{name} must have shape {wanted}, for {tokens} tokens of {of}, got {list(x.shape)}")
             if x.dtype != dtype_of(pages):
                 raise TypeError(f"{name} must have the cache's dtype, {dtype_of(pages).name}, got {x.dtype.name}")
             new.append(x)
         return new
+
+    def _places(self, where: Any) -> Write:
+        """Where tokens go: −1, within the pool, or at its end, which nothing is written to."""
+        if not isinstance(where, Write):
+            raise TypeError(f"where must be a Write, as PageBook.reserve gives it, got {checks.seen(where)}")
+        count, page = self.key_pages.shape[:2]
+        found: dict[str, Any] = {}
+        for name, x in where._asdict().items():
+            letter, most = ("T", count * page) if name == "slots" else ("C", count)
+            x = known_integers(f"where.{name}", x, -(2**31), most - 1, f"integers [{letter}]")
+            if x.ndim != 1:
+                raise ValueError(f"where.{name} must have shape [{letter}], got {list(x.shape)}")
+            found[name] = jnp.asarray(clipped(x, -1, most))
+        if found["sources"].shape != found["targets"].shape:
+            raise ValueError(
+                f"where.targets must have the shape of where.sources, {list(found['sources'].shape)}, "
+                f"got {list(found['targets'].shape)}"
+            )
+        return Write(**found)
 
 
 def _padded(where: Write, sequences: int) -> Write:
@@ -201,5 +231,6 @@ def _written(pages: Any, new: Array, where: Write) -> Any:
     # there is no page `count`: what goes there is dropped
     place = lambda x: jnp.where(x < 0, count, x)
     if sources.size:
-        pages = pages.at[place(targets)].set(pages[sources], mode="drop")
+        copied = jnp.where((sources < 0) | (sources >= count), count, place(targets))
+        pages = pages.at[copied].set(pages[sources], mode="drop")
     return pages.at[place(slots // page), slots % page].set(as_bits(new), mode="drop")

@@ -694,7 +694,7 @@ def _choice(
     call = _CALLS[name]
     if implementation == "metal":
         plan = metal.plan_of(spec, operands, call, metal.tiles_of(spec, operands, call), wanted)
-        text = ", ".join(f"{d.kernel.name} × {d.threadgroups}" for d in plan.dispatches)
+        text = ", ".join(f"{d.kernel.name} x {d.threadgroups}" for d in plan.dispatches)
     else:
         text = str(blockwise.tiling_of(spec, operands, "backward" in call, differentiated))
     return recording.Choice(call, spec.summary(stored(spec, operands)), implementation, text, reason)

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jax_mfa import checks
 from jax_mfa.arguments import as_array
 from jax_mfa.specification import DTYPES
-from jax_mfa.storage import LEVELS, PARTS, SYMMETRIC_LEVELS, QuantizedArray, Scheme, as_scheme, spread
+from jax_mfa.storage import LEVELS, PARTS, SYMMETRIC_LEVELS, QuantizedArray, Scheme, as_scheme, huge_scale, spread
 
 if TYPE_CHECKING:
     from jax_mfa.annotations import Float
@@ -31,7 +31,8 @@ def quantize(
     """Stores an array by a scheme; `jax_mfa.dot_product_attention` takes the result as query, key or value.
 
     Each batch row is quantised for itself. The scale of a block is the least one of its dtype that reaches all of its
-    numbers, so that none is clipped.
+    numbers, so that none is clipped: each comes back within half a step, as docs/caches.md has it. A block that holds
+    NaN or ∞ stands for NaN.
 
     Args:
       x: `[..., S, K, H]`, float16, bfloat16, float32 or float64.
@@ -56,7 +57,8 @@ def quantize(
     parts = _stored(given, scheme)
     named = {name: checkpoint_name(parts[name], CHECKPOINT_NAME) if name in parts else None for name in PARTS}
     original = given if straight_through else None
-    return QuantizedArray(**named, original=original, scheme=scheme, size=given.shape[-1], dtype=np.dtype(given.dtype))
+    dtype = np.dtype(given.dtype)
+    return QuantizedArray(**named, original=original, scheme=scheme, head_size=given.shape[-1], dtype=dtype)
 
 
 def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
@@ -69,7 +71,7 @@ def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
     Raises:
       ValueError, TypeError: naming what does not fit; also for a scheme whose blocks hold all tokens.
     """
-    arrays = list(arrays)
+    arrays = checks.sequence("arrays", arrays, "QuantizedArrays")
     if not arrays or not all(isinstance(x, QuantizedArray) for x in arrays):
         raise TypeError(f"arrays must be one or more QuantizedArrays, got {[type(x).__name__ for x in arrays]}")
     first = arrays[0]
@@ -103,17 +105,33 @@ def _stored(x: Array, scheme: Scheme) -> dict[str, Any]:
     """The parts of `QuantizedArray`."""
     dtype, (s, _, h) = x.dtype, x.shape[-3:]
     values = lax.stop_gradient(x).astype(np.promote_types(dtype, np.float32))
+    # asked for apart: XLA's minima and maxima of long arrays pass over NaN
+    finite = jnp.isfinite(values)
+    spoilt = _over_blocks(~finite, scheme, jnp.any)
+    values = jnp.where(finite, values, 0)
     parts = {}
     if scheme.center is not None:
-        parts["means"] = _mean_of_tokens(values, scheme.center).astype(dtype)
+        parts["means"] = _means(values, scheme.center, dtype)
         values = values - spread(parts["means"], scheme.center, s, -3).astype(values.dtype)
     low, high = (_over_blocks(values, scheme, reduce) for reduce in (jnp.min, jnp.max))
     scales, zeros = _scales(scheme, low, high, dtype)
-    if zeros is not None:
-        parts["zeros"] = zeros
-        values = values - _spread_blocks(zeros, scheme, s, h).astype(values.dtype)
-    data = _encoded(scheme, values / _spread_blocks(scales, scheme, s, h).astype(values.dtype))
-    return {"data": data, "scales": scales, **parts}
+    scales = jnp.where(spoilt, np.asarray(np.nan, dtype), scales)
+    per_number = lambda x: _spread_blocks(x, scheme, s, h).astype(values.dtype)
+    if zeros is None:
+        return {"data": _encoded(scheme, values / per_number(scales)), "scales": scales, **parts}
+    # a power of two keeps what is subtracted from overflow, and from what processors take for 0
+    factor = per_number(_factors(scales.astype(values.dtype), zeros.astype(values.dtype)))
+    apart = values * factor - per_number(zeros) * factor
+    data = _encoded(scheme, apart / (per_number(scales) * factor))
+    return {"data": data, "scales": scales, "zeros": zeros, **parts}
+
+
+def _factors(scales: Any, zeros: Any) -> Any:
+    """For each block 1, but a half where its range may overflow, and a large power of two where it is tiny."""
+    info, size = jnp.finfo(scales.dtype), jnp.maximum(scales, jnp.abs(zeros))
+    large = 2.0 ** (-info.minexp // 2)
+    one = scales.dtype.type
+    return jnp.where(scales > huge_scale(info), one(0.5), jnp.where(size < 1 / large, one(large), one(1)))
 
 
 def _spread_blocks(x: Array, scheme: Scheme, s: int, h: int) -> Array:
@@ -136,44 +154,45 @@ def _over_blocks(x: Array, scheme: Scheme, reduce: Any) -> Array:
     if scheme.whole:
         return reduce(x, axis=(-3, -2, -1), keepdims=True) if s * k else x[..., :1, :1, :1]
     x = _padded(_padded(x, tokens, -3), channels, -1)
-    x = x.reshape(*x.shape[:-3], -1 if s else 0, tokens, k, x.shape[-1] // channels, channels)
+    x = x.reshape(*x.shape[:-3], x.shape[-3] // tokens, tokens, k, x.shape[-1] // channels, channels)
     return reduce(x, axis=(-4, -1))
 
 
-def _mean_of_tokens(x: Array, per: int) -> Array:
-    """The mean of each run of `per` tokens, of which the last may be shorter: `[..., S / per, K, H]`."""
+def _means(x: Array, per: int, dtype: Any) -> Array:
+    """Of each run of `per` tokens, of which the last may be shorter, the mean of each channel: `[..., S / per, K, H]`.
+    Where numbers are so large that some might lie too far from it, the middle of their range."""
     s = x.shape[-3]
     per = min(per, max(s, 1))
     count = -(-s // per)
     short = count * per - s
+    runs = _padded(x, per, -3).reshape(*x.shape[:-3], count, per, *x.shape[-2:])
     whole = jnp.concatenate([x, jnp.zeros((*x.shape[:-3], short, *x.shape[-2:]), x.dtype)], axis=-3)
-    sums = whole.reshape(*x.shape[:-3], count, per, *x.shape[-2:]).sum(-3)
     sizes = np.full(count, per) - np.where(np.arange(count) == count - 1, short, 0)
-    return sums / sizes.astype(x.dtype).reshape(-1, 1, 1)
+    mean = whole.reshape(runs.shape).sum(-3) / np.expand_dims(sizes.astype(x.dtype), [*range(x.ndim - 3), -2, -1])
+    low, high = runs.min(-3), runs.max(-3)
+    near = jnp.maximum(high - mean, mean - low) < float(jnp.finfo(dtype).max) / 2  # not where the sum has overflown
+    return jnp.where(near, mean, low / 2 + high / 2).astype(dtype)
 
 
 def _scales(scheme: Scheme, low: Any, high: Any, dtype: Any) -> tuple[Array, Array | None]:
-    """Scales and zeros (None where symmetric) of blocks that reach from `low` to `high`."""
+    """Scales and zeros (None where symmetric) of blocks that reach from `low` to `high`, which are finite."""
     wide, info = low.dtype, jnp.finfo(dtype)
-    flat = low == high
+    # no scale is 0, nor so small that a processor takes it for 0
+    least: Any = float(info.smallest_subnormal) if dtype == np.float16 else float(info.tiny)
     zeros = None
     if scheme.symmetric:
         # of numbers that are all alike, the scale is the number
         reach = jnp.maximum(jnp.abs(low), jnp.abs(high))
-        scales = jnp.where(flat, reach, reach / SYMMETRIC_LEVELS[scheme.kind])
+        scales = jnp.where(low == high, reach, reach / SYMMETRIC_LEVELS[scheme.kind])
+        least = jnp.where(reach == 0, 1, least)
     elif scheme.kind == "fp8":  # as many numbers on both sides of its zero, and most of them near it
         zeros = (low / 2 + high / 2).astype(dtype)
         centre = zeros.astype(wide)
         scales = jnp.maximum(high - centre, centre - low) / SYMMETRIC_LEVELS["fp8"]
     else:
         zeros = _rounded(low, dtype, up=False)
-        levels = LEVELS[scheme.kind]
-        scales = high / levels - zeros.astype(wide) / levels
-    # no scale is 0, nor so small that a processor takes it for 0
-    least = float(info.smallest_subnormal) if dtype == np.float16 else float(info.tiny)
-    scales = jnp.where(scales < least, least if zeros is not None else jnp.where(scales == 0, 1, least), scales)
-    scales = jnp.where(jnp.isfinite(scales), scales, np.nan).astype(wide)
-    return _rounded(scales, dtype, up=True), zeros
+        scales = (high / 2 - zeros.astype(wide) / 2) / (LEVELS[scheme.kind] / 2)  # the whole may overflow
+    return _rounded(jnp.maximum(scales, least).astype(wide), dtype, up=True), zeros
 
 
 def _rounded(x: Array, dtype: Any, up: bool) -> Array:

@@ -93,7 +93,7 @@ class Recorder:
 
     def __str__(self) -> str:
         found = self.as_dict()
-        lines = [f"{n} × {choice}" for choice, n in self.choices.items()] or ["no attention was compiled"]
+        lines = [f"{n} x {choice}" for choice, n in self.choices.items()] or ["no attention was compiled"]
         for name, x in sorted(found["compilations"].items()):
             lines.append(f"{x['count']} compilations by {name}, {x['seconds']:.3f} s")
         metal = found["metal"]
@@ -102,14 +102,14 @@ class Recorder:
         lines.append(f"Metal: {metal['calls']} calls, {metal['failures']} failed")
         lines += [f"  {metal[f'bytes_{route}']} bytes {how}" for route, how in _ROUTES.items()]
         for name, plan in sorted(metal["plans"].items()):
-            lines.append(f"  {plan['calls']} × {name}, {plan['seconds'] / plan['calls'] * 1e3:.3f} ms each")
+            lines.append(f"  {plan['calls']} x {name}, {plan['seconds'] / plan['calls'] * 1e3:.3f} ms each")
             shown, before = [], 0
             for bound, calls in plan["histogram"].items():
                 if calls > before:
-                    shown.append(f"{calls - before} ≤ {bound} s")
+                    shown.append(f"{calls - before} <= {bound} s")
                 before = calls
             lines.append(f"    {', '.join(shown)}")
-        lines += [f"  {n} × {name}" for name, n in sorted(metal["kernels"].items())]
+        lines += [f"  {n} x {name}" for name, n in sorted(metal["kernels"].items())]
         return "\n".join(lines)
 
     def prometheus(self) -> str:

@@ -176,8 +176,8 @@ def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
         x = x + o.bias.astype(acc)
     if o.alibi_slopes is not None:
         offset = spec.query_offset if o.query_offset is None else o.query_offset.reshape(-1, 1, 1, 1)
-        position = jnp.arange(t).reshape(1, 1, -1, 1) + offset
-        distance = jnp.arange(k.shape[2]).reshape(1, 1, 1, -1) - position
+        position = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, -1, 1) + offset
+        distance = jnp.arange(k.shape[2], dtype=jnp.int32).reshape(1, 1, 1, -1) - position
         x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * distance.astype(acc)
     x = hidden(x)
     if spec.logits_soft_cap is not None:

@@ -3,7 +3,8 @@
 A stored number stands for `scale · d + zero + mean`, where d is what is stored in few bits, and a *block* of tokens and
 channels of one head shares a scale (and, unless the scheme is symmetric, a zero). The zero is the number that d = 0
 stands for, kept as such: as an integer in units of the scale it would overflow in any block far from 0. A block whose
-numbers are all alike is stored exactly; one that holds NaN or ∞ stands for NaN.
+numbers are all alike is stored exactly; one that holds NaN or ∞ stands for NaN. Sums are
+taken in an order that does not overflow where what is meant does not.
 
 *Centring* subtracts from each channel its mean over a run of tokens, before blocks are made: channels of keys often
 have a large offset that all tokens share. It is added back wherever it can be seen. With one mean c of all tokens a
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -48,7 +50,8 @@ class Scheme:
       symmetric: blocks have a scale alone and not also a zero.
       tokens: of how many tokens a block consists; None for all.
       channels: of how many channels of a head; None for all. 1 token and all channels is a scale for each token and
-        head. All tokens and all channels is one scale for everything, all heads included.
+        head. All tokens and all channels is one scale for everything, all heads included. Where tokens or channels do
+        not divide those of an array, its last blocks are smaller.
       center: subtract from each channel its mean over runs of as many tokens; None to leave them.
 
     Raises:
@@ -62,12 +65,13 @@ class Scheme:
     center: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {self.kind!r}")
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, got {checks.seen(self.kind)}")
         checks.boolean("symmetric", self.symmetric)
         for name in ("tokens", "channels", "center"):
             if getattr(self, name) is not None:
-                checks.integer(name, getattr(self, name), least=1)
+                number = checks.integer(name, getattr(self, name), 1, 2**31 - 1)
+                object.__setattr__(self, name, number)
 
     @property
     def whole(self) -> bool:
@@ -99,9 +103,9 @@ PARTS = ("data", "scales", "zeros", "means")
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[*PARTS, "original"],
-    meta_fields=["scheme", "size", "dtype"],
+    meta_fields=["scheme", "head_size", "dtype"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # arrays have no one answer to ==
 class QuantizedArray:
     """An array `[..., S, K, H]` stored by a scheme: a pytree that `quantize` makes, with the shape and dtype of the
     array that it stands for.
@@ -114,7 +118,7 @@ class QuantizedArray:
       means: `[..., S / center, K, H]` of the array's dtype; None without centring.
       original: the array that was quantised, which gets the gradients; None unless `quantize` was told so.
       scheme: the `Scheme`.
-      size: H.
+      head_size: H.
       dtype: of the array that it stands for.
     """
 
@@ -124,16 +128,26 @@ class QuantizedArray:
     means: Any
     original: Any
     scheme: Scheme
-    size: int
+    head_size: int
     dtype: Any
+
+    def __repr__(self) -> str:
+        # trees of other things than arrays have no shape
+        shape = list(self.shape) if hasattr(self.data, "shape") else "[...]"
+        return f"QuantizedArray({self.dtype.name}{shape}, {self.scheme})"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.data.shape[:-1], self.size)
+        return (*self.data.shape[:-1], self.head_size)
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many numbers it stands for."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -145,20 +159,25 @@ class QuantizedArray:
         return {name: getattr(self, name) for name in PARTS if getattr(self, name) is not None}
 
     def dequantize(self, dtype: Any = None) -> Array:
-        """The array `[..., S, K, H]` that is meant, of its own dtype or another one.
+        """The array `[..., S, K, H]` that is meant, of its own dtype or another floating one.
 
         Differentiable with respect to what was quantised if `quantize` was told `straight_through`.
+
+        Raises:
+          TypeError: for a dtype that is not floating.
         """
+        dtype = self.dtype if dtype is None else checks.floating_dtype("dtype", dtype)
         wide = np.promote_types(self.dtype, np.float32)
         parts = {name: spread(x, self.scheme.tokens_of(name), self.shape[-3], -3) for name, x in self.parts().items()}
-        x = decoded(self.scheme, self.size, parts, wide).astype(self.dtype if dtype is None else dtype)
+        x = decoded(self.scheme, self.head_size, parts, wide).astype(dtype)
         return x if self.original is None else straight_through(x, self.original.astype(x.dtype))
 
     def tokens(self, start: int, stop: int) -> QuantizedArray:
         """The tokens from `start` up to `stop`, without quantising anew.
 
         Raises:
-          ValueError: for what is no range of tokens, or a start within a block of tokens.
+          ValueError, TypeError: for what is no range of tokens, or a start within a block of tokens of which some are
+            taken.
         """
         length = self.shape[-3]
         start, stop = checks.integer("start", start, least=0), checks.integer("stop", stop, least=0)
@@ -167,8 +186,10 @@ class QuantizedArray:
 
         def cut(name: str, x: Any) -> Any:
             per = self.scheme.tokens_of(name)
+            if start == stop:
+                return x[..., :0, :, :]
             if per is None or (x.shape[-3] == 1 and start < per):
-                return x[..., :1, :, :] if stop > start else x[..., :0, :, :]
+                return x[..., :1, :, :]
             if start % per:
                 raise ValueError(f"start must be a multiple of the {per} tokens of a block, got {start}")
             return x[..., start // per : -(-stop // per), :, :]
@@ -198,17 +219,30 @@ def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype: Any) -> Arr
     parts = {name: from_bits(x) for name, x in parts.items()}
     data = parts["data"]
     if scheme.kind == "int4":
-        pair = data[..., None] >> np.array([0, 4], np.uint8) & np.uint8(15)
-        data = pair.reshape(*data.shape[:-1], -1)[..., :size]
+        shifts = np.expand_dims(np.array([0, 4], np.uint8), [*range(data.ndim)])
+        pair = data[..., None] >> shifts & np.uint8(15)
+        data = pair.reshape(*data.shape[:-1], 2 * data.shape[-1])[..., :size]
         if scheme.symmetric:
             data = ((data ^ np.uint8(8)).astype(np.int8) - np.int8(8)).astype(np.int8)
     elif scheme.kind == "fp8":
         data = lax.bitcast_convert_type(data, jnp.float8_e4m3fn)
     per_channel = lambda x: spread(x.astype(dtype), scheme.channels, size, -1)
-    x = data.astype(dtype) * per_channel(parts["scales"])
+    x, scales = data.astype(dtype), parts["scales"].astype(dtype)
     if "zeros" in parts:
-        x = x + per_channel(parts["zeros"])
-    return x + parts["means"].astype(dtype) if "means" in parts else x
+        # of wide blocks half of scale · d before the zero and half behind it, for the whole may overflow
+        halves = jnp.where(scales > huge_scale(jnp.finfo(dtype)), scales / 2, 0)
+        x = x * per_channel(scales - halves) + per_channel(parts["zeros"]) + x * per_channel(halves)
+    else:
+        x = x * per_channel(scales)
+    # rounding may have passed the largest number of what was quantised; before the mean too, which cannot mend that
+    most = float(jnp.finfo(parts["scales"].dtype).max)
+    x = jnp.clip(x, -most, most)
+    return jnp.clip(x + parts["means"].astype(dtype), -most, most) if "means" in parts else x
+
+
+def huge_scale(info: Any) -> float:
+    """Above this, blocks of 2 · 448 steps or fewer may be wider than the largest number of the dtype."""
+    return float(info.max) / 1024
 
 
 @jax.custom_jvp
@@ -223,7 +257,7 @@ def straight_through_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 def spread(x: Any, per: int | None, length: int, axis: int) -> Any:
     """`x` with each entry along `axis` repeated `per` times, up to `length`; a single entry broadcasts and is kept."""
-    if per == 1 or x.shape[axis] == 1 or per is None:
+    if per == 1 or x.shape[axis] <= 1 or per is None:
         return x
     return lax.slice_in_dim(jnp.repeat(x, per, axis=axis), 0, length, axis=axis)
 
@@ -289,7 +323,7 @@ def pool_fields(names: Collection[str]) -> tuple[str, ...]:
 def storage_of(x: Any) -> Storage | None:
     """The static facts of a key or value; None where it is not quantised."""
     x = x.pages if isinstance(x, PagedArray) else x
-    return Storage(x.scheme, x.size) if isinstance(x, QuantizedArray) else None
+    return Storage(x.scheme, x.head_size) if isinstance(x, QuantizedArray) else None
 
 
 def page_size_of(x: Any) -> int | None:

@@ -289,6 +289,61 @@ def test_keys_of_several_seeds_are_refused():
         jax_mfa.dot_product_attention(Q, K, V, dropout_rate=0.1, dropout_seed=keys)
 
 
+QUANTISED = jax_mfa.quantize(K)
+OTHERS = (
+    jax.ShapeDtypeStruct((2, 9, 2, 8), np.float32),
+    "foo",
+    [[1.0], [1.0, 2.0]],
+    object(),
+    np.array(["a"]),
+    np.float32,
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "bias",
+            "mask",
+            "scale",
+            "query_offset",
+            "query_seq_lengths",
+            "key_value_seq_lengths",
+            "alibi_slopes",
+            "sinks",
+        ),
+        *("query_segment_ids", "key_value_ranges", "block_mask", "is_causal", "local_window_size", "logits_soft_cap"),
+        *("dropout_rate", "dropout_seed", "implementation", "return_residual"),
+    ],
+)
+def test_what_is_no_such_argument_at_all_is_named(name):
+    both = {"key_value_segment_ids": np.ones((2, 9), np.int32)} if name == "query_segment_ids" else {}
+    for other in (QUANTISED, *OTHERS, K):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} must\b") as caught:
+            jax_mfa.dot_product_attention(Q, K, V, **both, **{name: other})
+        assert len(str(caught.value)) < 300  # never what an array holds
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (jax_mfa.merge, {"out_a": f32(3, 2, 8), "lse_a": f32(3, 2), "out_b": f32(3, 2, 8), "lse_b": f32(3, 2)}),
+        (jax_mfa.decode_attention, {"query": Q, "key": K, "value": V, "lengths": i32(8, 9)}),
+        (jax_mfa.zigzag, {"x": f32(2, 8), "devices": 2, "axis": 1}),
+        (BlockMask.from_mask, {"mask": np.ones((4, 4), bool), "block_size": (2, 2)}),
+        (BlockMask.from_function, {"function": lambda i, j: i >= j, "queries": 4, "keys": 4, "block_size": (2, 2)}),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+def test_nor_of_other_functions(function, arguments):
+    function(**arguments)
+    for name in arguments:
+        for other in OTHERS:
+            with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+                function(**{**arguments, name: other})
+
+
 def test_a_good_call_stays_good():
     # the base that every bad call changes in one place
     assert jax_mfa.dot_product_attention(Q, K, V).shape == (2, 7, 4, 8)

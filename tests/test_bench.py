@@ -73,13 +73,13 @@ def test_a_sweep_is_every_combination_and_summed_up_by_each_of_its_axes(tmp_path
     assert {r["sizes"]["window"] for r in found} == {None, 3}
     said = capsys.readouterr().out.splitlines()
     for kind in (*BOTH, DECODE):
-        masks = "none: 2.00×, window: 2.00×, padding: 2.00×" if kind == DECODE else "none: 2.00×, causal: 2.00×, "
+        masks = "none: 2.00x, window: 2.00x, padding: 2.00x" if kind == DECODE else "none: 2.00x, causal: 2.00x, "
         for axis, values in {
-            "length": "4: 2.00×, 6: 2.00×",
-            "batch": "1: 2.00×, 2: 2.00×",
-            "heads": "4/1: 2.00×, 4/2: 2.00×, 2/1: 2.00×, 2: 2.00×",
-            "head size": "8: 2.00×, 16: 2.00×",
-            "dtype": "float32: 2.00×, bfloat16: 2.00×",
+            "length": "4: 2.00x, 6: 2.00x",
+            "batch": "1: 2.00x, 2: 2.00x",
+            "heads": "4/1: 2.00x, 4/2: 2.00x, 2/1: 2.00x, 2: 2.00x",
+            "head size": "8: 2.00x, 16: 2.00x",
+            "dtype": "float32: 2.00x, bfloat16: 2.00x",
             "mask": masks,
         }.items():
             assert any(x.startswith(f"vs jax.nn by {axis}, {kind}: {values}") for x in said), (axis, kind)
@@ -121,7 +121,7 @@ def test_a_failure_of_ours_shows_in_the_exit_status(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(bench_models, "dot_product_attention", refuse)
     assert main([*QUICK, "blockwise", "--lengths", "8", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert "blockwise did not run" in said and "| B1 T8 N2 H8 | forward | – | – |" in said
+    assert "blockwise did not run" in said and "| B1 T8 N2 H8 | forward | - | - |" in said
 
 
 def test_an_interrupted_run_prints_and_writes_what_was_measured(tmp_path, capsys, monkeypatch):
@@ -173,14 +173,14 @@ def test_output_is_ascii_where_the_terminal_is(settings, ascii):
     code = """
 from jax_mfa import bench_models, command_line
 command_line.fit_output_to_the_terminal()
-row = dict(name="naïve", problem="B1", kind="forward", implementation="ours", temporary_bytes={}, failures={})
+row = dict(name="naïve → x", problem="B1", kind="forward", implementation="ours", temporary_bytes={}, failures={})
 print(bench_models.table([dict(row, seconds={"jax.nn": 2}, ratios={"jax.nn": 2})]))
 """
     names = ("LC_ALL", "LC_CTYPE", "LANG", "PYTHONIOENCODING", "PYTHONUTF8")
     environment = {name: x for name, x in os.environ.items() if name not in names}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={**environment, **settings})
     assert done.returncode == 0, done.stderr
-    expected = "| na?ve | B1 | forward | - | 2.00x |" if ascii else "| naïve | B1 | forward | – | 2.00× |"
+    expected = "| na?ve > x | B1 | forward |" if ascii else "| naïve → x | B1 | forward |"
     assert expected.encode() in done.stdout
 
 

@@ -1,5 +1,8 @@
 """Builders of block masks: each allows a block exactly where its pattern allows one of the block's scores."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,11 +134,6 @@ def test_a_mask_combines_with_masks_only():
             combine()
 
 
-def test_a_mask_is_equal_to_itself_and_can_be_hashed():
-    one, other = BlockMask.causal(8, 8, (4, 4)), BlockMask.causal(8, 8, (4, 4))
-    assert one == one and one != other and len({one, other}) == 2
-
-
 def test_a_mask_is_a_pytree():
     mask = BlockMask.causal(8, 8, (4, 4))
     back = jax.jit(lambda x: x & x)(mask)
@@ -151,3 +149,49 @@ def test_explain_takes_a_mask_of_abstract_blocks():
     assert jax_mfa.explain(x, x, x, block_mask=BlockMask(blocks, (4, 4))).implementation in ("metal", "blockwise")
     with pytest.raises(ValueError, match=r"block_mask .* \[2, 4\] .*, got shape \[2, 2\]"):
         jax_mfa.explain(x, x, x, block_mask=BlockMask(blocks, (4, 2)))
+
+
+def test_masks_of_equal_contents_are_one_static_argument():
+    x, traced = jnp.ones((1, 8, 2, 4)), []
+
+    def attend(x, mask):
+        traced.append(mask)
+        return jax_mfa.dot_product_attention(x, x, x, block_mask=mask, implementation="blockwise")
+
+    run = jax.jit(attend, static_argnums=1)
+    blocks = np.random.default_rng(5).random((2, 2, 4)) < 0.5
+    mask = BlockMask(blocks, (4, 2))
+    ways = (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: jax.tree.map(jnp.asarray, x))
+    for other in (
+        mask,
+        *(way(mask) for way in ways),
+        BlockMask(blocks.copy(), [4, 2]),
+        BlockMask(blocks.tolist(), (4, 2)),
+    ):
+        assert other == mask and hash(other) == hash(mask) and len({mask, other}) == 1
+        run(x, other)
+    assert len(traced) == 1
+    others = [BlockMask(~blocks, (4, 2)), BlockMask(blocks, (2, 4)), BlockMask(blocks[None], (4, 2)), None]
+    assert not any(mask == other for other in others)
+
+
+def test_a_mask_keeps_what_it_was_made_of():
+    blocks = np.zeros((2, 2), bool)
+    mask, same = BlockMask(blocks, (4, 4)), BlockMask(blocks.copy(), (4, 4))
+    assert hash(mask) == hash(same)
+    blocks[0, 0] = True
+    assert mask == same and not mask.blocks.any()
+    with pytest.raises(ValueError, match="read-only"):
+        mask.blocks[0, 0] = True
+
+
+def test_traced_and_abstract_masks_compare():
+    shape = jax.eval_shape(lambda: BlockMask(jnp.ones((2, 2), bool), (4, 4)))
+    assert shape == jax.eval_shape(lambda: BlockMask(jnp.zeros((2, 2), bool), (4, 4))) and len({shape, shape}) == 1
+
+    @jax.jit
+    def compare(mask):
+        assert mask == mask and mask != BlockMask(mask.blocks & True, (4, 4)) and len({mask}) == 1
+        return mask
+
+    assert compare(BlockMask(np.eye(2, dtype=bool), (4, 4))) == BlockMask(np.eye(2, dtype=bool), (4, 4))

@@ -105,9 +105,14 @@ def test_more_tokens_than_a_plain_cache_holds():
     columns, lengths = 6, np.array([6, 4, 5], np.int32)
     caches = tuple(x[:, :columns] for x in (key, value))
     new = key[:, 7:9], value[:, 7:9]
-    with pytest.raises(ValueError, match=r"^the cache holds 6 tokens; 6 known to be written, it cannot take 2 more$"):
+    with pytest.raises(
+        ValueError, match=r"^key_cache holds 6 tokens; 6 known to be written, by lengths, it cannot take 2 more of key$"
+    ):
         cache.append(*caches, lengths, *new)
-    with pytest.raises(ValueError, match=r"^the cache holds 6 tokens; 0 known to be written, it cannot take 7 more\b"):
+    with pytest.raises(
+        ValueError,
+        match=r"^key_cache holds 6 tokens; 0 known to be written, by lengths, it cannot take 7 more of key\b",
+    ):
         jax.jit(cache.append)(*caches, lengths, key[:, :7], value[:, :7])
     cache.append(*caches, lengths, *new, [0, 2, 1])
     # traced, they are dropped, but counted, so that whoever looks knows
@@ -185,12 +190,23 @@ def test_nothing_to_append(batch, length, columns):
         np.testing.assert_array_equal(x, y)
 
 
+STORED = jax_mfa.quantize(np.ones((B, 5, K, H), np.float32))
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"key": None}, TypeError, "key must be a floating array [..., T, K, H], got NoneType"),
-        ({"key_cache": np.ones((B, 5, K, H), np.int32)}, TypeError, "key_cache must be a floating array"),
-        ({"value_cache": np.ones((K, V), np.float32)}, ValueError, "value_cache must be a floating array"),
+        ({"key": None}, TypeError, "key must be an array (floating [..., T, K, H]), got NoneType"),
+        (
+            {"key_cache": np.ones((B, 5, K, H), np.int32)},
+            TypeError,
+            "key_cache must be floating [..., S, K, H], got int32",
+        ),
+        (
+            {"value_cache": np.ones((K, V), np.float32)},
+            ValueError,
+            "value_cache must have shape [..., S, K, V], got [2, 6]",
+        ),
         (
             {"value_cache": np.ones((B, 6, K, V), np.float32)},
             ValueError,
@@ -210,6 +226,26 @@ def test_nothing_to_append(batch, length, columns):
         ({"new_lengths": 2}, ValueError, "new_lengths must lie in 0..1, got 2"),
         ({"new_lengths": [1.0, 1.0, 1.0]}, TypeError, "new_lengths must be integers [B], got float64[3]"),
         ({"query_seq_lengths": 2}, ValueError, "query_seq_lengths must lie in 0..1, got 2"),
+        ({"key": STORED}, TypeError, "key must be floating [..., T, K, H], got a QuantizedArray"),
+        (
+            {"key_cache": STORED},
+            TypeError,
+            "key_cache must be floating [..., S, K, H], got a QuantizedArray: tokens are",
+        ),
+        (
+            {"value_cache": STORED, "ring": True, "local_window_size": 4},
+            TypeError,
+            "value_cache must be floating [..., S, K, V], got a QuantizedArray: tokens are",
+        ),
+        ({"query": STORED}, TypeError, "query must be floating [..., T, N, H], got a QuantizedArray"),
+        ({"bias": STORED}, TypeError, "bias must be an array (floating, broadcastable"),
+        (
+            {"key": jax.ShapeDtypeStruct((B, 1, K, H), np.float32)},
+            TypeError,
+            "key must be an array (floating [..., T, K",
+        ),
+        ({"ring": 1}, TypeError, "ring must be a Python bool (it is static), got 1"),
+        ({"ring": True, "local_window_size": ()}, TypeError, "local_window_size must be an int or a pair"),
         ({"ring": True}, ValueError, "a ring cache needs a local_window_size with a limit on the left, got None"),
         ({"ring": True, "local_window_size": (None, 0)}, ValueError, "a ring cache needs a local_window_size"),
         (
@@ -217,7 +253,11 @@ def test_nothing_to_append(batch, length, columns):
             ValueError,
             "a ring cache for local_window_size = 3 must have 4 columns, got key_cache of shape [3, 5, 2, 8]",
         ),
-        ({"ring": True, "local_window_size": 2.0}, TypeError, "local_window_size must be an integer, got 2.0"),
+        (
+            {"ring": True, "local_window_size": 2.0},
+            TypeError,
+            "local_window_size must be an int or a pair (left, right), got 2.0",
+        ),
         (
             {"ring": True, "local_window_size": 4, "mask": np.ones((1, 5), bool)},
             ValueError,

@@ -310,6 +310,18 @@ def test_what_nobody_sees_never_reaches_a_result_and_huge_scores_keep_their_digi
     assert np.isnan(lse).any() and not np.isnan(lse).all()
 
 
+def test_parts_that_see_nan_say_so_at_any_length():
+    # scores of this length XLA reduces by a kernel whose maxima pass over NaN
+    mesh = mesh_of(2)
+    query, key, value = qkv(B=1, T=128, S=128, N=2, K=2)
+    key[0, 70, 0, 3] = np.nan
+    key[0, :, 1] = -np.inf
+    key[0, 0, 1, 0] = np.nan
+    run = lambda *x: jax_mfa.ring_attention(*x, mesh=mesh, axis_name="ring", return_residual=True)
+    for x in quick_jit(run)(query, key, value):
+        assert np.isnan(x).all()
+
+
 def test_vmap():
     mesh = mesh_of(2)
     query, key, value = qkv(B=1, T=4, S=4)

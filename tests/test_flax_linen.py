@@ -285,7 +285,7 @@ def test_broadcast_dropout_warns_once_of_what_it_costs():
     run = lambda **keywords: mfa.attention_fn(*qkv(), **{"dropout_rate": 0.5, "dropout_rng": KEY, **keywords})
     with warnings.catch_warnings(action="error"):
         run(broadcast_dropout=False), run(deterministic=True), run(dropout_rate=0.0)
-    with pytest.warns(UserWarning, match=r"O\(T·S\) memory: pass broadcast_dropout=False") as caught:
+    with pytest.warns(UserWarning, match=r"O\(T \* S\) memory: pass broadcast_dropout=False") as caught:
         run()
     assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings(action="error"):

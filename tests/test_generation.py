@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers as huggingface
 from flax import nnx
 from harness import assert_allclose, quick_jit
 
@@ -22,6 +23,7 @@ from generation import config as configs
 from generation import model, sampling, training, weights
 from generation import tokenizer as tokenizers
 from generation.dense import Dense
+from generation.detokenizer import Detokenizer
 from generation.engine import Engine
 from generation.runner import CacheKind, Runner
 from generation.sampling import GREEDY, Sampling
@@ -173,6 +175,35 @@ def test_what_a_decoder_does_not_have_is_refused_by_name(facts, said):
         configs.from_json({**FACTS, **facts})
 
 
+# --- text
+
+
+def _byte_fallback(*steps):
+    """A tokenizer with a token for each byte, and these decoders behind those of Llama 2 and Gemma 2."""
+    words = ["v", "a", "\u2581a", "\u2581", "x", "time", ",", "\u00e9"]
+    names = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), *words]
+    made = huggingface.Tokenizer(
+        huggingface.models.BPE({x: i for i, x in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    kinds = huggingface.decoders
+    made.decoder = kinds.Sequence([kinds.Replace("\u2581", " "), kinds.ByteFallback(), kinds.Fuse(), *steps])
+    made.add_special_tokens(["<s>"])
+    return made
+
+
+@pytest.mark.parametrize("strips", [True, False], ids=["llama2", "gemma2"])
+def test_the_pieces_of_a_stream_are_the_whole_text_of_any_tokens(strips):
+    tokenizer = _byte_fallback(*[huggingface.decoders.Strip(" ", 1, 0)] * strips)
+    detokenizer, rng = Detokenizer(tokenizer), np.random.default_rng(0)
+    likely = [*range(258, 266), *(2 + x for x in "\u65e5\u00e9".encode()), 1, 300]  # bytes, a special token, none
+    for _ in range(300):
+        tokens = rng.choice(likely, rng.integers(0, 12)).tolist()
+        stream = detokenizer.stream()
+        text = "".join(map(stream.push, tokens)) + stream.end()
+        whole = tokenizer.decode([x for x in tokens if x < 266])
+        assert text == whole or (strips and text == " " + whole), tokens
+
+
 # --- which token
 
 
@@ -203,6 +234,20 @@ def test_company_changes_no_draw():
     for name, x in (("temperature", -1), ("top_k", -1), ("top_p", 0), ("seed", -1)):
         with pytest.raises(ValueError, match=name):
             Sampling(**{name: x})
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 3e-38, 1e-37, 1e-20])
+@pytest.mark.parametrize("kind", [{}, {"top_k": 3}, {"top_p": 0.9}, {"top_p": 1e-30}], ids=str)
+def test_the_nearer_the_temperature_is_to_zero_the_surer_the_largest_logit_is_taken(temperature, kind):
+    logits = np.random.default_rng(5).standard_normal((6, 97)).astype(np.float32)
+    logits[1] *= 1e38  # whose quotients and differences leave float32
+    logits[2, 40:] = -np.inf
+    logits[3] -= 1e4
+    logits[4] = np.where(np.arange(97) == 60, -3e38, -np.inf)  # one token is left
+    logits[5, 7] = np.inf
+    kinds = [Sampling(temperature, seed=i, **kind) for i in range(6)]
+    found = jax.jit(sampling.choose)(logits, **sampling.rows(kinds, [3] * 6, 6))
+    np.testing.assert_array_equal(found, logits.argmax(-1))
 
 
 # --- batches

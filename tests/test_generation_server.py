@@ -1,6 +1,7 @@
 """The generation example's server, held up by the official client: many at once, rude ones, too much, and its end."""
 
 import asyncio
+import importlib.util
 import json
 import pathlib
 import socket
@@ -13,7 +14,7 @@ from flax import nnx
 from harness import quick_jit
 
 openai = pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx2" if importlib.util.find_spec("httpx2") else "httpx")  # as `openai` has it
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
@@ -157,6 +158,8 @@ def test_completions_and_chat_in_the_official_client(folder, runner):
         pieces = client.chat.completions.create(
             model="small", messages=messages, max_completion_tokens=6, temperature=0, stream=True
         )
+        pieces = list(pieces)
+        assert [x.choices[0].delta.role for x in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
         assert "".join(x.choices[0].delta.content or "" for x in pieces) == said.choices[0].message.content
         assert said.choices[0].message.content == running.alone("user: Hello\nassistant:", 6)
         assert [x.id for x in client.models.list()] == ["small"] and client.models.retrieve("small").id == "small"
@@ -196,7 +199,9 @@ def test_what_is_malformed_is_refused_by_name(folder, runner):
         refused(404, "Not Found", url=f"{running.url}/v1/edits", json={})
         for facts, name in (
             ({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [1.5]}, "prompt"),
-            ({"prompt": "\ud800"}, "prompt"),
+            ({"prompt": "\ud800"}, "prompt"), ({"prompt": "a", "\ud800": 1}, "?"),
+            ({"prompt": "a", "user": "\udc00"}, "user"),
+            ({"prompt": "a", "stop": ["\ud83d"]}, "stop"), ({"prompt": "a", "logprobs": 0}, "logprobs"),
             ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "max_tokens": True}, "max_tokens"),
             ({"prompt": "a", "temperature": 3}, "temperature"), ({"prompt": "a", "temperature": "hot"}, "temperature"),
             ({"prompt": "a", "top_p": -1}, "top_p"), ({"prompt": "a", "n": 5}, "n"), ({"prompt": "a", "n": 0}, "n"),

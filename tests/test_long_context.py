@@ -176,7 +176,7 @@ def test_one_device_refuses_with_the_arithmetic(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     said = refusal("--out", tmp_path)
     assert re.search(
-        r"4,096 of 4,096 tokens on each of 1 device\(s\).*64 wide × .*2 layers.*: 72\.4 MB; --budget is 67\.1 MB a "
+        r"4,096 of 4,096 tokens on each of 1 device\(s\).*64 wide x .*2 layers.*: 72\.4 MB; --budget is 67\.1 MB a "
         r"device\. 2 devices would do",
         said,
     )

@@ -129,6 +129,21 @@ def test_traced_bounds_are_clipped_to_what_is_there(implementation):
     assert (np.asarray(lse) == -np.inf).all()
 
 
+def test_quantised_arrays_may_be_packed(implementation):
+    inputs = packed()
+    stored = {name: jax_mfa.quantize(x, "int8") for name, x in inputs.items()}
+    run = lambda inputs: jax_mfa.flash_attention_varlen(
+        **inputs,
+        cu_seqlens_q=bounds(LENGTHS),
+        cu_seqlens_k=bounds(KEY_LENGTHS),
+        is_causal=True,
+        implementation=implementation.name,
+    )
+    plain = {name: x.dequantize() for name, x in stored.items()}
+    for got, wanted in zip(quick_jit(run)(stored), quick_jit(run)(plain)):
+        assert_close(got, wanted, "float32", terms=9, largest_score=9)
+
+
 @pytest.mark.parametrize("zero", ["T", "S", "R"])
 def test_nothing_may_be_packed(implementation, zero):
     q, k, v = qkv(B=1, T=0 if zero == "T" else 7, S=0 if zero == "S" else 9)

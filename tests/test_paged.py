@@ -258,7 +258,7 @@ BAD = [
     (
         {"key_pages": f32(5, 8, K)},
         ValueError,
-        "key_pages must have shape [P, page, K, H], none of them 0",
+        "key_pages must have shape [P, page, K, H], got [5, 8, 2]",
     ),
     ({"key_pages": f32(5, 12, K, H)}, ValueError, "key_pages must have pages of 8, 16, 32, 64, 128, 256 tokens, got"),
     (

@@ -1,7 +1,11 @@
 """The paged cache and its book: against a plain model, page by page and token by token."""
 
+import copy
+import dataclasses
 import functools
+import pickle
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,7 @@ import pytest
 from harness import arrays, assert_close
 from oracle import attention
 
-from jax_mfa import OutOfPages, PageBook, PagedKVCache, Scheme, metal, paged_attention
+from jax_mfa import OutOfPages, PageBook, PagedKVCache, Scheme, metal, paged_attention, quantize
 from jax_mfa.metal import append
 from jax_mfa.page_book import Write
 from jax_mfa.paged_cache import write_in_place
@@ -222,6 +226,23 @@ BOOK = PageBook(4, 8)
 OWN = BOOK.allocate()
 cache = functools.cache(lambda: PagedKVCache.create(**CREATE))
 ones = lambda *shape: np.ones(shape, np.float32)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copied", "pickled"])
+def test_a_copied_cache_goes_on_alone(way):
+    cache = PagedKVCache.create(4, PAGE, K, H, V, dtype="bfloat16", key_scheme="int8")
+    first = cache.book.allocate()
+    cache = cache.append([first], *arrays((3, K, H), (3, K, V), dtype="bfloat16"), [3], [[1, 2, 3]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what Python is about to leave out
+        other = way(cache)
+    assert other.book is not cache.book and other.book.allocate() == first + 1 and cache.book.sequences == (first,)
+    for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+NEW = ones(2, K, H), ones(2, K, H)
+written = lambda slots, sources=(), targets=(): cache().write(Write(slots, list(sources), list(targets)), *NEW)
 BAD = [
     (lambda: PagedKVCache.create(**{**CREATE, "page_size": 12}), ValueError, "page_size must be one of (8, 16,"),
     (lambda: PagedKVCache.create(**{**CREATE, "pages": 0}), ValueError, "pages must be at least 1, got 0"),
@@ -235,18 +256,94 @@ BAD = [
     (lambda: PagedKVCache.create(**CREATE, book=PageBook(5, 8)), ValueError, "book must be a PageBook of 4 pages of 8"),
     (lambda: cache().append([0], ones(2, K, H), ones(3, K, H), [2]), ValueError, "value must have shape [2, 2, 6]"),
     (lambda: cache().append([0], ones(2, K, H) * 1j, ones(2, K, H), [2]), TypeError, "key must be floating"),
-    (lambda: BOOK.free(7), ValueError, "sequence must be one that was allocated and not freed, got 7"),
+    (lambda: BOOK.free(7), ValueError, "sequence must be allocated and not freed, got 7"),
     (lambda: BOOK.truncate(OWN, 1), ValueError, "length must be at most the 0 tokens of sequence 0, got 1"),
     (lambda: BOOK.reserve([OWN, OWN], [1, 1]), ValueError, "sequences must be named once each, got [0, 0]"),
     (lambda: BOOK.reserve([OWN], []), ValueError, "counts must have one number for each of 1 sequences, got 0"),
     (lambda: BOOK.reserve([OWN], [-1]), ValueError, "counts must be at least 0, got -1"),
-    (lambda: BOOK.reserve([OWN], [2], [[1]]), ValueError, "tokens must hold [2] integers, got [1]"),
-    (lambda: BOOK.allocate([0.5]), TypeError, "tokens must be integers in a row, got float64[1]"),
+    (lambda: BOOK.reserve([OWN], [2], [[1]]), ValueError, "tokens must hold as many integers as counts, [2], got [1]"),
+    (lambda: BOOK.allocate([0.5]), TypeError, "tokens must be an integer, got 0.5"),
     (lambda: PageBook(0, 8), ValueError, "pages must be at least 1, got 0"),
+    (lambda: PageBook(2**28, 16), ValueError, "pages must be at most 134217727, got 268435456"),
+    (lambda: PagedKVCache.create(**{**CREATE, "page_size": 8.0}, book=BOOK), TypeError, "page_size must be an integer"),
+    (
+        lambda: PagedKVCache.create(**CREATE, dtype="foo"),
+        TypeError,
+        "dtype must be one of float16, bfloat16, float32, ",
+    ),
+    (
+        lambda: PagedKVCache.create(**CREATE, book=4),
+        ValueError,
+        "book must be a PageBook of 4 pages of 8 tokens, got 4",
+    ),
+    (lambda: cache().append(0, *NEW, [2]), TypeError, "sequences must be a sequence of integers, got 0"),
+    (lambda: cache().append([0], *NEW, 4), TypeError, "counts must be a sequence of integers, got 4"),
+    (
+        lambda: cache().append([0], *NEW, [3]),
+        ValueError,
+        "key must have shape [3, 2, 6], for 3 tokens of counts, got [2",
+    ),
+    (
+        lambda: cache().append([0], quantize(NEW[0]), NEW[1], [2]),
+        TypeError,
+        "key must be an array (floating [T, K, H]), ",
+    ),
+    (lambda: BOOK.fork([OWN]), TypeError, f"sequence must be an integer, got [{OWN}]"),
+    (lambda: BOOK.length(False), TypeError, "sequence must be an integer, got False"),
+    (lambda: BOOK.pages_of(0.0), TypeError, "sequence must be an integer, got 0.0"),
+    (lambda: BOOK.tables([9]), ValueError, "sequences must be allocated and not freed, got 9"),
+    (lambda: BOOK.tables("0"), TypeError, "sequences must be a sequence of integers, got '0'"),
+    (lambda: BOOK.tables([OWN], 2.0), TypeError, "width must be an integer, got 2.0"),
+    (lambda: BOOK.truncate(OWN, True), TypeError, "length must be an integer, got True"),
+    (lambda: BOOK.allocate([[1, 2], [3]]), TypeError, "tokens must be an integer, got [1, 2]"),
+    (lambda: BOOK.allocate([2**63]), ValueError, "tokens must be integers of 64 bits"),
+    (lambda: BOOK.reserve([OWN], [2], [[1, 2**70]]), ValueError, "tokens must be integers of 64 bits"),
+    (lambda: BOOK.reserve({OWN}, [2]), TypeError, "sequences must be a sequence of integers, got {0}"),
+    (lambda: BOOK.reserve([OWN], [2], 7), TypeError, "tokens must be a sequence of integers of each sequence, got 7"),
+    (lambda: cache().write(3, *NEW), TypeError, "where must be a Write, as PageBook.reserve gives it, got 3"),
+    (lambda: written([1.5, 2.0]), TypeError, "where.slots must be integers [T], got float64[2]"),
+    (lambda: written([1, 32]), ValueError, "where.slots must lie in -2147483648..31, got 32"),
+    (lambda: written([1, 2**40]), ValueError, "where.slots must lie in"),
+    (lambda: written([[1], [2]]), ValueError, "where.slots must have shape [T], got [2, 1]"),
+    (lambda: written([1]), ValueError, "key must have shape [1, 2, 6], for 1 tokens of where.slots, got [2, 2, 6]"),
+    (lambda: written([1, 2], [4], [1]), ValueError, "where.sources must lie in -2147483648..3, got 4"),
+    (lambda: written([1, 2], [1], [4]), ValueError, "where.targets must lie in -2147483648..3, got 4"),
+    (
+        lambda: written([1, 2], [1], [1, 2]),
+        ValueError,
+        "where.targets must have the shape of where.sources, [1], got [2]",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), BAD, ids=lambda x: x if isinstance(x, str) else "")
 def test_what_cannot_be_is_named(call, error, message):
+    before = [repr(vars(book)) for book in (BOOK, cache().book)]
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         call()
+    assert before == [repr(vars(book)) for book in (BOOK, cache().book)]  # nothing has changed
+
+
+@both
+def test_slots_and_pages_beyond_the_pool_are_padding_where_they_are_traced(writer):
+    empty = PagedKVCache.create(**CREATE)
+    rng = np.random.default_rng(0)
+    empty = dataclasses.replace(empty, key_pages=jnp.asarray(rng.standard_normal(empty.key_pages.shape, np.float32)))
+    key, value = arrays((5, K, H), (5, K, H))
+    where = Write(*(np.array(x, np.int32) for x in ([32, 9, -1, 2**31 - 1, 31], [0, -3, 4, 1], [3, 1, 2, 4])))
+    got = jax.jit(PagedKVCache.write)(empty, where, key, value)
+    wanted = np.array(empty.key_pages)
+    wanted[3] = wanted[0]
+    wanted.reshape(32, K, H)[[9, 31]] = key[[1, 4]]
+    np.testing.assert_array_equal(got.key_pages, wanted)
+
+
+def test_a_cache_that_was_donated_says_so_before_its_book_changes():
+    old = PagedKVCache.create(**CREATE)
+    own = old.book.allocate()
+    new = old.append([own], *NEW, [2])
+    with pytest.raises(ValueError, match=r"^this cache was donated"):
+        old.append([own], *NEW, [2])
+    assert old.book.length(own) == 2
+    new.append([own], *NEW, [2])
+    assert old.book.length(own) == 4

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 import re
 
 import jax
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantization_error as simulation
-from harness import arrays, assert_allclose, quick_jit
+from harness import arrays, assert_allclose, quick_jit, types_of
 
 import jax_mfa
 from jax_mfa import QuantizedArray, Scheme, quantization, quantize
+from jax_mfa.storage import LEVELS, SYMMETRIC_LEVELS
 
 KINDS = ("int8", "int4", "fp8")
 SCHEMES = [Scheme(kind, symmetric) for kind in KINDS for symmetric in (False, True)]
@@ -22,7 +24,7 @@ named = lambda x: f"{x.kind}-{'symmetric' if x.symmetric else 'asymmetric'}"
 def stored_numbers(x: QuantizedArray):
     """What a quantised array stands for, in float64 and numpy, from what it stores."""
     wide = lambda a: np.asarray(a).astype(np.float64)
-    s, h, scheme = x.shape[-3], x.size, x.scheme
+    s, h, scheme = x.shape[-3], x.head_size, x.scheme
     data = np.asarray(x.data)
     if scheme.kind == "int4":
         nibbles = np.empty((*data.shape[:-1], 2 * data.shape[-1]), np.int64)
@@ -195,6 +197,67 @@ def test_a_block_that_is_not_finite_is_nan_and_no_other():
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES, ids=named)
+def test_a_block_that_is_not_finite_is_nan_at_any_length(scheme):
+    # arrays of this length XLA reduces by a kernel whose minima and maxima pass over NaN
+    x = arrays((2, 64, 2, 64))[0]
+    run = jax.jit(quantize, static_argnums=1)
+    for center, at, spoil in ((None, (0, 5, 1, 3), np.nan), (None, (1, 63, 0, 63), -np.inf), (4, (0, 9, 1, 3), np.nan)):
+        spoilt = x.copy()
+        spoilt[at] = spoil
+        wanted = np.zeros(x.shape, bool)
+        wanted[at[0], at[1], at[2], at[3] // 32 * 32 : at[3] // 32 * 32 + 32] = True
+        got = run(spoilt, dataclasses.replace(scheme, channels=32, center=center)).dequantize()
+        np.testing.assert_array_equal(np.isnan(got), wanted)
+        assert not np.isinf(got).any()
+
+
+def spans(dtype):
+    """Blocks of each kind of range that a dtype has: `[tokens, 1, channels]`, of finite numbers."""
+    info, rng = jnp.finfo(dtype), np.random.default_rng(0)
+    most, least = float(info.max), float(info.tiny)
+    u = rng.uniform(-1, 1, (13, 12, 16))
+    u[1:3] = most * np.where(rng.random((2, 12, 16)) < 0.3, np.sign(u[1:3]), u[1:3])  # both ends of the dtype
+    u[3] = most * (0.9 + 0.1 * np.abs(u[3]))
+    u[4] = -most * np.abs(u[4])
+    u[5] = most * np.sign(u[5])
+    u[6:10] *= least * np.array([3, 9, 300, 1e5]).reshape(-1, 1, 1)
+    u[10] = least * (20 + u[10])
+    u[11] = np.sign(u[11]) * np.exp(rng.uniform(np.log(least), np.log(most), u[11].shape))
+    u[12] = most * rng.uniform(-1, 1, (12, 1)) * (1 + 0.01 * u[12])  # far from 0
+    u = np.clip(u, -most, most).astype(dtype)
+    return np.where(np.abs(u.astype(np.float64)) < least, u.dtype.type(0), u).reshape(-1, 1, 16)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=named)
+def test_every_number_comes_back_within_half_a_step_whatever_the_range(scheme, dtype):
+    with types_of(dtype):
+        x = spans(dtype)
+        levels = (SYMMETRIC_LEVELS if scheme.symmetric or scheme.kind == "fp8" else LEVELS)[scheme.kind]
+        info, acc = jnp.finfo(dtype), np.promote_types(dtype, np.float32)
+        run = quick_jit(lambda x: [quantize(x, each) for each in (scheme, dataclasses.replace(scheme, center=4))])
+        for got in run(x):
+            wide = lambda x: np.asarray(x).astype(np.float64 if dtype != "float64" else np.longdouble)
+            mean = 0 if got.means is None else np.repeat(wide(got.means), 4, -3)
+            numbers = wide(x) - mean
+            low, high = numbers.min(-1, keepdims=True), numbers.max(-1, keepdims=True)
+            reach = np.maximum(np.abs(low), np.abs(high))
+            span = reach if scheme.symmetric else (high - low) / (2 if scheme.kind == "fp8" else 1)
+            smallest = float(info.smallest_subnormal if dtype == "float16" else info.tiny)
+            # scales are rounded up to the dtype, and zeros down; docs/caches.md
+            eps = float(info.eps)
+            step = np.maximum(
+                (span + (0 if scheme.symmetric else eps * reach)) / levels * (1 + eps) + smallest, smallest
+            )
+            # to fp8 older XLA rounds by way of float16
+            half = (16 * (1 + 2.0**-7) if scheme.kind == "fp8" else 0.5) * step
+            rounded = eps * np.abs(wide(x)) + 4 * float(jnp.finfo(acc).eps) * (reach + np.abs(mean))
+            error = np.abs(wide(got.dequantize()) - wide(x))
+            allowed = half + rounded + 2.5 * smallest
+            assert (error <= allowed).all(), (error / allowed).max()
+
+
 # --- slices and concatenation
 
 
@@ -228,6 +291,24 @@ def test_a_quantised_array_goes_through_jit_vmap_and_trees():
     assert quantize(x[:, :0]).dequantize().shape == (3, 0, 2, 6)
 
 
+def test_it_has_an_arrays_attributes_and_a_short_name_traced_or_not():
+    x = arrays((3, 5, 2, 6))[0]
+    whole = quantize(x, "int4")
+    assert (whole.shape, whole.ndim, whole.size, whole.head_size) == (x.shape, x.ndim, x.size, 6)
+    assert repr(whole) == f"QuantizedArray(float32[3, 5, 2, 6], {Scheme('int4')})" and repr(whole).isascii()
+    names = []
+    jax.jit(lambda x: names.append(repr(x)))(whole)
+    jax.vmap(lambda x: names.append(repr(x)))(whole)
+    assert names == [repr(whole), repr(whole).replace("[3, ", "[")]
+    assert "QuantizedArray(" in str(jax.tree.map(lambda _: None, whole))  # in trees of anything
+    again = pickle.loads(pickle.dumps(whole))
+    assert again.head_size == 6 and jax.tree.structure(again) == jax.tree.structure(whole)
+    np.testing.assert_array_equal(again.dequantize(), whole.dequantize())
+    assert whole.dequantize("float16").dtype == np.float16
+    cache = jax_mfa.PagedKVCache.create(3, 8, 2, 6, key_scheme="int8")
+    assert repr(cache).isascii() and len(repr(cache)) < 200
+
+
 def test_gradients_go_straight_through_or_nowhere():
     x, ct = arrays((1, 5, 2, 6), (1, 5, 2, 6))
     gradient = lambda through: jax.grad(
@@ -254,6 +335,23 @@ BAD = [
         TypeError,
         "straight_through must be a Python bool (it is static)",
     ),
+    (
+        lambda: quantize(quantize(X)),
+        TypeError,
+        "x must be an array (floating [..., S, K, H]), got a QuantizedArray: see",
+    ),
+    (lambda: quantize(X).dequantize("foo"), TypeError, "dtype must be a floating dtype, got 'foo'"),
+    (lambda: quantize(X).dequantize(np.int8), TypeError, "dtype must be a floating dtype, got <class 'numpy.int8'>"),
+    (lambda: quantize(X).dequantize(X), TypeError, "dtype must be a floating dtype, got ndarray float32[1, 4, 2, 6]"),
+    (lambda: quantize(X).tokens(1.0, 3), TypeError, "start must be an integer, got 1.0"),
+    (lambda: Scheme(X), ValueError, "kind must be one of ('int8', 'int4', 'fp8'), got ndarray float32[1, 4, 2, 6]"),
+    (lambda: Scheme("int8", tokens=2**31), ValueError, "tokens must be at most 2147483647, got 2147483648"),
+    (
+        lambda: together(quantize(X)),
+        TypeError,
+        "arrays must be a sequence of QuantizedArrays, got QuantizedArray float32",
+    ),
+    (lambda: together(None), TypeError, "arrays must be a sequence of QuantizedArrays, got None"),
     (lambda: Scheme("nf4"), ValueError, "kind must be one of ('int8', 'int4', 'fp8'), got 'nf4'"),
     (lambda: Scheme("int8", 0), TypeError, "symmetric must be a Python bool (it is static), got 0"),
     (lambda: Scheme("int8", tokens=0), ValueError, "tokens must be at least 1, got 0"),

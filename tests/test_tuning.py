@@ -65,7 +65,7 @@ def test_a_winner_is_kept_for_this_chip_and_taken_by_programs_from_then_on(file,
     x = jnp.asarray(np.random.default_rng(0).standard_normal(SHAPE.shape), jnp.float32)
     with jax_mfa.record() as seen:
         out = jax_mfa.dot_product_attention(x, x, x, is_causal=True, implementation="blockwise")
-    assert [choice.plan for choice in seen.choices] == ["tiles of 48 × 96, 1 × 2 heads at a time"]
+    assert [choice.plan for choice in seen.choices] == ["tiles of 48 x 96, 1 x 2 heads at a time"]
     reference = jax_mfa.dot_product_attention(x, x, x, is_causal=True, implementation="reference")
     assert_allclose(out, reference, rtol=0, atol=1e-5)
     with_mask = specify_abstract(**PROBLEM, mask=jax.ShapeDtypeStruct((96, 96), jnp.bool_))

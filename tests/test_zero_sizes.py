@@ -7,7 +7,7 @@ import pytest
 from harness import DIFFERENTIABLE, arrays, assert_allclose, quick_jit
 
 import jax_mfa
-from jax_mfa import BlockMask
+from jax_mfa import BlockMask, PagedKVCache, Scheme, quantize
 
 SIZES = {"B": 2, "T": 3, "S": 5, "N": 4, "K": 2, "H": 8, "V": 6}
 NOTHING_SEEN = {
@@ -138,3 +138,103 @@ def test_decoding_nothing_or_from_nothing(implementation, zero):
 def test_explain_takes_what_is_empty(zero):
     sizes = SIZES | NOTHING_SEEN[zero]
     assert jax_mfa.explain(**problem(**sizes), **operands(**sizes)["bias"]).reasons
+
+
+# --- quantised arrays, pages and caches
+
+SCHEMES = [
+    Scheme(kind, symmetric, *blocks)
+    for kind in ("int8", "int4", "fp8")
+    for symmetric in (False, True)
+    for blocks in ((), (None, None), (2, 3, 2))
+]
+
+
+@pytest.mark.parametrize("shape", [(4, 0, 16), (0, 4, 2, 16), (2, 0, 3, 5), (3, 0, 0, 2, 1)], ids=str)
+def test_nothing_is_quantised_cut_and_dequantised(shape):
+    x = jnp.ones(shape)
+
+    def run(x):
+        def of(x, scheme):
+            whole = quantize(x, scheme, straight_through=True)
+            end = shape[-3]
+            return whole.dequantize(), whole.tokens(0, 0).dequantize(), whole.tokens(end, end)
+
+        return [(of(x, scheme), jax.grad(lambda x, s=scheme: of(x, s)[0].sum())(x)) for scheme in SCHEMES]
+
+    cut = (*shape[:-3], 0, *shape[-2:])
+    for (whole, start, end), gradient in jax.jit(run)(x):
+        assert whole.shape == gradient.shape == shape and whole.dtype == x.dtype
+        assert start.shape == end.shape == end.dequantize().shape == cut
+    assert quantize(x, "int4").dequantize().shape == shape  # eagerly too
+
+
+PAGED = {"B": 2, "T": 3, "P": 4, "W": 2, "N": 4, "K": 2, "H": 16, "V": 6}
+NO_PAGES = {
+    **{letter: {letter: 0} for letter in "BTPWNHV"},
+    "N and K": {"N": 0, "K": 0},
+    "B and T": {"B": 0, "T": 0},
+    "P and W": {"P": 0, "W": 0},
+    "all": dict.fromkeys(PAGED, 0),
+}
+
+
+@pytest.mark.parametrize("zero", NO_PAGES)
+def test_paged_attention_to_nothing_or_of_nothing(implementation, zero):
+    B, T, P, W, N, K, H, V = (PAGED | NO_PAGES[zero]).values()
+    tables, lengths = np.zeros((B, W), np.int32), np.full(B, min(W, P, 1), np.int32)
+    starts = np.minimum(np.arange(B + 1), T)
+    per_head = {"sinks": np.ones(N, np.float32), "alibi_slopes": np.ones((B, N), np.float32)}
+
+    def attend(query, stored, ragged, traced):
+        pages = jnp.ones((P, 8, K, H)), jnp.ones((P, 8, K, V))
+        if stored:
+            pages = quantize(pages[0], "int4"), quantize(pages[1], "int8")
+        keywords = {**per_head, "query_start_locs": starts if ragged else None}
+        return jax_mfa.paged_attention(
+            query, *pages, *traced, return_residual=True, implementation=implementation.name, **keywords
+        )
+
+    def run(traced):
+        found = []
+        for stored in (False, True)[: 2 if H * V else 1]:
+            for ragged in (False, True):
+                query = jnp.ones((T, N, H) if ragged else (B, T, N, H))
+                call = lambda query, s=stored, r=ragged: attend(query, s, r, traced)
+                found.append((query, *call(query), jax.grad(lambda q, f=call: f(q)[0].sum())(query)))
+        return found
+
+    for query, out, lse, gradient in jax.jit(run)((tables, lengths)):
+        assert out.shape == (*query.shape[:-1], V) and lse.shape == query.shape[:-1] and gradient.shape == query.shape
+        assert out.dtype == query.dtype and not np.isnan(out).any() and not np.isnan(lse).any()
+        if zero in ("P", "W", "P and W"):
+            assert not out.any() and (lse == -np.inf).all() and not gradient.any()
+
+
+@pytest.mark.parametrize("scheme", [None, "int4"])
+def test_a_step_of_a_scheduler_may_be_empty(scheme):
+    cache = PagedKVCache.create(4, 8, 2, 16, key_scheme=scheme, value_scheme=scheme)
+    book, none = cache.book, jnp.ones((0, 2, 16))
+    own = book.allocate([])
+    for sequences, counts in (([], []), ([own], [0])):
+        cache = cache.append(sequences, none, none, counts).write(book.reserve(sequences, counts), none, none)
+        out = jax_mfa.paged_attention(
+            jnp.ones((0, 4, 16)),
+            cache.key_pages,
+            cache.value_pages,
+            *book.tables(sequences),
+            query_start_locs=[0] * (len(sequences) + 1),
+        )
+        assert out.shape == (0, 4, 16)
+    assert jax_mfa.paged_attention(jnp.ones((0, 1, 4, 16)), cache.key_pages, cache.value_pages, [], []).shape[0] == 0
+    assert book.length(own) == 0 and book.free_pages == 4
+
+
+@pytest.mark.parametrize("zero", ["B", "T", "S", "N"])
+def test_a_split_cache_of_nothing(zero):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    sizes = SIZES | {zero: 0}
+    arguments = {**problem(**sizes), "lengths": np.zeros(sizes["B"], np.int32), "axis_name": "x", "mesh": mesh}
+    out, lse = jax_mfa.sharded_decode_attention(**arguments, return_residual=True)
+    np.testing.assert_array_equal(out, np.zeros([sizes[x] for x in "BTNV"]))
+    np.testing.assert_array_equal(lse, np.full([sizes[x] for x in "BTN"], -np.inf))

@@ -19,7 +19,7 @@ class Sampling:
     """How a request's tokens are chosen.
 
     Attributes:
-      temperature: 0 takes the likeliest token.
+      temperature: 0 takes the likeliest token; the nearer to 0, the surer it is taken.
       top_k: only so many of the likeliest; 0 for all.
       top_p: only the likeliest that together have this probability.
       seed: of what is drawn.
@@ -37,11 +37,11 @@ class Sampling:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must not be negative, and finite, got {self.temperature}")
         if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must lie in 0..2³¹ − 1, got {self.top_k}")
+            raise ValueError(f"top_k must lie in 0..2**31 - 1, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must lie in 0..2³² − 1, got {self.seed}")
+            raise ValueError(f"seed must lie in 0..2**32 - 1, got {self.seed}")
 
 
 GREEDY = Sampling()
@@ -70,9 +70,14 @@ def choose(logits, temperature, top_k, top_p, seed, position):
     tokens are left out.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    largest = logits.max(axis=-1, keepdims=True)
+    # rows whose largest logit is not finite have no softmax, and no number smaller than the least normal one divides
+    draws = (temperature > 0) & jnp.isfinite(largest[:, 0])
+    divisor = jnp.where(draws, jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny), 1)
 
     def drawn():
-        scaled = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
+        # differences from the largest logit: a quotient may be -inf then, and never inf
+        scaled = jnp.where(draws[:, None], logits - largest, 0) / divisor[:, None]
         noise = jax.vmap(lambda s, p: jax.random.gumbel(jax.random.fold_in(jax.random.key(s), p), logits.shape[1:]))(
             seed, position
         )
@@ -90,6 +95,6 @@ def choose(logits, temperature, top_k, top_p, seed, position):
 
         anyone = jnp.any((top_k > 0) | (top_p < 1))
         chosen = jax.lax.cond(anyone, filtered, lambda: jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32))
-        return jnp.where(temperature > 0, chosen, greedy)
+        return jnp.where(draws, chosen, greedy)
 
-    return jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: greedy)
+    return jax.lax.cond(jnp.any(draws), drawn, lambda: greedy)

@@ -86,7 +86,8 @@ class Fields:
     def only(self, name: str, *allowed: Any) -> None:
         """What the interface has and this server does not, but for values that ask for nothing."""
         x = self.left.pop(name, None)
-        if x is not None and x not in allowed:
+        alike = lambda y: x == y and isinstance(x, bool) == isinstance(y, bool)  # 0 is not False
+        if x is not None and not any(map(alike, allowed)):
             raise Refusal(400, f"{name} is not supported, got {json.dumps(x)[:80]}", name, "unsupported_parameter")
 
     def end(self) -> None:
@@ -142,10 +143,7 @@ def prompts(fields: Fields, text: Text) -> list[list[int]]:
     several = x if isinstance(x, list) and not tokens(x) else [x]
     if not several or not all(isinstance(y, str) or tokens(y) for y in several):
         raise Refusal(400, "prompt must be a string, a list of tokens, or a list of these, and is required", "prompt")
-    try:
-        found = [text.encode(y) if isinstance(y, str) else y for y in several]
-    except UnicodeEncodeError:
-        raise Refusal(400, "prompt must be text in Unicode, without halves of surrogate pairs", "prompt") from None
+    found = [text.encode(y) if isinstance(y, str) else y for y in several]
     if not all(found):
         raise Refusal(400, "prompt must not be empty", "prompt")
     return found
@@ -179,10 +177,10 @@ class Form(NamedTuple):
     kind: str
     piece_kind: str
     whole: Callable[[str, str | None], dict[str, Any]]
-    piece: Callable[[str, str | None], dict[str, Any]]
+    piece: Callable[[str, str | None, bool], dict[str, Any]]  # and whether it is the first of its choice
 
 
-def _plain(text, finish):
+def _plain(text, finish, first=False):
     return {"text": text, "logprobs": None, "finish_reason": finish}
 
 
@@ -191,8 +189,8 @@ def _message(text, finish):
     return {"message": message, "logprobs": None, "finish_reason": finish}
 
 
-def _delta(text, finish):
-    delta = {} if finish and not text else {"role": "assistant", "content": text}
+def _delta(text, finish, first):
+    delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or not finish else {})
     return {"delta": delta, "logprobs": None, "finish_reason": finish}
 
 
@@ -285,6 +283,15 @@ class Interface:
             raise Refusal(400, f"the body is no JSON: {error}") from None
         if not isinstance(found, dict):
             raise Refusal(400, f"the body must be a JSON object, got {type(found).__name__}")
+        for name, x in found.items():
+            try:
+                json.dumps([name, x], ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                shown = name.encode(errors="replace").decode()
+                what = f"{shown} must be text in Unicode, without halves of surrogate pairs"
+                raise Refusal(400, what, shown) from None
+            except RecursionError:
+                raise Refusal(400, f"{name} is nested too deeply", name) from None
         return Fields(found)
 
     async def _answer(self, request, given: list[list[int]], facts: Asked, most: int, form: Form) -> Response:
@@ -323,10 +330,13 @@ class Interface:
                 line = lambda x: f"data: {json.dumps(x)}\n\n"
 
                 async def lines() -> AsyncIterator[str]:
+                    begun = set()
                     try:
                         event = first
                         while True:
-                            choice = {"index": jobs.index(event.job), **form.piece(event.text, event.finish)}
+                            index = jobs.index(event.job)
+                            choice = {"index": index, **form.piece(event.text, event.finish, index not in begun)}
+                            begun.add(index)
                             usage = {"usage": None} if facts.usage else {}
                             yield line({**about, "object": form.piece_kind, "choices": [choice], **usage})
                             event = await anext(events)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers.decoders import DecodeStream
-
+from generation.detokenizer import overlap
 from generation.scheduler import Request
 from generation.tokenizer import Text
 
@@ -13,37 +12,28 @@ from generation.tokenizer import Text
 class Writer:
     """The text of a request.
 
-    A character may need several tokens, and a stop string several characters: what may still become something else is
-    held back.
+    What is given out, together, is `Text.decode` of its tokens, up to the first stop string. A character may need
+    several tokens, and a stop string several characters: what may still become something else is held back.
 
     Args:
       stops: strings that end the text, and are no part of it.
     """
 
     def __init__(self, text: Text, request: Request, stops: Sequence[str] = ()):
-        self.text, self.request, self.stops = text, request, tuple(stops)
+        self.request, self.stops = request, tuple(stops)
         self.stopped = False
         self.written = ""  # what was given out
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._tokens: list[int] = []
-        self._decoded = 0  # characters of them that the stream gave
+        self._stream = text.detokenizer.stream()
         self._held = ""
 
     def take(self, tokens: Sequence[int]) -> str:
         """New tokens; what can be given out now. Sets `stopped` where a stop string came."""
-        new = ""
-        for token in tokens:
-            if token not in self.request.end_tokens:
-                self._tokens.append(token)
-                new += self._stream.step(self.text.tokenizer, token) or ""
-        self._decoded += len(new)
-        return self._give(new)
+        new = (self._stream.push(token) for token in tokens if token not in self.request.end_tokens)
+        return "".join(map(self._give, new))  # one by one, so that a text does not depend on how many come together
 
     def end(self) -> str:
-        """What was held back, when no more comes."""
-        given = self._give(self.text.decode(self._tokens)[self._decoded :])
-        if self.stopped:
-            return given
+        """What was held back, when no more comes. Sets `stopped` where a stop string stands in it."""
+        given = self._give(self._stream.end())
         held, self._held = self._held, ""
         self.written += held
         return given + held
@@ -56,12 +46,7 @@ class Writer:
         if found:
             self.stopped, given, self._held = True, held[: min(found)], ""
         else:
-            keep = max((_overlap(held, x) for x in self.stops), default=0)
+            keep = max((overlap(held, x) for x in self.stops), default=0)
             given, self._held = held[: len(held) - keep], held[len(held) - keep :]
         self.written += given
         return given
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of a text may be the beginning of a stop string."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from generation import config as configs
+from generation.detokenizer import Detokenizer
 
 END = "<|end|>"
 # of the models that this program trains, which know no turns; what talks to them has to say so somehow
@@ -34,6 +35,7 @@ class Text:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing more special
             raise ValueError(f"{path} is no tokenizer: {error}") from None
+        self.detokenizer = Detokenizer(self.tokenizer)
         settings = folder / "tokenizer_config.json"
         self.facts = configs.read_json(settings) if settings.is_file() else {}
         template = folder / "chat_template.jinja"
@@ -53,7 +55,9 @@ class Text:
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        """The text of all the tokens, which is that of a stream of them (`generation.detokenizer` says which)."""
+        stream = self.detokenizer.stream()
+        return "".join(map(stream.push, tokens)) + stream.end()
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """A conversation as the model was taught it, up to where its answer begins.

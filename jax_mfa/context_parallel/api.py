@@ -29,7 +29,7 @@ from jax_mfa.context_parallel.costs import Machine, Problem
 from jax_mfa.context_parallel.layout import Layout
 from jax_mfa.context_parallel.order import Order
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import Operands, Specification
+from jax_mfa.specification import MAX_POSITION, Operands, Specification
 
 if TYPE_CHECKING:
     from jax_mfa.annotations import Bias, Bool, Float, Integer, Mask
@@ -281,18 +281,26 @@ def context_parallel_attention(
     Returns, Raises:
       as there; also ValueError for a form that does not fit the axes.
     """
-    pair = isinstance(axis_name, (tuple, list))
+    pair = _is_pair(axis_name)
     forms: tuple[Form, ...] = ("hybrid",) if pair else ("ring", "ulysses")
-    if pair and len(axis_name) != 2:
-        raise ValueError(f"axis_name must be a mesh axis or a pair (ring, heads) of them, got {axis_name!r}")
-    if form is not None and form not in forms:
-        raise ValueError(f"form must be None or one of {forms} for axis_name = {axis_name!r}, got {form!r}")
+    if form is not None and (not isinstance(form, str) or form not in forms):
+        raise ValueError(f"form must be None or one of {forms} for axis_name = {axis_name!r}, got {checks.seen(form)}")
+    if machine is not None:
+        _machine(machine)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
     if form is None:
         form = forms[0] if pair else _chosen(axis_name, mesh, order, machine, head_axis, batch_axis, arguments).form
     ring, heads = axis_name if pair else (axis_name, None) if form == "ring" else (None, axis_name)
     layout = Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis)
     return _call(layout, arguments, mesh, positions, implementation, return_residual)
+
+
+def _is_pair(axis_name: Any) -> bool:
+    """Whether these are two mesh axes, of a ring and of heads."""
+    pair = isinstance(axis_name, (tuple, list))
+    if pair and len(axis_name) != 2:
+        raise ValueError(f"axis_name must be a mesh axis or a pair (ring, heads) of them, got {axis_name!r}")
+    return pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,6 +318,10 @@ class SequenceSharding:
     batch_axis: Any = None
     head_axis: Any = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.axis_name, list):
+            object.__setattr__(self, "axis_name", tuple(self.axis_name))  # hashable, for static arguments
+
     @classmethod
     def of(cls, x: Any) -> SequenceSharding:
         """`x`, or for the name of a mesh axis that."""
@@ -322,9 +334,9 @@ class SequenceSharding:
 
     def positions(self, length: int) -> Any:
         """The positions of the tokens that a device holds, int32 `[length]`; with a mesh those of all tokens."""
-        pair = isinstance(self.axis_name, (tuple, list))
-        ring, heads = self.axis_name if pair else (self.axis_name, None)
+        ring, heads = self.axis_name if _is_pair(self.axis_name) else (self.axis_name, None)
         layout = Layout("SequenceSharding", ring, heads, self.order, self.batch_axis, self.head_axis)
+        checks.integer("length", length, 0, MAX_POSITION)
         if self.mesh is None:
             return layout.own_positions(length)
         return jnp.asarray(orders.permutation(self.order, length, layout.sizes(self.mesh)[0]), jnp.int32)
@@ -362,7 +374,14 @@ def explain_context_parallel(
         raise ValueError(f"heads_devices must divide devices = {devices}, got {heads_devices}")
     layouts.refuse_quantised("explain_context_parallel", query=query, key=key, value=value)
     spec, o = specify_abstract(query=query, key=key, value=value, bias=bias, mask=mask, **keywords)
-    return choose(_problem(spec, o), devices, order, machine or Machine(), heads_devices)
+    orders.check(order)
+    return choose(_problem(spec, o), devices, order, _machine(machine), heads_devices)
+
+
+def _machine(machine: Any) -> Machine:
+    if not isinstance(machine, (Machine, type(None))):
+        raise TypeError(f"machine must be None or a Machine, got {checks.seen(machine)}")
+    return machine or Machine()
 
 
 def _problem(spec: Specification, o: Operands, parts: int = 1) -> Problem:
@@ -386,7 +405,7 @@ def _chosen(
     layouts.refuse_quantised("context_parallel_attention", **arguments)
     if mesh is None:
         devices = meshes.axis_size(axis, "axis_name")
-        return choose(_problem(*specify(**given, parts=devices), parts=devices), devices, order, machine or Machine())
+        return choose(_problem(*specify(**given, parts=devices), parts=devices), devices, order, _machine(machine))
     size = lambda axis, name: 1 if axis is None else meshes.mesh_axis_size(mesh, axis, name)
     problem = _problem(*specify(**given))
     problem = dataclasses.replace(
@@ -395,7 +414,7 @@ def _chosen(
         heads=problem.heads // size(head_axis, "head_axis"),
         key_heads=max(problem.key_heads // size(head_axis, "head_axis"), 1),
     )
-    return choose(problem, size(axis, "axis_name"), order, machine or Machine())
+    return choose(problem, size(axis, "axis_name"), order, _machine(machine))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -412,6 +431,7 @@ def _call(
     api._refuse_unknown(layout.function, {k: x for k, x in arguments.items() if k not in _ARRAYS}, {})
     api.names_of(implementation)  # what is no name is said first
     layouts.refuse_quantised(layout.function, **arguments)
+    checks.boolean("return_residual", return_residual)
     if mesh is None:
         out, lse = _of_own_share(layout, arguments, positions, implementation)
     else:
@@ -420,6 +440,7 @@ def _call(
 
 
 _ARRAYS = ("query", "key", "value", "bias", "mask")
+_STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate")
 
 
 def _of_own_share(
@@ -465,9 +486,11 @@ def _of_whole_arrays(
     lead = np.shape(query)[:-3]
     placed, specs, static = {}, {}, []
     for name, x in arguments.items():
-        if isinstance(x, (list, tuple)) and name != "local_window_size":
+        if name in _STATIC:
+            x = tuple(x) if isinstance(x, list) else x
+        elif isinstance(x, (list, tuple)):
             x = jnp.asarray(x)
-        if hasattr(x, "dtype") or isinstance(x, BlockMask):
+        if name not in _STATIC and (hasattr(x, "dtype") or isinstance(x, BlockMask)):
             placed[name] = x
             specs[name] = jax.tree.map(functools.partial(_split, layout, name, lead), x)
         else:

@@ -26,7 +26,7 @@ class Choice:
     reasons: dict[str, str]
 
     def __str__(self) -> str:
-        return "\n".join(f"{'→' if name == self.form else ' '} {name}: {why}" for name, why in self.reasons.items())
+        return "\n".join(f"{'->' if name == self.form else '  '} {name}: {why}" for name, why in self.reasons.items())
 
 
 def choose(problem: Problem, devices: int, order: str, machine: Machine, heads_devices: int | None = None) -> Choice:

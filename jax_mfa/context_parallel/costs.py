@@ -89,7 +89,7 @@ def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str
     arguments = query + keys + out
     exchanged = exchanged_lse = 0.0
     if u > 1:
-        keys *= max(u / p.key_heads, 1)  # fewer heads than devices are sent more than once
+        keys *= max(u / max(p.key_heads, 1), 1)  # fewer heads than devices are sent more than once
         exchanged = (query + keys + out) * (u - 1) / u
         exchanged_lse = ACCUMULATOR * rows * p.heads * (u - 1) / u  # nobody asks for its gradient, as a rule
     schedule = _schedule(p, n, u, order)

@@ -14,9 +14,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import api, cache, meshes, primitives, versions
+from jax_mfa import api, cache, checks, meshes, primitives, versions
 from jax_mfa.api import Implementation
-from jax_mfa.arguments import known_lengths, specify
+from jax_mfa.arguments import as_array, known_lengths, specify
 from jax_mfa.context_parallel import partial
 from jax_mfa.context_parallel.layout import decided, refuse_quantised
 from jax_mfa.specification import accumulation_dtype, counted_from
@@ -104,17 +104,20 @@ def sharded_decode_attention(
                 f"sharded_decode_attention() got an unexpected keyword argument {name!r}: it takes {_TAKEN}"
             )
     refuse_quantised("sharded_decode_attention", query=query, key=key, value=value)
-    if min(np.ndim(query), np.ndim(key), np.ndim(value)) < 3:
+    checks.boolean("return_residual", return_residual)
+    api.names_of(implementation)
+    given = {"query": query, "key": key, "value": value}
+    query, key, value = (as_array(name, x, "f", "floating [..., length, heads, size]") for name, x in given.items())
+    if min(x.ndim for x in (query, key, value)) < 3:
         specify(query, key, value)  # says what is wrong with them
-    columns = np.shape(key)[-3]
-    devices = meshes.mesh_axis_size(mesh, axis_name, "axis_name") if mesh else meshes.axis_size(axis_name, "axis_name")
-    filled = known_lengths("lengths", lengths, columns if mesh else columns * devices)
+    columns, devices = key.shape[-3], _devices(mesh, axis_name)
+    filled = known_lengths("lengths", lengths, columns * devices if mesh is None else columns)
     if filled.shape not in ((), np.shape(query)[:-3]):
         raise ValueError(f"lengths must have shape [B] = {list(np.shape(query)[:-3])}, got {list(filled.shape)}")
     if mesh is None:
         out, lse = _of_own_columns(query, key, value, filled, axis_name, devices, implementation, keywords)
         return (out, lse) if return_residual else out
-    _check_columns(columns, devices)
+    _check_columns("key", columns, devices)
     arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
 
@@ -139,9 +142,14 @@ def _columns_of(x: Any, axis: Any) -> PartitionSpec:
     return PartitionSpec(*(None,) * (np.ndim(x) - 3), axis)
 
 
-def _check_columns(columns: int, devices: int) -> None:
+def _devices(mesh: Any, axis: Any) -> int:
+    size = meshes.axis_size if mesh is None else functools.partial(meshes.mesh_axis_size, mesh)
+    return size(axis, "axis_name")
+
+
+def _check_columns(name: str, columns: int, devices: int) -> None:
     if columns % devices:
-        raise ValueError(f"the columns of a cache must be a multiple of the {devices} devices, got S = {columns}")
+        raise ValueError(f"{name} must have columns that the {devices} devices divide, got S = {columns}")
 
 
 def _of_own_columns(
@@ -166,6 +174,10 @@ def _of_own_columns(
         key_value_seq_lengths=jnp.clip(filled - first, 0, columns),
         **keywords,
     )
+    shape = np.shape(query)[:-1]
+    if 0 in (*shape, columns):  # nobody looks, or there is nothing to see
+        out = jnp.zeros((*shape, np.shape(value)[-1]), operands.query.dtype)
+        return out, jnp.full(shape, -jnp.inf, accumulation_dtype(out.dtype))
     if operands.dropout is not None:
         # rows count from 0 on, as on one device
         operands = operands._replace(dropout=counted_from(operands.dropout, column=first))
@@ -179,7 +191,6 @@ def _of_own_columns(
     found = lax.psum(lax.dynamic_update_slice_in_dim(places, own, lax.axis_index(axis), 0), axis)
     parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in found]
     out, row_max, row_sum = partial.finished(spec, operands, functools.reduce(partial.merged, parts))
-    shape = np.shape(query)[:-1]
     return out[..., : np.shape(value)[-1]].reshape(*shape, -1), (row_max + jnp.log(row_sum)).reshape(shape)
 
 
@@ -217,9 +228,10 @@ def sharded_append(
       ValueError, TypeError: as `cache.append`; also for an axis that is not there, and a cache that does not divide.
     """
     arrays = cache._arrays(key_cache, value_cache, key, value)
-    columns = arrays[0].shape[-3]
-    devices = meshes.mesh_axis_size(mesh, axis_name, "axis_name") if mesh else meshes.axis_size(axis_name, "axis_name")
-    grown = lambda x: x if mesh else jax.ShapeDtypeStruct((*x.shape[:-3], devices * columns, *x.shape[-2:]), x.dtype)
+    columns, devices = arrays[0].shape[-3], _devices(mesh, axis_name)
+    grown = lambda x: (
+        x if mesh is not None else jax.ShapeDtypeStruct((*x.shape[:-3], devices * columns, *x.shape[-2:]), x.dtype)
+    )
     start, count = cache._counts(grown(arrays[0]), grown(arrays[1]), arrays[2], arrays[3], lengths, None, False)
 
     def run(key_cache: Array, value_cache: Array, key: Any, value: Any, start: Any, count: Any) -> tuple[Any, ...]:
@@ -229,6 +241,6 @@ def sharded_append(
 
     if mesh is None:
         return run(*arrays, start, count)
-    _check_columns(columns, devices)
+    _check_columns("key_cache", columns, devices)
     split, all_of = _columns_of(key_cache, axis_name), PartitionSpec()
     return versions.shard_map(run, mesh, (split, split, *(all_of,) * 4), (split, split, all_of))(*arrays, start, count)

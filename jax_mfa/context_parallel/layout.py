@@ -40,12 +40,14 @@ class Layout:
     head_axis: Any
 
     def __post_init__(self) -> None:
-        if self.order not in orders.ORDERS:
-            raise ValueError(f"order must be one of {orders.ORDERS}, got {self.order!r}")
+        orders.check(self.order)
         if self.order != "contiguous" and self.ring is None:
             raise ValueError(f"order must be 'contiguous' without a ring, got {self.order!r}: work is balanced anyway")
-        named = [x for x in (self.ring, self.heads, self.batch_axis, self.head_axis) if x is not None]
-        flat = [name for x in named for name in (x if isinstance(x, tuple) else (x,))]
+        if self.ring is None and self.heads is None:
+            meshes.names_of(None, "axis_name")
+        axes = [(self.ring, "axis_name"), (self.heads, "axis_name")]
+        axes += [(self.batch_axis, "batch_axis"), (self.head_axis, "head_axis")]
+        flat = [name for axis, argument in axes if axis is not None for name in meshes.names_of(axis, argument)]
         if len(flat) != len(set(flat)):
             raise ValueError(f"axis_name, batch_axis and head_axis must be different mesh axes, got {flat}")
 
@@ -110,7 +112,7 @@ def check_lengths(layout: Layout, sizes: tuple[int, int], t: int, s: int) -> Non
         ("key", "key_value_seq_lengths", "S", s),
     ):
         if size % multiple:
-            runs = " · 2 runs of tokens" if layout.order == "zigzag" else ""
+            runs = " * 2 runs of tokens" if layout.order == "zigzag" else ""
             raise ValueError(
                 f"the length of {name} must be a multiple of {multiple} (devices{runs}), got {letter} = {size}: "
                 f"pad it, and give {lengths}"

@@ -16,12 +16,19 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
+from jax_mfa.arguments import as_array
 
 if TYPE_CHECKING:
     from jax_mfa.annotations import Shaped
 
 Order: TypeAlias = Literal["contiguous", "zigzag"]
 ORDERS: tuple[str, ...] = ("contiguous", "zigzag")
+
+
+def check(order: Any) -> None:
+    """Raises `ValueError` for what is no order."""
+    if not isinstance(order, str) or order not in ORDERS:
+        raise ValueError(f"order must be one of {ORDERS}, got {checks.seen(order)}")
 
 
 def chunks_of(order: str) -> int:
@@ -37,12 +44,12 @@ def chunk_index(order: str, devices: int, device: Any, chunk: Any) -> Any:
     return (jnp if traced else np).where(chunk == 0, device, 2 * devices - 1 - device)
 
 
-def zigzag_permutation(length: int, devices: int) -> np.ndarray:
+def zigzag_permutation(length: int, devices: int, name: str = "length") -> np.ndarray:
     """Which token stands where: place p of a sequence in zigzag order holds token `zigzag_permutation(...)[p]`."""
     checks.integer("devices", devices, least=1)
     if length % (2 * devices):
         raise ValueError(
-            f"a length in zigzag order over {devices} devices must be a multiple of {2 * devices}, got {length}"
+            f"{name} must have a multiple of {2 * devices} tokens in zigzag order over {devices} devices, got {length}"
         )
     runs = np.arange(length).reshape(2 * devices, -1)
     return np.concatenate([runs[[i, 2 * devices - 1 - i]].reshape(-1) for i in range(devices)])
@@ -77,11 +84,11 @@ def unzigzag(x: Shaped[ArrayLike, "*shape"], devices: int, axis: int = 1) -> Sha
 
 
 def _taken(x: Any, devices: int, axis: int, inverse: bool) -> Any:
-    if not isinstance(x, np.ndarray):
-        x = jnp.asarray(x)
+    if not isinstance(x, (np.ndarray, jax.Array)):
+        x = as_array("x", x, "fibc", "an array")
     if not -x.ndim <= checks.integer("axis", axis) < x.ndim:
         raise ValueError(f"axis must be one of x, whose shape is {list(x.shape)}, got {axis}")
-    size = len(zigzag_permutation(x.shape[axis], devices)) // (2 * devices)
+    size = len(zigzag_permutation(x.shape[axis], devices, "x, along its axis,")) // (2 * devices)
     runs = zigzag_permutation(2 * devices, devices)
     runs = np.argsort(runs) if inverse else runs
     numpy = np if isinstance(x, np.ndarray) else jnp
@@ -95,4 +102,4 @@ def positions_of(order: str, devices: int, device: Any, length: int) -> Any:
     numpy = jnp if isinstance(device, jax.Array) else np
     index = numpy.stack([numpy.asarray(chunk_index(order, devices, device, c), np.int32) for c in range(runs)])
     size = length // runs
-    return (index[:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)
+    return (index[:, None] * size + np.arange(size, dtype=np.int32)[None]).reshape(-1)

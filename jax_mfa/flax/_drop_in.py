@@ -16,8 +16,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_mfa import checks
+from jax_mfa import checks, meshes
 from jax_mfa.api import Implementation, dot_product_attention
+from jax_mfa.arguments import as_array
 from jax_mfa.context_parallel.api import SequenceSharding
 from jax_mfa.specification import DTYPES, accumulation_dtype
 
@@ -28,8 +29,32 @@ BROADCAST_DROPOUT = "broadcast_dropout: one dropout mask for all batches and hea
 
 def as_bool(mask: ArrayLike) -> Array:
     """A mask as flax means it, of any dtype: what is not zero is visible."""
-    mask = jnp.asarray(mask)
+    mask = as_array("mask", mask, "fibc", "bool or numbers")
     return mask if mask.dtype == np.bool_ else mask != 0
+
+
+def promotable(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array, Array]:
+    """What flax may promote: arrays of numbers, and a dtype that is one.
+
+    Raises:
+      TypeError: naming the argument.
+    """
+    try:
+        jnp.dtype(jnp.float32 if dtype is None else dtype)
+    except TypeError:
+        raise TypeError(f"dtype must be a dtype or None, got {checks.seen(dtype)}") from None
+    letters = {"query": "[..., T, N, H]", "key": "[..., S, K, H]", "value": "[..., S, K, V]"}
+    given = zip(letters.items(), (query, key, value))
+    query, key, value = (as_array(name, x, "fibc", f"numbers {shape}") for (name, shape), x in given)
+    return query, key, value
+
+
+def sharding_of(sequence_axis: Any) -> SequenceSharding:
+    """How sequences are split. Raises `TypeError` or `ValueError`, naming sequence_axis, where it is no mesh axis."""
+    if not isinstance(sequence_axis, SequenceSharding):
+        for axis in sequence_axis if isinstance(sequence_axis, (tuple, list)) else (sequence_axis,):
+            meshes.axis_size(axis, "sequence_axis")
+    return SequenceSharding.of(sequence_axis)
 
 
 def seed_of(rng: Array) -> Array:
@@ -127,7 +152,7 @@ def give_way(reason: str, implementation: Implementation | None, sequence_axis: 
 def _warn_of_broadcast_dropout() -> None:
     """Once in a process: flax broadcasts dropout by default, so few ask for it, or know what it costs."""
     warnings.warn(
-        "attention with broadcast_dropout=True, flax's default, runs as flax's own function, in O(T·S) memory: "
+        "attention with broadcast_dropout=True, flax's default, runs as flax's own function, in O(T * S) memory: "
         "pass broadcast_dropout=False to the module to train with dropout in O(T + S)",
         stacklevel=4,  # the caller of attention_fn
     )
@@ -170,9 +195,9 @@ def attend(
     if dropout_rng is not None and dropout_rate > 0:
         dropout = {"dropout_rate": dropout_rate, "dropout_seed": seed_of(dropout_rng)}
     if bias is not None:
-        bias = jnp.asarray(bias)
+        bias = as_array("bias", bias, "fibc", "numbers")
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             bias = bias.astype(accumulation_dtype(query.dtype))
     mask = None if mask is None else as_bool(mask)
-    attention = dot_product_attention if sequence_axis is None else SequenceSharding.of(sequence_axis).attend
+    attention = dot_product_attention if sequence_axis is None else sharding_of(sequence_axis).attend
     return attention(query, key, value, bias, mask, is_causal=is_causal, implementation=implementation, **dropout)

@@ -18,9 +18,8 @@ from jax.typing import ArrayLike
 from jax_mfa import cache as decode_cache
 from jax_mfa import checks
 from jax_mfa.api import dot_product_attention
-from jax_mfa.arguments import known_lengths
-from jax_mfa.context_parallel.api import SequenceSharding
-from jax_mfa.flax._drop_in import as_bool
+from jax_mfa.arguments import as_array, known_lengths
+from jax_mfa.flax._drop_in import as_bool, sharding_of
 from jax_mfa.specification import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def head_sizes(
         head_dim = features // num_heads
     elif head_dim < 1 or (qkv_features is not None and qkv_features != num_heads * head_dim):
         raise ValueError(
-            f"head_dim must be positive and qkv_features, where given too, num_heads · head_dim: "
+            f"head_dim must be positive and qkv_features, where given too, num_heads * head_dim: "
             f"got head_dim = {head_dim}, num_heads = {num_heads}, qkv_features = {qkv_features}"
         )
     return heads, head_dim
@@ -92,10 +91,12 @@ def module_inputs(
         raise ValueError("inputs_k must be given where inputs_v is, got None")
     inputs_k = inputs_q if inputs_k is None else inputs_k
     inputs_v = inputs_k if inputs_v is None else inputs_v
-    for name, x in (("inputs_q", inputs_q), ("inputs_k", inputs_k), ("inputs_v", inputs_v)):
-        if jnp.ndim(x) < 2:
-            raise ValueError(f"{name} must have shape [..., length, features], got {list(jnp.shape(x))}")
-    return jnp.asarray(inputs_q), jnp.asarray(inputs_k), jnp.asarray(inputs_v)
+    given = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
+    arrays = {name: as_array(name, x, "fibc", "numbers [..., length, features]") for name, x in given.items()}
+    for name, x in arrays.items():
+        if x.ndim < 2:
+            raise ValueError(f"{name} must have shape [..., length, features], got {list(x.shape)}")
+    return arrays["inputs_q"], arrays["inputs_k"], arrays["inputs_v"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,16 +142,14 @@ def rotary_embedding(
       TypeError: for an argument of another kind.
       ValueError: for a base or fraction out of range, or an array of the wrong shape.
     """
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-        seen = f"{x.dtype.name}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
-        raise TypeError(f"x must be a floating array [..., T, N, H], got {seen}")
+    if isinstance(x, (list, tuple)):
+        raise TypeError(f"x must be a floating array [..., T, N, H], got {type(x).__name__}")
+    x = as_array("x", x, "f", "floating [..., T, N, H]")
     if x.ndim < 3:
         raise ValueError(f"x must have shape [..., T, N, H], got {list(x.shape)}")
     h = x.shape[-1]
     r = _turned(h, base, fraction)
-    positions = jnp.asarray(positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"positions must be integers [..., T], got {positions.dtype.name}{list(positions.shape)}")
+    positions = as_array("positions", positions, "i", "integers [..., T]")
     lead = x.shape[:-2]
     shape = (1,) * (len(lead) - positions.ndim) + positions.shape
     if len(shape) != len(lead) or any(d not in (1, full) for d, full in zip(shape, lead)) or shape[-1] != lead[-1]:
@@ -193,7 +192,7 @@ def empty_cache(
     local_window_size: int | tuple[int | None, int | None] | None,
 ) -> Cache:
     """A cache for `length` tokens, or a ring of the window's size, with nothing in it."""
-    if ring:
+    if checks.boolean("ring_cache", ring):
         length = decode_cache.ring_columns(local_window_size)
     # two arrays, not one twice: a donated cache must not name one buffer twice
     key, value = (jnp.zeros((*lead, length, heads, head_dim), dtype) for _ in range(2))
@@ -245,7 +244,7 @@ def attend(
             raise NotImplementedError(
                 f"sequence_axis={sequence_axis!r} cannot run while decoding: see jax_mfa.sharded_decode_attention"
             )
-        sharding = SequenceSharding.of(sequence_axis)
+        sharding = sharding_of(sequence_axis)
         attention, positions = sharding.attend, sharding.positions
     if cache is not None:
         if key.shape[-3] != tokens:

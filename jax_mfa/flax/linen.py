@@ -92,7 +92,7 @@ def attention_fn(
       ValueError, TypeError: as `jax_mfa.dot_product_attention` does; also for dropout without dropout_rng.
       NotImplementedError: where only flax's own function can run a call and an implementation is named.
     """
-    q, k, v = _promote_dtype(query, key, value, dtype=dtype)
+    q, k, v = _promote_dtype(*_drop_in.promotable(query, key, value, dtype), dtype=dtype)
     dropping = _drop_in.drops(deterministic, dropout_rate, dropout_rng)
     reason = _drop_in.why_stock(
         q,

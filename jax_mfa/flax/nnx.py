@@ -18,6 +18,7 @@ from flax.typing import Initializer, PrecisionLike
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_mfa import checks
 from jax_mfa.api import Implementation
 from jax_mfa.flax import _drop_in, _multi_head
 
@@ -92,7 +93,10 @@ def attention_fn(
       ValueError, TypeError: as `jax_mfa.dot_product_attention` does; also for dropout without dropout_rng.
       NotImplementedError: where only flax's own function can run a call and an implementation is named.
     """
+    query, key, value = _drop_in.promotable(query, key, value, dtype)
     if rope is not None:
+        if not callable(rope):
+            raise TypeError(f"rope must be an nnx.RoPE or None, got {checks.seen(rope)}")
         query, key = (_turned(rope, x, input_positions) for x in (query, key))
     elif input_positions is not None:
         raise ValueError("input_positions must be given with rope: nothing else here asks for positions")
@@ -369,7 +373,7 @@ class FlashMultiHeadAttention(nnx.Module):
         if self.normalize_qk:
             query, key = self.query_ln(query), self.key_ln(key)
 
-        decode = self.decode if decode is None else decode
+        decode = checks.boolean("decode", self.decode if decode is None else decode)
         variables = (self.cached_key, self.cached_value, self.cache_index)
         if decode and any(variable is None for variable in variables):
             raise ValueError("decode=True needs a cache: call init_cache first")
@@ -419,9 +423,10 @@ class FlashMultiHeadAttention(nnx.Module):
           dtype: of the cached keys and values; default the module's dtype, or else param_dtype. The computation keeps
             its own dtype.
         """
+        input_shape = checks.integers("input_shape", input_shape, least=0)
         if len(input_shape) < 2:
             raise ValueError(f"input_shape must be (..., length, features), got {input_shape}")
-        dtype = dtype or self.dtype or self.param_dtype
+        dtype = checks.floating_dtype("dtype", (self.dtype or self.param_dtype) if dtype is None else dtype)
         cache = _multi_head.empty_cache(
             tuple(input_shape[:-2]),
             input_shape[-2],

@@ -34,8 +34,9 @@ def _dispatch(
     grid: tuple[int, int, int],
     bound: Bound,
     constants: Constants = (),
+    memory: int = 0,
 ) -> Dispatch:
-    kernel = Kernel("_".join([template[0], short]), template, constants, threads)
+    kernel = Kernel("_".join([template[0], short]), template, constants, threads, memory)
     arguments = (
         Argument(i, bytes=x) if isinstance(x, bytes) else Argument(i, buffer=x) for i, x in sorted(bound.items())
     )
@@ -59,7 +60,10 @@ def _tokens(new: Buffer, parts: Mapping[str, Buffer], storage: Storage | None) -
     constants = tuple((i, f"has_{name}", "bool", name in parts) for i, name in ((100, "scales"), (101, "zeros")))
     short = f"{new.name}_{new.dtype}_{size}"
     grid = (-(-tokens // SIMDGROUPS), heads, 1)
-    return _dispatch(("append_tokens", stored, size, SIMDGROUPS), short, SIMDGROUPS * 32, grid, bound, constants)
+    # scale and zero of each block of a token
+    memory = SIMDGROUPS * 8 * parts["scales"].shape[-1] if "scales" in parts else 0
+    template = ("append_tokens", stored, size, SIMDGROUPS)
+    return _dispatch(template, short, SIMDGROUPS * 32, grid, bound, constants, memory)
 
 
 @functools.lru_cache(maxsize=256)
@@ -92,7 +96,7 @@ def write(pages: Any, key: Any, value: Any, where: Any) -> tuple[Any, Any] | Non
     those. None, with a warning, where the kernels cannot be had."""
     pools = {f"{name}_{part}": x for name, whole in zip(("key", "value"), pages) for part, x in parts_of(whole).items()}
     arrays = {"key": key, "value": value, **dict(zip(WHERE, where)), **pools}
-    storages = [Storage(x.scheme, x.size) if isinstance(x, QuantizedArray) else None for x in pages]
+    storages = [Storage(x.scheme, x.head_size) if isinstance(x, QuantizedArray) else None for x in pages]
     made = plan(tuple((name, Shape.of(x)) for name, x in arrays.items()), (storages[0], storages[1]))
     failure = runtime.failure(made)
     if failure:

@@ -15,6 +15,14 @@ from jax_mfa.metal.problem import Problem
 
 LISTED = ("mask", "block_mask", "query_segment_ids", "key_ranges")  # what makes a plan list visible tiles first
 LIST_THREADS = 64
+# Of kernels without the matrix unit, in threadgroup memory: the head sizes of rows, and floats for each thread.
+ROOMS: dict[str, tuple[str, int]] = {
+    "portable_forward": ("h", 2),
+    "portable_delta": ("", 1),
+    "portable_d_query": ("hv", 1),
+    "portable_d_key_value": ("hv", 2),
+    "portable_d_bias": ("hv", 1),
+}
 IN_LANES = ("attention_decode", "attention_decode_rows")  # kernels that read keys and values straight to lanes
 
 Grid = tuple[int, int, int]
@@ -27,6 +35,10 @@ def _kernel(
     short = "_".join([name, x.short, *(str(int(a)) for a in arguments)])
     constants = x.constants(**more) if operands.signature(name).features else ()
     types = x.types(in_lanes=name in IN_LANES)
+    if name in ROOMS:
+        sizes, floats = ROOMS[name]
+        rows = sum(-(-getattr(x, size) // 4) * 16 for size in sizes)
+        memory = rows + 4 * threads * (floats + more.get("wants_sums", False))
     return Kernel(short, (name, types, *arguments), constants, threads, memory, fragments, x.rules.definitions)
 
 
@@ -66,7 +78,7 @@ class TileLists:
             (name, x.rules.visibility, *arguments),
             x.constants(**self.constants),
             LIST_THREADS,
-            20 * LIST_THREADS,
+            (20 if "mask" in x else 4) * LIST_THREADS,
             definitions=x.rules.definitions,
         )
         batch, heads, own, _ = self.buffer.shape
@@ -103,7 +115,9 @@ class Launch:
 
 def _tiled(name: str, x: Problem, tile: Any, lists: TileLists | None = None, **more: Any) -> Kernel:
     item = ITEM_SIZES[x.operand]
-    sizes = (tile.threadgroup_memory(x.h, x.v, item), tile.fragment_bytes(x.h, x.v, item))
+    sizes: tuple[int, ...] = ()
+    if not isinstance(tile, tiles.RowTiles):
+        sizes = (tile.threadgroup_memory(x.h, x.v, item), tile.fragment_bytes(x.h, x.v, item))
     constants = {**(lists.constants if lists else {}), **more}
     return _kernel(name, x, tile.threads, tuple(vars(tile).values()), *sizes, **constants)
 

@@ -53,7 +53,7 @@ STRUCTS = {
         Field("int", "right", "columns to position + right are visible, where has_right"),
         Field("Broadcast", "bias"),
         Field("Broadcast", "mask"),
-        Field("Broadcast", "block_mask", "one entry for block_rows × block_columns scores"),
+        Field("Broadcast", "block_mask", "one entry for block_rows x block_columns scores"),
         Field("int", "block_rows"),
         Field("int", "block_columns"),
         Field("float", "cap"),
@@ -186,8 +186,8 @@ _TABLE = (
         "lists",
         "int",
         ("B", "1|N", "tiles of one axis", "2 + tiles of the other"),
-        "visible tiles: how many, of them wholly visible, which: those first, the others from the end; or [… 4]: the "
-        "two numbers, and where each run begins",
+        "visible tiles: how many, of them wholly visible, which: those first, the others from the end; or [..., 4]: "
+        "the two numbers, and where each run begins",
         "has_lists",
     ),
     _own("sinks", "float", ("B", "N"), "logit of the column without a value", "has_sinks"),

@@ -246,12 +246,6 @@ class RowTiles:
     def queries(self) -> int:
         return self.threads
 
-    def fragment_bytes(self, h: int, v: int, item: int) -> int:
-        return 0
-
-    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
-        return 0
-
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:

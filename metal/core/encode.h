@@ -32,6 +32,9 @@ INLINED float least_scale(bfloat) {
   return 1.17549435e-38f;
 }
 
+// Above this, blocks of 2 * 448 steps or fewer may be wider than the largest number.
+constant constexpr float huge_scale = 3.32306998946228968e35f;  // 2^118
+
 // Of |x| <= 448, or NaN; to nearest, ties to even.
 INLINED uint e4m3_of_float(float x) {
   const uint sign = (as_type<uint>(x) >> 24) & 0x80u;
@@ -56,28 +59,29 @@ struct Block {
   INLINED Block(float low, float high, bool spoilt) : zero(Number(0.0f)) {
     constexpr float levels = float(Encoding::levels);
     float found = 0;
+    float least = least_scale(zero);
     if (!Encoding::zeroed) {
       const float reach = max(fabs(low), fabs(high));
       found = low == high ? reach : reach / levels;
+      least = reach == 0 ? 1.0f : least;
     } else if (Encoding::always_finite) {
       zero = Number(low);
-      found = high / levels - low / levels;
+      found = (high / 2 - low / 2) / (levels / 2);  // the whole may overflow
     } else {
       zero = Number(low / 2 + high / 2);
       found = max(high - float(zero), float(zero) - low) / levels;
     }
-    const float least = least_scale(zero);
-    if (found < least) {
-      found = !Encoding::zeroed && found == 0 ? 1.0f : least;
-    }
-    scale = spoilt ? Number(NAN) : rounded_up(found, zero);
+    scale = spoilt ? Number(NAN) : rounded_up(max(found, least), zero);
   }
 };
 
 // The bits of a number of a block.
 template <typename Encoding>
 INLINED uint bits_of(float x, float scale, float zero) {
-  const float y = (Encoding::zeroed ? x - zero : x) / scale;
+  // a power of two keeps what is subtracted from overflow, and from what processors take for 0
+  constexpr float large = 9223372036854775808.0f;  // 2^63
+  const float factor = scale > huge_scale ? 0.5f : (max(scale, fabs(zero)) < 1 / large ? large : 1.0f);
+  const float y = Encoding::zeroed ? (x * factor - zero * factor) / (scale * factor) : x / scale;
   constexpr float levels = float(Encoding::levels);
   if (!Encoding::always_finite) {
     return e4m3_of_float(y != y ? y : clamp(y, -levels, levels));

@@ -34,14 +34,36 @@ struct Token {
   }
 };
 
-// What a number in units of its scale stands for.
+INLINED float largest_number(half) {
+  return 65504.0f;
+}
+
+INLINED float largest_number(float) {
+  return 3.40282347e38f;
+}
+
+INLINED float largest_number(bfloat) {
+  return 3.38953139e38f;
+}
+
+// `x`, or the largest number of a type where rounding has passed that, of either sign; NaN stays.
+template <typename T>
+INLINED float held_within(float x) {
+  const float most = largest_number(T(0.0f));
+  x = x > most ? most : x;
+  return x < -most ? -most : x;
+}
+
+// What a number in units of its scale stands for. x * scale may overflow where its sum with the zero does not: they are one
+// operation.
 template <typename Encoding>
 INLINED float decoded(float x, float scale, float zero, float mean) {
-  float result = Encoding::scaled ? x * scale : x;
-  if (Encoding::zeroed) {
-    result += zero;
+  using Number = typename Encoding::Number;
+  if (!Encoding::scaled) {
+    return x;
   }
-  return Encoding::centred ? result + mean : result;
+  const float result = held_within<Number>(Encoding::zeroed ? fma(x, scale, zero) : x * scale);
+  return Encoding::centred ? held_within<Number>(result + mean) : result;
 }
 
 // Four elements on their way to threadgroup memory, as they are stored.

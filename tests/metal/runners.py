@@ -85,6 +85,8 @@ class Core:
         for dispatch in plan.dispatches:
             constants: dict[str | int, Any] = {name: value for _, name, _, value in dispatch.kernel.constants}
             kernel = chosen.kernel(dispatch.kernel.name, constants=constants)
+            if text is None:
+                assert dispatch.kernel.threadgroup_memory == kernel.static_threadgroup_memory_length, kernel.name
             bound = {a.index: known[a.buffer] if a.buffer else a.bytes for a in dispatch.arguments}
             fresh = [a.index for a in dispatch.arguments if a.buffer in results and a.buffer not in written]
             whole = [a.index for a in dispatch.arguments if a.index in fresh and a.buffer not in scratch]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import runners
@@ -38,6 +39,11 @@ def pools(dtype, key_scheme, value_scheme):
     for x in new:
         x[1, 0], x[1, 1], x[3, 0], x[3, 1] = 5.0, 0.0, x[3, 0] * 1e-6, x[3, 1] * 1e3
         x[4, 0, 3], x[4, 1, 4] = np.nan, -np.inf
+        # as wide as the dtype is, and as small as it may be
+        x[0] *= float(jnp.finfo(dtype).max) / np.abs(x[0]).max()
+        x[0, 0, ::2] *= -1
+        x[5, 0] = float(jnp.finfo(dtype).tiny) * np.clip(99 * (x[5, 0] - 3), -300, 300)
+        x[6] = float(jnp.finfo(dtype).max) * np.sign(x[6] - 3)
     return filled, [x.astype(dtype) for x in new]
 
 
@@ -72,7 +78,7 @@ def test_pages_hold_what_blockwise_writes(case):
 
 
 MISTAKES = {
-    "a flat block without a scale": ("if (found < least)", "if (false)", "fp8"),
+    "a flat block without a scale": ("max(found, least)", "found", "fp8"),
     "tokens in the order of the pool": ("slots[token] : -1", "token : -1", "plain"),
     "pages that are shared not copied": ("target < 0 ||", "true ||", "plain"),
     "nibbles in the other order": ("<< (4 * e);", "<< (4 * (together - 1 - e));", "int4"),

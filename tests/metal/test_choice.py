@@ -148,7 +148,7 @@ except NotImplementedError as error:
 
 def test_metal_can_be_forbidden():
     said = run(SHOW, JAX_MFA_DEVICE="none")
-    assert "→ blockwise" in said and said.count("JAX_MFA_DEVICE=none forbids Metal") == 2
+    assert "-> blockwise" in said and said.count("JAX_MFA_DEVICE=none forbids Metal") == 2
 
 
 @pytest.mark.parametrize(

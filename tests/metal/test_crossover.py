@@ -140,7 +140,7 @@ def test_it_applies_on_what_acts_as_a_mac(native, tmp_path):
             [sys.executable, "-c", PROFILE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
-        assert ("→ metal: Apple M3" if pays else "→ blockwise") in done.stdout
+        assert ("-> metal: Apple M3" if pays else "-> blockwise") in done.stdout
         assert ("measured in a test" in done.stdout) == pays and done.stdout.endswith(f"{pays}\n")
         cheap = dataclasses.replace(FIGURES, metal=crossover.Cost(1e-9, 1e15, 1e15))
         (tmp_path / "jax_mfa").mkdir(exist_ok=True)

@@ -38,7 +38,7 @@ def test_a_choice_of_metal_names_its_kernels_and_their_compilation_is_timed(on_d
         jax.block_until_ready(jax.jit(lambda x: jax_mfa.dot_product_attention(x, x, x, implementation="metal"))(x))
     (choice,) = seen.choices
     (kernel,) = seen.as_dict()["metal"]["kernels"]
-    assert choice.implementation == "metal" and choice.plan.startswith(f"{kernel} × (2, ") and not choice.reason
+    assert choice.implementation == "metal" and choice.plan.startswith(f"{kernel} x (2, ") and not choice.reason
     assert seen.as_dict()["compilations"]["metal"]["count"] == 1
 
 

@@ -61,7 +61,7 @@ MISTAKES = {
         (),
     ),
     "a page looked up beyond a length": ("source.token(first + min(i, last))", "source.token(first + i)", PAGED, ()),
-    "zero points in 8 bits": ("result += zero;", "result += float(char(int(zero / scale))) * scale;", FAR, ()),
+    "zero points in 8 bits": ("fma(x, scale, zero)", "(x + float(char(int(zero / scale)))) * scale", FAR, ()),
     "nibbles in the other order": (
         "(word >> (bits * e))",
         "(word >> (bits * (KIND == int4_kind ? e ^ 1 : e)))",

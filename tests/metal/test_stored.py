@@ -148,10 +148,12 @@ def test_rows_are_what_they_stand_for(case):
     result = kernel([*parts, tables, left, *out], threadgroups=(2, batch, 1), threadgroup=32, outputs=[6, 7, 8, 9])
     assert not result.reports, result.reports
     by_head = numbers.astype(np.float32).transpose(0, 2, 1, 3)
-    np.testing.assert_array_equal(out[0], by_head)
+    # of 32 bits d · scale is not rounded before the zero is added, as jnp may do
+    rounding = 2.0**-23 * np.abs(by_head).max() if case.dtype == "float32" and stored is not None else 0
+    np.testing.assert_allclose(out[0], by_head, rtol=0, atol=2 * rounding)
     full = by_head[:, :, np.minimum(np.arange(blocks * 8), case.length - 1)].reshape(batch, 2, blocks, 8, case.size)
     harness.assert_allclose(out[1], np.einsum("rh,bkcsh->bkcrs", left, full), rtol=1e-5, atol=1e-4)
-    np.testing.assert_array_equal(out[3], full)
+    np.testing.assert_allclose(out[3], full, rtol=0, atol=2 * rounding)
     weights = 2.0 ** ((np.arange(8)[:, None] + np.arange(8)) % 8)
     harness.assert_allclose(out[2], np.einsum("rs,bkcsh->bkcrh", weights, full), rtol=1e-5, atol=1e-3)
 
