@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mfa import whole_rows
+from jax_mfa.blockwise.arrays import from_words, to_words
 from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
 from jax_mfa.blockwise.tile import Tile
@@ -55,6 +56,10 @@ def backward(
     of_keys = "key" in wrt or "value" in wrt
 
     loop = Loop(spec, operands, tiles, once=True)
+    # of sums over tiles of queries, or over batch rows, the dtype of accumulation
+    at_once = lambda name: len(loop.queries) <= 1 and spec.has_own_rows(operands, name)
+    dtypes = {name: getattr(operands, name).dtype if at_once(name) else acc for name in ("key", "value")}
+    dtypes["query"] = operands.query.dtype
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
         q, do = tile.rows("query", operands.query), tile.rows("out", d_out)
@@ -74,33 +79,36 @@ def backward(
             p_kept, dp = (p, dp) if kept is None else (p * kept, dp * kept)
             ds, d_terms = pullback(p * (dp - delta_i))
             found = {
-                name: tile.add(name, x, tile.once(d_terms[name])) if name in terms else x for name, x in found.items()
+                name: tile.add(name, x, tile.once(d_terms[name]), acc) if name in terms else x
+                for name, x in found.items()
             }
             # what is not finite and visible makes scores NaN, or has a weight of 0: NaN in either case
             dq_j, bad = tile.weights_by_keys(ds, k, signed=False)
             if of_keys:
                 (dk, bad_q), (dv, bad_do) = tile.weights_by_rows(ds, q, signed=False), tile.weights_by_rows(p_kept, do)
-                found |= {"key": tile.add("dk", found["key"], dk), "value": tile.add("dv", found["value"], dv)}
+                for name, d_name, x in (("key", "dk", dk), ("value", "dv", dv)):
+                    found[name] = tile.add(d_name, found[name], x, dtypes[name])
                 bad = bad | bad_q | bad_do
             return dq + dq_j, found, spoilt | bad
 
         dq, found = results
         start = jnp.zeros(q.shape, acc), found, jnp.zeros((), bool)
         dq_i, found, spoilt = loop.over_keys(tile, place, keys, start)
-        place_dq = tile.add if tile.sign is not None else tile.put
-        return (place_dq("query", dq, tile.natural("query", dq_i)), found), spoilt
+        return (tile.add("query", dq, tile.natural("query", dq_i), dtypes["query"]), found), spoilt
 
     batch, (s, k) = operands.query.shape[0], operands.value.shape[1:3]
     found = {name: jnp.zeros(getattr(operands, name).shape, acc) for name in terms}
     if of_keys:
-        found |= {name: jnp.zeros((batch, s, k, getattr(operands, name).shape[-1]), acc) for name in ("key", "value")}
-    dq, found = loop.over_queries(queries, (jnp.zeros(operands.query.shape, acc), found))
+        shapes = {name: (batch, s, k, getattr(operands, name).shape[-1]) for name in ("key", "value")}
+        found |= {name: to_words(jnp.zeros(shape, dtypes[name]), ()) for name, shape in shapes.items()}
+    dq, found = loop.over_queries(queries, (to_words(jnp.zeros_like(operands.query), ()), found))
     found["query"] = dq
     if "sinks" in wrt:
         found["sinks"] = whole_rows.sink_gradient(spec, operands, row_max, row_sum, delta)
 
     def cotangent(name: str) -> Array:
-        x, operand = found[name], getattr(operands, name)
+        operand = getattr(operands, name)
+        x = from_words(found[name], dtypes.get(name, acc))
         if name in ("key", "value"):
             x = reduce_rows(x, getattr(Operands(*spec.repeats), name), operand.shape[0])
         return x.astype(operand.dtype)

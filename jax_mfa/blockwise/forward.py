@@ -56,13 +56,12 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
         start = jnp.zeros((*q.shape[:-1], v), acc), none - jnp.inf, none, jnp.zeros((), bool)
         sums, *parts, spoilt = loop.over_keys(tile, place, keys, start, first=lambda tile: visit(tile, None)[:-1])
 
-        def put(name: str, part: Array, x: Any) -> Array:
-            part, old = tile.natural(name, part), tile.cut(name, x) if tile.sign is not None else None
-            if name == "out" and old is not None:
-                part = jnp.where(tile.is_first, part, from_words(old, dtype) + tile.natural(name, sums))
-            return tile.put(name, x, part.astype(dtype if name == "out" else acc))
-
-        return tuple(map(put, ("out", "row_max", "row_sum"), _normalised(tile, sums, *parts), results)), spoilt
+        out, row_max, row_sum = _normalised(tile, sums, *parts)
+        if tile.sign is not None:  # later attempts add infinities
+            before = tile.aligned("out", from_words(tile.cut("out", results[0]), dtype))
+            out = jnp.where(tile.is_first, out, before + sums)
+        found = zip(("out", "row_max", "row_sum"), results, (out, row_max, row_sum), (dtype, acc, acc))
+        return tuple(tile.put(name, x, tile.natural(name, part), kind) for name, x, part, kind in found), spoilt
 
     empty = jnp.zeros((*rows, v), dtype), jnp.zeros(rows, acc), jnp.zeros(rows, acc)
     out, row_max, row_sum = loop.over_queries(queries, (to_words(empty[0], ()), *empty[1:]))

@@ -34,7 +34,7 @@ def seen(spec: Specification, operands: Operands, tiles: Tiles) -> Any:
         return x if x.shape[0] == 1 else reduce(x.reshape(-1, tiles.batch, *x.shape[1:]), axis=1)
 
     per_tile = lambda x, start, block, reduce: reduce(x[:, start.reshape(-1, 1) + np.arange(block)], axis=2)
-    low = high = np.full((1, 1, 1), spec.query_offset)
+    low = high = np.full((1, 1, 1), spec.query_offset, np.int32)
     if o.query_offset is not None:
         low, high = (per_step("query_offset", reduce).reshape(-1, 1, 1) for reduce in (jnp.min, jnp.max))
     left, right = spec.band

@@ -76,8 +76,8 @@ def tangent(
         row = jnp.zeros((*q.shape[:-1], 1), acc)
         start = jnp.zeros((*q.shape[:-1], operands.value.shape[-1]), acc), row, jnp.zeros((), bool)
         *found, spoilt = loop.over_keys(tile, place, keys, start)
-        add = tile.put if tile.sign is None else tile.add
-        return tuple(add(n, x, tile.natural(n, part)) for n, x, part in zip(("out", "row_max"), results, found)), spoilt
+        parts = zip(("out", "row_max"), results, found)
+        return tuple(tile.add(name, x, tile.natural(name, part), acc) for name, x, part in parts), spoilt
 
     rows = operands.query.shape[:3]
     empty = jnp.zeros((*rows, operands.value.shape[-1]), acc), jnp.zeros(rows, acc)

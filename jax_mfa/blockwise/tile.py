@@ -105,21 +105,21 @@ class Tile:
         another."""
         if x.shape[0] == 1 or self.tiles.batch == 1 or (rows == self.batch and self._repeat(name) == 1):
             return x
-        return x[row_index(self.starts["B"] + jnp.arange(self.tiles.batch), self._repeat(name), rows)]
+        return x[row_index(self.starts["B"] + jnp.arange(self.tiles.batch, dtype=jnp.int32), self._repeat(name), rows)]
 
     def entries(self, name: str, x: Any) -> Any:
         """The rows of `x`, an array like the operand of this name, that the step's batch rows read."""
         (first, *_), (count, *_) = self._corner(name, x)
         return self._own_rows(name, slice_axis(x, first, count, 0), x.shape[0])
 
-    def put(self, name: str, x: Any, part: Any) -> Any:
-        """`x`, numbers or their words, with `part` as the tile's part of it."""
-        return put(x, part if part.dtype == x.dtype else to_words(part, ()), *self._corner(name, x)[0])
+    def put(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
+        """`x`, an array of a dtype or its words, with `part` as the tile's part of it."""
+        return put(x, to_words(part.astype(dtype), ()), *self._corner(name, x)[0])
 
-    def add(self, name: str, x: Any, part: Any) -> Any:
-        """`x` with `part` added to the tile's part of it."""
+    def add(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
+        """`x`, an array of a dtype or its words, with `part` added to the tile's part of it."""
         start, shape = self._corner(name, x)
-        return put(x, cut(x, (*shape,), *start) + part, *start)
+        return self.put(name, x, from_words(cut(x, (*shape,), *start), dtype) + part, dtype)
 
     def aligned(self, name: str, x: Any) -> Array:
         """A part [R|1, …] of an array like the operand of this name, in the order of scores: [R|1, E|1, T|1, G|1, last],
@@ -246,7 +246,7 @@ class Tile:
         words = self.cut("dropout", o.dropout)
         seed0, seed1, index, head0, row0, column0 = (words[:, i].reshape(-1, 1, 1, 1, 1) for i in range(6))
         count = lambda axis, start, size: (
-            (start + jnp.arange(size)).astype(jnp.uint32).reshape([size if i == axis else 1 for i in range(5)])
+            (start + jnp.arange(size, dtype=jnp.int32)).astype(jnp.uint32).reshape([size if i == axis else 1 for i in range(5)])
         )
         c, group = self.tiles, np.uint32(self.group)
         head = head0 + group * count(1, self.starts["K"], c.heads) + count(3, 0, self.group)

@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 
 from jax_mfa import tuned
 from jax_mfa.specification import Operands, Specification
 
-LARGEST = 2 ** int(
-    os.environ.get("LL", "20")
-)  # elements of the largest array of a step: what stays in caches, and is large enough to multiply fast
-DENSE = 2 ** int(os.environ.get("DD", "21"))  # elements of the largest array of a problem that is one tile
-BLOCK, BLOCK_IN_BAND = (
-    1024,
-    int(os.environ.get("BB", "256")),
-)  # queries and keys of a tile, and where a band of positions hides some of them
-FEW_QUERIES = int(os.environ.get("FQ", "32"))  # queries of all heads that a step multiplies with the keys of all heads
+LARGEST = 2**20  # elements of a step's largest array: stays in caches, and is large enough to multiply fast
+DENSE = 2**21  # elements of the largest array of a problem that is one tile
+BLOCK, BLOCK_IN_BAND = 1024, 256  # queries and keys of a tile, and where a band of positions hides some of them
+FEW_QUERIES = 32  # queries of all heads that a step multiplies with the keys of all heads
+ALIGNMENT = 16  # of tiles that do not divide a length
 TUNED_BLOCKS = (128, 256, 512, 1024, 2048)  # of which `tune` tries all pairs
 
 
@@ -54,7 +49,7 @@ def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tile
     if known and batch * size <= DENSE:
         return Tiles(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
     block = BLOCK if spec.band == (None, None) else BLOCK_IN_BAND
-    return _step(spec, operands, max(block // (n // k), min(block, 64)), block)
+    return step_of(spec, operands, max(block // (n // k), min(block, 64)), block)
 
 
 def few_queries(spec: Specification, operands: Operands, differentiated: bool) -> bool:
@@ -75,14 +70,14 @@ def candidates(spec: Specification, operands: Operands, tiles: Tiles) -> list[Ti
     """Tiles that `tune` may take, those nearest to the usual ones first."""
     if not isinstance(operands.query.shape[0], int) or spec.page_size is not None:
         return [tiles]
-    found = [_step(spec, operands, q, kv) for q in TUNED_BLOCKS for kv in TUNED_BLOCKS]
+    found = [step_of(spec, operands, q, kv) for q in TUNED_BLOCKS for kv in TUNED_BLOCKS]
     most = LARGEST * operands.query.shape[2] // operands.key.shape[2]
     distance = lambda x: sum(abs(math.log(a / b)) for a, b in zip(dataclasses.astuple(x), dataclasses.astuple(tiles)))
     found = [x for x in dict.fromkeys(found) if x.block_q * x.block_kv <= most and x != tiles]
     return [tiles, *sorted(found, key=distance)]
 
 
-def _step(spec: Specification, operands: Operands, block_q: int, block_kv: int) -> Tiles:
+def step_of(spec: Specification, operands: Operands, block_q: int, block_kv: int) -> Tiles:
     """A step of tiles of about this size, with as many heads and batch rows as fit `LARGEST`."""
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
@@ -95,12 +90,12 @@ def _step(spec: Specification, operands: Operands, block_q: int, block_kv: int) 
 
 
 def _equal(length: int, target: int) -> int:
-    """The size of equal tiles of a length: near the target, dividing the length if it can, else a multiple of 16."""
+    """The size of equal tiles of a length: near the target, dividing the length if it can, else a multiple of `ALIGNMENT`."""
     count = max(round(length / target), 1)
     for n in (count, count + 1):
         if length % n == 0:
             return max(length // n, 1)
-    return min(-(-length // (16 * count)) * 16, length)
+    return min(-(-length // (ALIGNMENT * count)) * ALIGNMENT, length)
 
 
 def _whole_pages(spec: Specification, s: int, target: int) -> int:
