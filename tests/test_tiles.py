@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from attention_cases import BY_NAME, CASES, Case
+from attention_cases import CASES, Case
 from harness import BY_NAME_OF_IMPLEMENTATION, assert_close, check_case, cotangents, evaluate, qkv, terms_of
 
 import jax_mfa

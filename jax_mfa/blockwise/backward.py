@@ -3,7 +3,6 @@ maximum and sum rather than from its log-sum-exp, which has not the digits where
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,14 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mfa import whole_rows
-from jax_mfa.blockwise.arrays import from_words, to_words
 from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
-from jax_mfa.blockwise.tile import Tile
+from jax_mfa.blockwise.tile import OF_SCORES, Tile, from_words, to_words
 from jax_mfa.blockwise.tiles import tiles_of
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, reduce_rows, sees_nothing
-
-OF_SCORES = ("bias", "scale", "alibi_slopes")  # what scores depend on beside queries and keys
 
 
 def backward(
@@ -37,14 +33,11 @@ def backward(
     With delta = Σ d_out · out − d_lse, d(score) = probability · (dropout · d(probability) − delta).
 
     Args:
-      out, row_max, row_sum: results of `forward`, over all keys that rows see; the operands may hold some of those keys.
+      out, row_max, row_sum: results of `forward`, over all keys that rows see, of which operands may hold some.
       d_out: [B, T, N, V]; d_lse: [B, T, N]. What they hold for rows that see nothing is ignored.
     """
     operands = viewed(spec, operands)
     tiles = tiles_of("blockwise backward", spec, operands, True)
-    shared = [name for name in wrt if not spec.has_own_rows(operands, name) and getattr(operands, name).shape[0] != 1]
-    if shared:  # their rows recur in the batch: a step adds to one of them
-        tiles = dataclasses.replace(tiles, batch=1)
     acc = accumulation_dtype(operands.query.dtype)
     delta = whole_rows.shift(out, d_out, d_lse, acc)
     total = row_sum
@@ -68,9 +61,8 @@ def backward(
         def keys(tile: Tile, carry: Any) -> Any:
             dq, found, spoilt = carry
             k, v, given = tile.keys("key"), tile.keys("value"), tile.terms()
-            fixed = {name: x for name, x in given.items() if name not in terms}
             scores, pullback = jax.vjp(
-                lambda products, moving: tile.scores(products, {**fixed, **moving}),
+                lambda products, moving: tile.scores(products, {**given, **moving}),
                 tile.rows_by_keys(q, k),
                 {name: given[name] for name in terms},
             )

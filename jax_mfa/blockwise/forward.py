@@ -7,10 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mfa.blockwise.arrays import from_words, to_words
 from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
-from jax_mfa.blockwise.tile import Tile
+from jax_mfa.blockwise.tile import Tile, from_words, to_words
 from jax_mfa.blockwise.tiles import few_queries, tiles_of
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 
@@ -37,28 +36,27 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     def queries(tile: Tile, place: Any, results: Any) -> Any:
         q = tile.rows("query", operands.query)
 
-        def visit(tile: Tile, row_max: Any) -> Any:
-            """Σ p · value, the new maximum, Σ p, whether a value is not finite, and how far the maximum has moved."""
+        def keys(tile: Tile, before: Any) -> Any:
+            """Adds a tile of keys: Σ p · value, the largest score, Σ p, and whether a value was not finite."""
             scores = tile.scores(tile.rows_by_keys(q, tile.keys("key")), tile.terms())
-            new_max = tile.largest(scores) if row_max is None else jnp.maximum(row_max, tile.largest(scores))
-            shift = jnp.where(new_max == -jnp.inf, 0, new_max)  # of rows that have seen nothing yet
+            row_max = tile.largest(scores) if before is None else jnp.maximum(before[1], tile.largest(scores))
+            shift = jnp.where(row_max == -jnp.inf, 0, row_max)  # of rows that have seen nothing yet
             p, kept = jnp.exp(scores - shift), tile.dropped()
             sums, spoilt = tile.weights_by_keys(p if kept is None else p * kept, tile.keys("value"))
-            return sums, new_max, p.sum(-1, keepdims=True), spoilt, shift
-
-        def keys(tile: Tile, carry: Any) -> Any:
-            sums, row_max, row_sum, spoilt = carry
-            new_sums, new_max, new_sum, bad, shift = visit(tile, row_max)
-            rescale = jnp.exp(row_max - shift)
-            return tile.once(rescale, 1) * sums + new_sums, new_max, rescale * row_sum + new_sum, spoilt | bad
+            row_sum = p.sum(-1, keepdims=True)
+            if before is not None:
+                rescale = jnp.exp(before[1] - shift)
+                sums, row_sum = tile.once(rescale, 1) * before[0] + sums, rescale * before[2] + row_sum
+                spoilt = spoilt | before[3]
+            return sums, row_max, row_sum, spoilt
 
         none = jnp.zeros((*q.shape[:-1], 1), acc)
         start = jnp.zeros((*q.shape[:-1], v), acc), none - jnp.inf, none, jnp.zeros((), bool)
-        sums, *parts, spoilt = loop.over_keys(tile, place, keys, start, first=lambda tile: visit(tile, None)[:-1])
+        sums, *parts, spoilt = loop.over_keys(tile, place, keys, None if len(loop.keys) == 1 else start)
 
         out, row_max, row_sum = _normalised(tile, sums, *parts)
         if tile.sign is not None:  # later attempts add infinities
-            before = tile.aligned("out", from_words(tile.cut("out", results[0]), dtype))
+            before = tile.aligned("out", from_words(tile.cut("out", results[0]), dtype)).astype(acc)
             out = jnp.where(tile.is_first, out, before + sums)
         found = zip(("out", "row_max", "row_sum"), results, (out, row_max, row_sum), (dtype, acc, acc))
         return tuple(tile.put(name, x, tile.natural(name, part), kind) for name, x, part, kind in found), spoilt

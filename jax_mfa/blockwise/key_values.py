@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from jax_mfa.blockwise.arrays import from_words, int32, slice_axis, to_words
-from jax_mfa.blockwise.tile import Tile
+from jax_mfa.blockwise.tile import Tile, from_words, part_of, to_words
 from jax_mfa.specification import Operands, Specification
 from jax_mfa.storage import Stored, field_of, spread, stored
 
@@ -33,26 +32,24 @@ class KeyValueView(Stored):
 
     def _of_rows(self, tile: Tile, part: str, x: Any) -> Array:
         start, count, per = tile.starts["S"], tile.tiles.block_kv, self.tokens_of(part)
-        words = to_words(x, [start])
-        if per == 1:
-            words = slice_axis(words, start, count, 1)
-        elif x.shape[1] > 1:
-            words = jnp.take(words, (start + jnp.arange(count, dtype=jnp.int32)) // np.int32(per), axis=1, mode="clip")
-        words = slice_axis(words, tile.starts["K"], tile.tiles.heads, 2)
-        return from_words(tile.entries(field_of(self.name, part), words), x.dtype)
+        (first, *_), (rows, *_) = tile.corner(field_of(self.name, part), x)
+        _, entries, heads, size = x.shape
+        words, taken = to_words(x, [start]), 1 if heads == 1 else tile.tiles.heads
+        if per > 1 and entries > 1:
+            places = (start + jnp.arange(count, dtype=jnp.int32)) // np.int32(per)
+            words, start = jnp.take(words, places, axis=1, mode="clip"), 0
+        begin = first, 0 if entries == 1 else start, 0 if heads == 1 else tile.starts["K"], 0
+        return from_words(part_of(words, begin, (rows, min(entries, count), taken, size)), x.dtype)
 
     def _of_pages(self, tile: Tile, part: str, x: Any) -> Array:
-        page, per = self.page_size, self.tokens_of(part)
+        page, per, (_, entries, heads, size) = self.page_size, self.tokens_of(part), x.shape
         assert page is not None
-        count, taken, (_, entries, heads, size) = tile.tiles.block_kv, tile.tiles.heads, x.shape
-        pages = tile.entries("block_tables", self.tables)
-        pages = lax.dynamic_slice_in_dim(pages, tile.starts["S"] // page, count // page, 1)
-        first, taken = (0, 1) if heads == 1 else (tile.starts["K"], taken)
-        words = to_words(x, [tile.starts["S"]])
-
-        def one(index: Any) -> Array:
-            return lax.dynamic_slice(words, int32((index, 0, first, 0)), (1, entries, taken, size))[0]
-
+        start, count = tile.starts["S"], tile.tiles.block_kv
+        (row, _), (rows, _) = tile.corner("block_tables", self.tables)
+        pages = part_of(self.tables, (row, start // page), (rows, count // page))
+        first, taken = (0, 1) if heads == 1 else (tile.starts["K"], tile.tiles.heads)
+        words = to_words(x, [start])
+        one = lambda index: part_of(words, (index, 0, first, 0), (1, entries, taken, size))[0]
         found = jax.vmap(jax.vmap(one))(pages)  # [R|1, pages, entries, E|1, size]
         if per > 1:
             found = spread(found, per, page, 2)

@@ -58,11 +58,11 @@ def tangent(
                 t_products = t_products + tile.rows_by_keys(t_q, k)
             if "key" in moved:
                 t_products = t_products + tile.rows_by_keys(q, tile.keys("key", moved["key"]))
-            t_terms = {
-                name: tile.cut(name, moved[name]).astype(acc) if name in moved else jnp.zeros_like(x)
-                for name, x in given.items()
-            }
-            scores, t_scores = jax.jvp(tile.scores, (products, given), (t_products, t_terms))
+            scores, t_scores = jax.jvp(
+                lambda products, moving: tile.scores(products, {**given, **moving}),
+                (products, {name: x for name, x in given.items() if name in moved}),
+                (t_products, tile.terms({name: x for name, x in moved.items() if name in given})),
+            )
             p, kept = tile.probability(scores, row_max_i, row_sum_i), tile.dropped()
             t_p = p * t_scores
             p_kept, t_p_kept = (p, t_p) if kept is None else (p * kept, t_p * kept)

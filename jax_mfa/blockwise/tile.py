@@ -6,7 +6,9 @@ queries is `aligned` to the first four of these axes; keys and values stay as th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,115 +16,68 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mfa.blockwise.arrays import cut, from_words, put, slice_axis, to_words
 from jax_mfa.blockwise.tiles import Tiles
 from jax_mfa.philox import keep_mask
+from jax_mfa.reference import tanh
 from jax_mfa.specification import AXES, Operands, Specification, accumulation_dtype, row_index
 
-
-@jax.custom_jvp
-def _sech_squared(x: Any) -> Any:
-    """The derivative of tanh; 1 − tanh² would cancel where |x| is large."""
-    e = jnp.exp(-2 * jnp.abs(x))
-    return 4 * e / jnp.square(1 + e)
-
-
-@jax.custom_jvp
-def _tanh(x: Any) -> Any:
-    return jnp.tanh(x)
+OF_SCORES = "bias", "scale", "alibi_slopes"  # what scores depend on beside queries and keys
+# 0 · NaN is NaN, so that a weight of 0 does not hide what is not finite. Where something may be hidden, products are of
+# finite numbers alone at first (0). Where others were met, two more attempts add the infinities of a sign that are
+# visible; NaN is both.
+SIGNS = 0, 1, -1
 
 
-_tanh.defjvp(lambda x, t: (jnp.tanh(*x), _sech_squared(*x) * t[0]))
-_sech_squared.defjvp(lambda x, t: (_sech_squared(*x), -2 * jnp.tanh(*x) * _sech_squared(*x) * t[0]))
-
-
-SIGNS = 0, 1, -1  # of the attempts at a problem's products
-
-
+@dataclasses.dataclass
 class Tile:
-    """One tile of one step.
+    """One tile of one step."""
 
-    Attributes:
-      starts: where its batch rows, key heads, queries and keys begin, by letter: B, K, T, S.
-      own: the first query and key, by T and S, that the tile before does not hold too; None where all are its own.
-      all_heads: whether products are of all heads at once.
-      sign: 0 · NaN is NaN, so that a weight of 0 does not hide what is not finite. Where anything may be hidden,
-        products are attempted: of finite numbers alone at first (0), and where there were others again, to add the
-        infinities of this sign that are visible (NaN is both). None where nothing is hidden.
-    """
+    spec: Specification
+    operands: Operands
+    tiles: Tiles
+    starts: dict[str, Any]  # where its batch rows, key heads, queries and keys begin, by letter: B, K, T, S
+    own: dict[str, Any]  # the first query and key, by T and S, that the tile before does not hold too, if it may
+    all_heads: bool  # whether products are of all heads at once
+    sign: Any  # of this attempt; None where nothing is hidden
 
-    def __init__(
-        self,
-        spec: Specification,
-        operands: Operands,
-        tiles: Tiles,
-        starts: dict[str, Any],
-        own: dict[str, Any],
-        all_heads: bool,
-        sign: Any,
-    ) -> None:
-        self.spec, self.operands, self.tiles, self.starts, self.own = spec, operands, tiles, starts, own
-        self.all_heads, self.sign = all_heads, sign
-        self.batch = operands.query.shape[0]
-        self.group = operands.query.shape[2] // operands.value.shape[2]
-        self.acc = accumulation_dtype(operands.query.dtype)
+    def __post_init__(self) -> None:
+        self.batch = self.operands.query.shape[0]
+        self.group = self.operands.query.shape[2] // self.operands.value.shape[2]
+        self.acc = accumulation_dtype(self.operands.query.dtype)
+        self.is_first = True if self.sign is None else self.sign == 0
 
     # --- parts of arrays
 
-    def _span(self, letter: str) -> tuple[Any, int] | None:
-        """Start and size of the tile along an axis; None along an axis that it holds whole."""
-        c = self.tiles
-        if letter == "N":
-            return self.starts["K"] * self.group, c.heads * self.group
-        sizes = {"K": c.heads, "T": c.block_q, "S": c.block_kv}
-        return (self.starts[letter], sizes[letter]) if letter in sizes else None
-
-    def _corner(self, name: str, x: Any) -> tuple[list[Any], list[int]]:
+    def corner(self, name: str, x: Any) -> tuple[list[Any], list[int]]:
         """Where the tile's part of `x`, an array like the operand of this name, begins, and its shape."""
+        c, at, group, rows = self.tiles, self.starts, self.group, x.shape[0]
+        spans = {"N": (at["K"] * group, c.heads * group), "K": (at["K"], c.heads)}
+        spans |= {"T": (at["T"], c.block_q), "S": (at["S"], c.block_kv)}
         start, shape = [0] * x.ndim, [*x.shape]
         for axis, letter in enumerate(AXES[name]):
-            span = self._span(letter)
-            if span is not None and x.shape[axis] > 1:
-                start[axis], shape[axis] = span
-        rows, repeat = x.shape[0], self._repeat(name)
-        if self.tiles.batch == 1 and rows != 1:
-            start[0], shape[0] = row_index(self.starts["B"], repeat, rows), 1
-        elif rows == self.batch and repeat == 1:
-            start[0], shape[0] = self.starts["B"], self.tiles.batch
+            if letter in spans and x.shape[axis] > 1:
+                start[axis], shape[axis] = spans[letter]
+        if rows != 1:
+            own, repeat = rows == self.batch, getattr(Operands(*self.spec.repeats), name, 1)
+            start[0], shape[0] = (at["B"], c.batch) if own else (row_index(at["B"], repeat, rows), 1)
         return start, shape
-
-    def _repeat(self, name: str) -> int:
-        return getattr(Operands(*self.spec.repeats), name, 1)
 
     def cut(self, name: str, x: Any) -> Any:
         """The tile's part of `x`, an array like the operand of this name."""
-        start, shape = self._corner(name, x)
-        words = to_words(x, start)
-        return from_words(self._own_rows(name, cut(words, (*shape,), *start), x.shape[0]), x.dtype)
-
-    def _own_rows(self, name: str, x: Any, rows: Any) -> Any:
-        """Of a part with all `rows` of an operand those that the step's batch rows read, where they do not follow one
-        another."""
-        if x.shape[0] == 1 or self.tiles.batch == 1 or (rows == self.batch and self._repeat(name) == 1):
-            return x
-        return x[row_index(self.starts["B"] + jnp.arange(self.tiles.batch, dtype=jnp.int32), self._repeat(name), rows)]
-
-    def entries(self, name: str, x: Any) -> Any:
-        """The rows of `x`, an array like the operand of this name, that the step's batch rows read."""
-        (first, *_), (count, *_) = self._corner(name, x)
-        return self._own_rows(name, slice_axis(x, first, count, 0), x.shape[0])
+        start, shape = self.corner(name, x)
+        return from_words(part_of(to_words(x, start), start, shape), x.dtype)
 
     def put(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
         """`x`, an array of a dtype or its words, with `part` as the tile's part of it."""
-        return put(x, to_words(part.astype(dtype), ()), *self._corner(name, x)[0])
+        return with_part(x, to_words(part.astype(dtype), ()), self.corner(name, x)[0])
 
     def add(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
         """`x`, an array of a dtype or its words, with `part` added to the tile's part of it."""
-        start, shape = self._corner(name, x)
-        return self.put(name, x, from_words(cut(x, (*shape,), *start), dtype) + part, dtype)
+        start, shape = self.corner(name, x)
+        return self.put(name, x, from_words(part_of(x, start, shape), dtype).astype(part.dtype) + part, dtype)
 
     def aligned(self, name: str, x: Any) -> Array:
-        """A part [R|1, …] of an array like the operand of this name, in the order of scores: [R|1, E|1, T|1, G|1, last],
+        """A part [R|1, …] of an array like the operand of this name in the order of scores, [R|1, E|1, T|1, G|1, last],
         the last axis that of S, H, V or what else the operand has."""
         letters, shape = AXES[name], [*x.shape]
         if "N" in letters:
@@ -162,8 +117,7 @@ class Tile:
     def _places(self) -> tuple[Array, Array, Any]:
         """Indices of queries [1, 1, T, 1, 1] and keys [1, 1, 1, 1, S], and the positions of the queries."""
         t = self.starts["T"] + jnp.arange(self.tiles.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1, 1)
-        s = self.starts["S"] + jnp.arange(self.tiles.block_kv, dtype=jnp.int32)
-        s = s.reshape(1, 1, 1, 1, -1)
+        s = self.starts["S"] + jnp.arange(self.tiles.block_kv, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
         offset = self.operand("query_offset")
         return t, s, t + (self.spec.query_offset if offset is None else offset)
 
@@ -176,9 +130,9 @@ class Tile:
             rules.append(s - position >= -left)
         if right is not None:
             rules.append(s <= position if right == 0 else s - position <= right)
-        for name in ("key_lengths", "query_lengths"):
+        for name, place in (("key_lengths", s), ("query_lengths", t)):
             if getattr(self.operands, name) is not None:
-                rules.append((s if name == "key_lengths" else t) < self.operand(name))
+                rules.append(place < self.operand(name))
         if self.operands.mask is not None:
             rules.append(self.operand("mask"))
         if self.operands.query_segment_ids is not None:
@@ -200,27 +154,26 @@ class Tile:
 
     # --- scores and weights
 
-    def terms(self) -> dict[str, Any]:
-        """The tile's part of what scores depend on beside queries and keys, by operand."""
-        names = [name for name in ("bias", "scale", "alibi_slopes") if getattr(self.operands, name) is not None]
-        return {name: self.cut(name, getattr(self.operands, name)).astype(self.acc) for name in names}
+    def terms(self, arrays: Any = None) -> dict[str, Any]:
+        """The tile's part of what scores depend on beside queries and keys, or of arrays like these, by operand."""
+        if arrays is None:
+            arrays = {name: x for name, x in self.operands._asdict().items() if name in OF_SCORES and x is not None}
+        return {name: self.cut(name, x).astype(self.acc) for name, x in arrays.items()}
 
     def scores(self, products: Array, terms: dict[str, Any]) -> Array:
         """Scores, −∞ where hidden, of products of queries and keys."""
         spec, see = self.spec, self.visible
         # of derivatives too: 0 · NaN is NaN
         hidden = lambda x: x if see is None else jnp.where(see, x, 0)
-        if "scale" in terms:
-            x = hidden(products) * self.aligned("scale", terms["scale"])
-        else:
-            x = products * self.acc.type(spec.scale)
+        aligned = {name: self.aligned(name, x) for name, x in terms.items()}
+        x = hidden(products) * aligned["scale"] if "scale" in terms else products * self.acc.type(spec.scale)
         if "bias" in terms:
-            x = x + self.aligned("bias", terms["bias"])
+            x = x + aligned["bias"]
         if "alibi_slopes" in terms:
             _, s, position = self._places()
-            x = x + self.aligned("alibi_slopes", terms["alibi_slopes"]) * (s - position).astype(x.dtype)
+            x = x + aligned["alibi_slopes"] * (s - position).astype(x.dtype)
         if spec.logits_soft_cap is not None:
-            x = spec.logits_soft_cap * _tanh(hidden(x) / spec.logits_soft_cap)
+            x = spec.logits_soft_cap * tanh(hidden(x) / spec.logits_soft_cap)
         return x if see is None else jnp.where(see, x, -jnp.inf)
 
     def largest(self, scores: Array) -> Array:
@@ -245,21 +198,18 @@ class Tile:
             return None
         words = self.cut("dropout", o.dropout)
         seed0, seed1, index, head0, row0, column0 = (words[:, i].reshape(-1, 1, 1, 1, 1) for i in range(6))
-        count = lambda axis, start, size: (
-            (start + jnp.arange(size, dtype=jnp.int32)).astype(jnp.uint32).reshape([size if i == axis else 1 for i in range(5)])
-        )
-        c, group = self.tiles, np.uint32(self.group)
-        head = head0 + group * count(1, self.starts["K"], c.heads) + count(3, 0, self.group)
-        row = row0 + count(2, self.starts["T"], c.block_q)
-        column = column0 + jnp.asarray(self.starts["S"], jnp.uint32)
-        keep = keep_mask(self.spec.dropout_rate, (seed0, seed1), index, head, row, column, self.tiles.block_kv)
+        start, c, group = {x: jnp.uint32(i) for x, i in self.starts.items()}, self.tiles, np.uint32(self.group)
+        count = lambda axis, size: lax.broadcasted_iota(jnp.uint32, [size if i == axis else 1 for i in range(5)], axis)
+        head = head0 + group * (start["K"] + count(1, c.heads)) + count(3, self.group)
+        row, column = row0 + start["T"] + count(2, c.block_q), column0 + start["S"]
+        keep = keep_mask(self.spec.dropout_rate, (seed0, seed1), index, head, row, column, c.block_kv)
         return jnp.where(keep, 1 / (1 - self.spec.dropout_rate), 0).astype(self.acc)
 
     # --- products
 
     def rows_by_keys(self, a: Array, b: Array) -> Array:
         """Σ over channels of [R, E, T, G, x] and keys [R|1, S, E, x]: [R, E, T, G, S]."""
-        by_head = lambda: self._dot("retgx,rsex->retgs", a, b)
+        by_head = lambda: jnp.einsum("retgx,rsex->retgs", a, b)
         if not self.all_heads:
             return by_head()
         (r, e, t, g, x), (keys, own) = a.shape, self._heads_in_one(b)
@@ -275,7 +225,7 @@ class Tile:
         """
         w, b, spoilt = self._factors(w, b, signed)
         if not self.all_heads:
-            return self._found(self._dot("retgs,rsex->retgx", w, b)), spoilt
+            return self._found(jnp.einsum("retgs,rsex->retgx", w, b)), spoilt
         (r, e, t, g, s), (keys, own) = w.shape, self._heads_in_one(b)
         found = jnp.einsum("rms,rsx->rmx", w.reshape(r, e * t * g, s), keys).reshape(r, e, t, g, e, -1)
         return self._found(jnp.where(own, found, 0).sum(4)), spoilt
@@ -290,8 +240,8 @@ class Tile:
         """Weights and what they multiply: of the first attempt finite, then 1 where visible and where sought."""
         if self.sign is None:
             return w, b, jnp.zeros((), bool)
-        infinity, finite = self.sign * jnp.inf, jnp.isfinite(b)  # NaN in the first attempt
-        sought = (b == infinity) | jnp.isnan(b) if signed else ~finite
+        finite = jnp.isfinite(b)
+        sought = (b == self.sign * jnp.inf) | jnp.isnan(b) if signed else ~finite
         see = jnp.ones((), bool) if self.visible is None else self.visible
         w = jnp.where(self.is_first, w, see.astype(w.dtype))
         return w, jnp.where(self.is_first, jnp.where(finite, b, 0), sought.astype(b.dtype)), ~finite.all()
@@ -302,19 +252,47 @@ class Tile:
             return sums
         return jnp.where(self.is_first, sums, jnp.where(sums > 0, self.sign * jnp.inf, 0))
 
-    @functools.cached_property
-    def is_first(self) -> Any:
-        return True if self.sign is None else self.sign == 0
-
     def once(self, x: Any, later: float = 0) -> Any:
         """What the first attempt adds alone."""
         return x if self.sign is None else jnp.where(self.is_first, x, jnp.asarray(later, x.dtype))
-
-    def _dot(self, sum_over: str, a: Array, b: Array) -> Array:
-        return jnp.einsum(sum_over, a, jnp.broadcast_to(b, (a.shape[0], *b.shape[1:])))
 
     def _heads_in_one(self, b: Array) -> tuple[Array, Array]:
         """Keys [R|1, S, E, x] as one matrix [R, S, E · x], and where a query's head is that of a key."""
         s, e, x = b.shape[1:]
         b = jnp.broadcast_to(b, (self.tiles.batch, s, e, x))
         return b.reshape(-1, s, e * x), jnp.eye(e, dtype=bool).reshape(e, 1, 1, e, 1)
+
+
+# --- parts of arrays, and numbers of 16 bits in loops
+
+
+def to_words(x: Any, indices: Any) -> Array:
+    """16-bit numbers as integers, tied to the traced one of some indices.
+
+    Keeps XLA's CPU backend from hoisting a conversion of the whole array out of the loop that reads parts of it.
+    """
+    if x.dtype.itemsize > 2:
+        return x
+    index = next((i for i in indices if isinstance(i, jax.Array)), None)
+    if index is not None:
+        x, _ = lax.optimization_barrier((x, index))
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def from_words(x: Any, dtype: Any) -> Array:
+    """The numbers that `to_words` made integers of."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def part_of(x: Any, start: Sequence[Any], shape: Sequence[int]) -> Array:
+    """The part of `x` of this shape from `start` on."""
+    return x if x.shape == tuple(shape) else lax.dynamic_slice(x, _int32(start), shape)
+
+
+def with_part(x: Any, part: Any, start: Sequence[Any]) -> Array:
+    """`x` with `part` in it, from `start` on."""
+    return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, _int32(start))
+
+
+def _int32(indices: Sequence[Any]) -> list[Any]:
+    return [np.int32(i) if isinstance(i, (int, np.integer)) else i.astype(jnp.int32) for i in indices]

@@ -14,6 +14,7 @@ import math
 
 from jax_mfa import tuned
 from jax_mfa.specification import Operands, Specification
+from jax_mfa.storage import pool_fields
 
 LARGEST = 2**20  # elements of a step's largest array: stays in caches, and is large enough to multiply fast
 DENSE = 2**21  # elements of the largest array of a problem that is one tile
@@ -41,9 +42,9 @@ def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tile
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
     known = isinstance(batch, int)  # not in a program that is exported for any batch
-    size = n * max(t * s, t * h, t * v) if n == k else max(n * t * s, n * t * max(h, v), s * k * max(h, v))
+    size = max(n * t * max(s, h, v), s * k * max(h, v))
     if few_queries(spec, operands, differentiated):
-        block_kv = _whole_pages(spec, s, min(2 * BLOCK, max(LARGEST // (k * max(h, v)), 1)))
+        block_kv = _equal(s, min(2 * BLOCK, max(LARGEST // (k * max(h, v)), 1)), spec.page_size)
         fits = LARGEST // (block_kv * k * max(h, v)) if known and operands.key_lengths is None else 1
         return Tiles(_divisor(batch, fits) if known else 1, k, t, block_kv)
     if known and batch * size <= DENSE:
@@ -63,7 +64,12 @@ def tiles_of(plan: str, spec: Specification, operands: Operands, differentiated:
     tiles = usual(spec, operands, differentiated)
     allowed = lambda numbers: numbers in map(dataclasses.astuple, candidates(spec, operands, tiles))
     found = tuned.of(plan, lambda: spec.summary(operands), allowed)
-    return tiles if found is None else Tiles(*found)
+    tiles = tiles if found is None else Tiles(*found)
+    # rows of an operand that recur in the batch do not follow one another
+    named = {name: x for name, x in operands._asdict().items() if x is not None}
+    rows = {name: x for name, x in named.items() if name not in pool_fields(named)}
+    recur = any(x.shape[0] != 1 and not spec.has_own_rows(operands, name) for name, x in rows.items())
+    return dataclasses.replace(tiles, batch=1) if recur and tiles.batch > 1 else tiles
 
 
 def candidates(spec: Specification, operands: Operands, tiles: Tiles) -> list[Tiles]:
@@ -81,7 +87,7 @@ def step_of(spec: Specification, operands: Operands, block_q: int, block_kv: int
     """A step of tiles of about this size, with as many heads and batch rows as fit `LARGEST`."""
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
-    block_q, block_kv = _equal(t, block_q), _whole_pages(spec, s, block_kv)
+    block_q, block_kv = _equal(t, block_q), _equal(s, block_kv, spec.page_size)
     group = n // k
     units = LARGEST // max(group * block_q * block_kv, group * block_q * max(h, v), block_kv * max(h, v))
     heads = _divisor(k, units)
@@ -89,19 +95,16 @@ def step_of(spec: Specification, operands: Operands, block_q: int, block_kv: int
     return Tiles(_divisor(batch, fits) if fits > 1 else 1, heads, block_q, block_kv)
 
 
-def _equal(length: int, target: int) -> int:
-    """The size of equal tiles of a length: near the target, dividing the length if it can, else a multiple of `ALIGNMENT`."""
+def _equal(length: int, target: int, page: int | None = None) -> int:
+    """The size of a length's equal tiles: near the target; a divisor if it can be, else a multiple of `ALIGNMENT`;
+    of whole pages always."""
+    if page is not None:
+        return max(min(max(target // page, 1) * page, length), 1)
     count = max(round(length / target), 1)
     for n in (count, count + 1):
         if length % n == 0:
             return max(length // n, 1)
     return min(-(-length // (ALIGNMENT * count)) * ALIGNMENT, length)
-
-
-def _whole_pages(spec: Specification, s: int, target: int) -> int:
-    if spec.page_size is None:
-        return _equal(s, target)
-    return max(min(max(target // spec.page_size, 1) * spec.page_size, s), 1)
 
 
 def _divisor(n: int, limit: int) -> int:
