@@ -11,7 +11,7 @@ from jax_mfa.blockwise.tangent import tangent
 from jax_mfa.blockwise.tiles import Tiles, candidates, tiles_of
 from jax_mfa.specification import Operands, Specification
 
-__all__ = ["backward", "candidates", "forward", "tangent", "tiling_of"]
+__all__ = ["Tiles", "backward", "candidates", "forward", "tangent", "tiling_of"]
 
 
 def tiling_of(spec: Specification, operands: Operands, backward: bool, differentiated: bool = False) -> Tiles:

@@ -77,7 +77,7 @@ def candidates(spec: Specification, operands: Operands, tiles: Tiles) -> list[Ti
     if not isinstance(operands.query.shape[0], int) or spec.page_size is not None:
         return [tiles]
     found = [step_of(spec, operands, q, kv) for q in TUNED_BLOCKS for kv in TUNED_BLOCKS]
-    most = LARGEST * operands.query.shape[2] // operands.key.shape[2]
+    most = LARGEST * operands.value.shape[2] // operands.query.shape[2]
     distance = lambda x: sum(abs(math.log(a / b)) for a, b in zip(dataclasses.astuple(x), dataclasses.astuple(tiles)))
     found = [x for x in dict.fromkeys(found) if x.block_q * x.block_kv <= most and x != tiles]
     return [tiles, *sorted(found, key=distance)]
