@@ -39,7 +39,7 @@ class KeyValueView(Stored):
             places = (start + jnp.arange(count, dtype=jnp.int32)) // np.int32(per)
             words, start = jnp.take(words, places, axis=1, mode="clip"), 0
         begin = first, 0 if entries == 1 else start, 0 if heads == 1 else tile.starts["K"], 0
-        return from_words(part_of(words, begin, (rows, min(entries, count), taken, size)), x.dtype)
+        return from_words(part_of(words, begin, (rows, 1 if entries == 1 else count, taken, size)), x.dtype)
 
     def _of_pages(self, tile: Tile, part: str, x: Any) -> Array:
         page, per, (_, entries, heads, size) = self.page_size, self.tokens_of(part), x.shape

@@ -223,28 +223,33 @@ class Tile:
 
         Gives also whether a number of b is not finite. If not `signed`, one that is and is visible makes NaN.
         """
-        w, b, spoilt = self._factors(w, b, signed)
+
+        def by_head() -> tuple[Array, Array]:
+            factors, spoilt = self._factors(w, b, signed)
+            return self._found(jnp.einsum("retgs,rsex->retgx", *factors)), spoilt
+
         if not self.all_heads:
-            return self._found(jnp.einsum("retgs,rsex->retgx", w, b)), spoilt
+            return by_head()
         (r, e, t, g, s), (keys, own) = w.shape, self._heads_in_one(b)
         found = jnp.einsum("rms,rsx->rmx", w.reshape(r, e * t * g, s), keys).reshape(r, e, t, g, e, -1)
-        return self._found(jnp.where(own, found, 0).sum(4)), spoilt
+        finite = jnp.isfinite(found).all() & self.is_first
+        return lax.cond(finite, lambda: (jnp.where(own, found, 0).sum(4), ~finite), by_head)
 
     def weights_by_rows(self, w: Array, a: Array, signed: bool = True) -> tuple[Array, Array]:
         """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x], of which hidden ones add nothing: [R, S, E, x]."""
-        w, a, spoilt = self._factors(w, a, signed)
+        (w, a), spoilt = self._factors(w, a, signed)
         # rows first, which are smaller and so faster to transpose
         return self._found(jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)), spoilt
 
-    def _factors(self, w: Array, b: Array, signed: bool) -> tuple[Array, Array, Array]:
+    def _factors(self, w: Array, b: Array, signed: bool) -> tuple[tuple[Array, Array], Array]:
         """Weights and what they multiply: of the first attempt finite, then 1 where visible and where sought."""
         if self.sign is None:
-            return w, b, jnp.zeros((), bool)
+            return (w, b), jnp.zeros((), bool)
         finite = jnp.isfinite(b)
         sought = (b == self.sign * jnp.inf) | jnp.isnan(b) if signed else ~finite
         see = jnp.ones((), bool) if self.visible is None else self.visible
         w = jnp.where(self.is_first, w, see.astype(w.dtype))
-        return w, jnp.where(self.is_first, jnp.where(finite, b, 0), sought.astype(b.dtype)), ~finite.all()
+        return (w, jnp.where(self.is_first, jnp.where(finite, b, 0), sought.astype(b.dtype))), ~finite.all()
 
     def _found(self, sums: Array) -> Array:
         """Sums of the first attempt; then the infinity that was sought where it was found, else 0."""
