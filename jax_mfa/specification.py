@@ -80,6 +80,7 @@ AXES = {
     "out": "BTNV",
     "row_max": "BTN",
     "row_sum": "BTN",
+    "rows": "BTN_",  # several numbers of each row
     "dk": "BSKH",  # of each batch row
     "dv": "BSKV",
 }

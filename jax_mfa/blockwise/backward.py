@@ -45,6 +45,7 @@ def backward(
         empty = sees_nothing(row_sum)
         total, delta = jnp.where(empty, 1, row_sum), jnp.where(empty, 0, delta)
         d_out = jnp.where(empty[..., None], 0, d_out)
+    rows = jnp.stack([row_max, 1 / total, delta], axis=-1)
     terms = tuple(name for name in OF_SCORES if name in wrt)
     of_keys = "key" in wrt or "value" in wrt
 
@@ -56,7 +57,7 @@ def backward(
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
         q, do = tile.rows("query", operands.query), tile.rows("out", d_out)
-        row_max_i, row_sum_i, delta_i = (tile.rows("row_max", x) for x in (row_max, total, delta))
+        row_max_i, inverse_i, delta_i = jnp.split(tile.rows("rows", rows), 3, axis=-1)
 
         def keys(tile: Tile, carry: Any) -> Any:
             dq, found, spoilt = carry
@@ -66,7 +67,7 @@ def backward(
                 tile.rows_by_keys(q, k),
                 {name: given[name] for name in terms},
             )
-            p, kept = tile.probability(scores, row_max_i, row_sum_i), tile.dropped()
+            p, kept = tile.probability(scores, row_max_i, inverse_i), tile.dropped()
             dp = tile.rows_by_keys(do, v)
             p_kept, dp = (p, dp) if kept is None else (p * kept, dp * kept)
             ds, d_terms = pullback(p * (dp - delta_i))

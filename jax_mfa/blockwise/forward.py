@@ -55,7 +55,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
         sums, *parts, spoilt = loop.over_keys(tile, place, keys, None if len(loop.keys) == 1 else start)
 
         out, row_max, row_sum = _normalised(tile, sums, *parts)
-        if tile.sign is not None:  # later attempts add infinities
+        if tile.attempt is not None:  # later attempts add infinities
             before = tile.aligned("out", from_words(tile.cut("out", results[0]), dtype)).astype(acc)
             out = jnp.where(tile.is_first, out, before + sums)
         found = zip(("out", "row_max", "row_sum"), results, (out, row_max, row_sum), (dtype, acc, acc))

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mfa.blockwise.tile import SIGNS, Tile
+from jax_mfa.blockwise.tile import ATTEMPTS, Tile, part_of
 from jax_mfa.blockwise.tiles import Tiles
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand_rows
+from jax_mfa.specification import Operands, Specification, expand_rows
 
 
 def tile_starts(length: int, block: int) -> np.ndarray:
@@ -106,16 +106,13 @@ class Loop:
         turns = batch * heads * count
 
         def turn(index: Any, results: Any) -> tuple[Any, Any]:
-            sign = None
-            if self.hides:
-                attempt, index = _divide(index, turns)
-                sign = jnp.asarray(SIGNS, accumulation_dtype(self.operands.query.dtype))[attempt]
+            attempt, index = _divide(index, turns) if self.hides else (None, index)
             step, i = _divide(index, count)
             b, e = _divide(step, heads)
-            start = self.queries[0] if count == 1 else jnp.asarray(self.queries)[i]
-            own = {"T": i * self.tiles.block_q} if self.ragged[1] else {}
+            start, own = _start(i, self.tiles.block_q, self.operands.query.shape[1])
             starts = {"B": b * self.tiles.batch, "K": e * self.tiles.heads, "T": start, "S": 0}
-            tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, sign)
+            own = {"T": own} if self.ragged[1] else {}
+            tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, attempt)
             return body(tile, (b, i), results)
 
         if turns == 0:
@@ -129,7 +126,7 @@ class Loop:
             return index + 1, jnp.where(spoilt, all_turns, stop) if self.hides else stop, results
 
         stop = jnp.asarray(turns, jnp.int32)
-        all_turns = stop * len(SIGNS)
+        all_turns = stop * ATTEMPTS
         return lax.while_loop(lambda state: state[0] < state[1], step, (jnp.int32(0), stop, results))[2]
 
     def over_keys(self, tile: Tile, place: Any, body: Callable[[Tile, Any], Any], carry: Any) -> Any:
@@ -137,16 +134,23 @@ class Loop:
         count = len(self.keys)
 
         def at(j: Any) -> Tile:
-            start = self.keys[0] if count == 1 else jnp.asarray(self.keys)[j]
-            own = {**tile.own, "S": j * self.tiles.block_kv} if self.ragged[0] else tile.own
+            start, own = _start(j, self.tiles.block_kv, self.operands.key.shape[1])
+            own = {**tile.own, "S": own} if self.ragged[0] else tile.own
             return dataclasses.replace(tile, starts={**tile.starts, "S": start}, own=own)
 
         if count <= 1:
             return body(at(0), carry) if count else carry
         counts, order = (jnp.asarray(x) for x in self._order)
         b = place[0] if counts.shape[0] > 1 else 0
-        turn = lambda j, carry: body(at(order[b, place[1], j]), carry)
-        return lax.fori_loop(jnp.int32(0), counts[b, place[1]], turn, carry)
+        look_up = lambda x, *index: part_of(x, index, (1,) * len(index)).reshape(())
+        turn = lambda j, carry: body(at(look_up(order, b, place[1], j)), carry)
+        return lax.fori_loop(jnp.int32(0), look_up(counts, b, place[1]), turn, carry)
+
+
+def _start(i: Any, block: int, length: int) -> tuple[Any, Any]:
+    """Where tile i of a length begins, as `tile_starts` has it, and the first index that tiles before do not hold."""
+    first, last = i * block, max(length - block, 0)
+    return (jnp.minimum(first, last) if length % block else first), first
 
 
 def _divide(a: Any, b: Any) -> tuple[Any, Any]:

@@ -45,8 +45,8 @@ def tangent(
     loop = Loop(spec, operands, tiles)
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
-        q, row_max_i = tile.rows("query", operands.query), tile.rows("row_max", row_max)
-        row_sum_i = tile.rows("row_sum", total)
+        q = tile.rows("query", operands.query)
+        row_max_i, inverse_i = tile.rows("row_max", row_max), 1 / tile.rows("row_sum", total)
         t_q = tile.rows("query", moved["query"]) if "query" in moved else None
 
         def keys(tile: Tile, carry: Any) -> Any:
@@ -63,7 +63,7 @@ def tangent(
                 (products, {name: x for name, x in given.items() if name in moved}),
                 (t_products, tile.terms({name: x for name, x in moved.items() if name in given})),
             )
-            p, kept = tile.probability(scores, row_max_i, row_sum_i), tile.dropped()
+            p, kept = tile.probability(scores, row_max_i, inverse_i), tile.dropped()
             t_p = p * t_scores
             p_kept, t_p_kept = (p, t_p) if kept is None else (p * kept, t_p * kept)
             added, bad = tile.weights_by_keys(t_p_kept, tile.keys("value"), signed=False)

@@ -23,9 +23,9 @@ from jax_mfa.specification import AXES, Operands, Specification, accumulation_dt
 
 OF_SCORES = "bias", "scale", "alibi_slopes"  # what scores depend on beside queries and keys
 # 0 · NaN is NaN, so that a weight of 0 does not hide what is not finite. Where something may be hidden, products are of
-# finite numbers alone at first (0). Where others were met, two more attempts add the infinities of a sign that are
-# visible; NaN is both.
-SIGNS = 0, 1, -1
+# finite numbers alone at first. Where others were met, a second attempt adds the ∞ that are visible, and a third the
+# −∞; NaN is both.
+ATTEMPTS = 3
 
 
 @dataclasses.dataclass
@@ -38,13 +38,13 @@ class Tile:
     starts: dict[str, Any]  # where its batch rows, key heads, queries and keys begin, by letter: B, K, T, S
     own: dict[str, Any]  # the first query and key, by T and S, that the tile before does not hold too, if it may
     all_heads: bool  # whether products are of all heads at once
-    sign: Any  # of this attempt; None where nothing is hidden
+    attempt: Any  # 0, 1 or 2; None where nothing is hidden
 
     def __post_init__(self) -> None:
         self.batch = self.operands.query.shape[0]
         self.group = self.operands.query.shape[2] // self.operands.value.shape[2]
         self.acc = accumulation_dtype(self.operands.query.dtype)
-        self.is_first = True if self.sign is None else self.sign == 0
+        self.is_first = True if self.attempt is None else self.attempt == 0
 
     # --- parts of arrays
 
@@ -183,12 +183,12 @@ class Tile:
             scores = jnp.where(self.visible & (scores < lowest), lowest, scores)
         return scores.max(-1, keepdims=True)
 
-    def probability(self, scores: Array, row_max: Array, row_sum: Array) -> Array:
-        """Probabilities of scores that are made again."""
+    def probability(self, scores: Array, row_max: Array, inverse: Array) -> Array:
+        """Probabilities of scores that are made again, of the maxima of their rows and 1 / their sums."""
         x = scores - row_max
         if self.operands.bias is not None or self.operands.alibi_slopes is not None:
             x = jnp.where(x > 0, 0, x)  # huge ones may be rounded otherwise than those that the maximum was found of
-        p = jnp.exp(x) * (1 / row_sum)
+        p = jnp.exp(x) * inverse
         return p if self.visible is None else jnp.where(self.visible, p, 0)  # NaN in rows that see it
 
     def dropped(self) -> Array | None:
@@ -243,23 +243,27 @@ class Tile:
 
     def _factors(self, w: Array, b: Array, signed: bool) -> tuple[tuple[Array, Array], Array]:
         """Weights and what they multiply: of the first attempt finite, then 1 where visible and where sought."""
-        if self.sign is None:
+        if self.attempt is None:
             return (w, b), jnp.zeros((), bool)
         finite = jnp.isfinite(b)
-        sought = (b == self.sign * jnp.inf) | jnp.isnan(b) if signed else ~finite
+        sought = (b == self._infinity) | jnp.isnan(b) if signed else ~finite
         see = jnp.ones((), bool) if self.visible is None else self.visible
         w = jnp.where(self.is_first, w, see.astype(w.dtype))
         return (w, jnp.where(self.is_first, jnp.where(finite, b, 0), sought.astype(b.dtype))), ~finite.all()
 
     def _found(self, sums: Array) -> Array:
         """Sums of the first attempt; then the infinity that was sought where it was found, else 0."""
-        if self.sign is None:
+        if self.attempt is None:
             return sums
-        return jnp.where(self.is_first, sums, jnp.where(sums > 0, self.sign * jnp.inf, 0))
+        return jnp.where(self.is_first, sums, jnp.where(sums > 0, self._infinity, 0))
+
+    @property
+    def _infinity(self) -> Any:
+        return jnp.where(self.attempt == 1, self.acc.type(np.inf), self.acc.type(-np.inf))
 
     def once(self, x: Any, later: float = 0) -> Any:
         """What the first attempt adds alone."""
-        return x if self.sign is None else jnp.where(self.is_first, x, jnp.asarray(later, x.dtype))
+        return x if self.attempt is None else jnp.where(self.is_first, x, jnp.asarray(later, x.dtype))
 
     def _heads_in_one(self, b: Array) -> tuple[Array, Array]:
         """Keys [R|1, S, E, x] as one matrix [R, S, E · x], and where a query's head is that of a key."""
