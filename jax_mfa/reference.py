@@ -38,7 +38,8 @@ from jax_mfa.storage import Stored, is_part, stored, straight_through
 
 
 @jax.custom_jvp
-def _tanh(x: Any) -> Any:
+def tanh(x: Any) -> Any:
+    """tanh, whose derivatives keep their digits where it is nearly ±1."""
     return jnp.tanh(x)
 
 
@@ -49,15 +50,15 @@ def _sech_squared(x: Any) -> Any:
     return 4 * e / jnp.square(1 + e)
 
 
-@_tanh.defjvp
+@tanh.defjvp
 def _tanh_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return _tanh(*primals), _sech_squared(*primals) * tangents[0]
+    return tanh(*primals), _sech_squared(*primals) * tangents[0]
 
 
 @_sech_squared.defjvp
 def _sech_squared_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     y = _sech_squared(*primals)
-    return y, -2 * _tanh(*primals) * y * tangents[0]
+    return y, -2 * tanh(*primals) * y * tangents[0]
 
 
 def plain(spec: Specification, operands: Operands) -> tuple[Specification, Operands]:
@@ -181,7 +182,7 @@ def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
         x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * distance.astype(acc)
     x = hidden(x)
     if spec.logits_soft_cap is not None:
-        x = spec.logits_soft_cap * _tanh(x / spec.logits_soft_cap)
+        x = spec.logits_soft_cap * tanh(x / spec.logits_soft_cap)
 
     # 4-5: softmax over what is visible, and the sink
     x = jnp.where(see, x, -jnp.inf)

@@ -57,6 +57,34 @@ class Operands(NamedTuple):
     block_tables: Any = None  # [rows, pages], int32, all within the pool
 
 
+# what each axis of an operand is, and of results and their cotangents: an axis of size 1 serves all
+AXES = {
+    "query": "BTNH",
+    "key": "BSKH",
+    "value": "BSKV",
+    "bias": "BNTS",
+    "mask": "BNTS",
+    "block_mask": "BN__",
+    "scale": "B",
+    "query_offset": "B",
+    "query_lengths": "B",
+    "key_lengths": "B",
+    "query_segment_ids": "BT",
+    "key_segment_ids": "BS",
+    "key_ranges": "BT_",
+    "alibi_slopes": "BN",
+    "sinks": "BN",
+    "dropout": "B_",
+    "block_tables": "B_",
+    **{f"{name}_{part}": "BSK_" for name in ("key", "value") for part in ("scales", "zeros", "means")},
+    "out": "BTNV",
+    "row_max": "BTN",
+    "row_sum": "BTN",
+    "rows": "BTN_",  # several numbers of each row
+    "dk": "BSKH",  # of each batch row
+    "dv": "BSKV",
+}
+
 DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "alibi_slopes", "sinks")
 
 

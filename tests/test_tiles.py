@@ -3,31 +3,28 @@
 The only tests that reach into `blockwise`: its tile sizes are module constants.
 """
 
-import dataclasses
 import math
-import re
 
 import jax
 import numpy as np
 import oracle
 import pytest
-from attention_cases import BY_NAME, CASES, Case
+from attention_cases import CASES, Case
 from harness import BY_NAME_OF_IMPLEMENTATION, assert_close, check_case, cotangents, evaluate, qkv, terms_of
 
 import jax_mfa
-from jax_mfa.blockwise import arrays, problem, tiling
-from jax_mfa.specification import Operands, Specification
+from jax_mfa.blockwise import tiles as rule
 
 BLOCKWISE = BY_NAME_OF_IMPLEMENTATION["blockwise"]
 
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """Sets constants of `tiling`, for programs that are traced after."""
+    """Sets constants of `blockwise.tiles`, for programs that are traced after."""
 
     def cut(**constants):
         for name, value in constants.items():
-            monkeypatch.setattr(tiling, name, value)
+            monkeypatch.setattr(rule, name, value)
         jax.clear_caches()
 
     yield cut
@@ -37,12 +34,11 @@ def sizes(monkeypatch):
 
 @pytest.fixture
 def tiles(sizes):
-    """Sets rows, columns and scores of a tile."""
+    """Sets queries, keys and elements of a tile."""
 
-    def cut(rows, columns, scores):
-        shapes = [name for name in vars(tiling) if name.startswith(("FORWARD_TILE", "BACKWARD_TILE"))]
-        of_tile = dict.fromkeys(shapes, (rows, columns))
-        sizes(**of_tile, WHOLE_SCORES=0, COLUMNS=columns, ALIGNMENT=1, STEP_SCORES=scores)
+    def cut(block_q, block_kv, elements):
+        usual = lambda spec, operands, differentiated: rule.step_of(spec, operands, block_q, block_kv)
+        sizes(usual=usual, ALIGNMENT=1, LARGEST=elements)
 
     return cut
 
@@ -81,12 +77,6 @@ def test_lengths_of_queries_leave_out_tiles_of_float64_too(tiles):
     check_case(BLOCKWISE, Case("lengths", B=2, T=11, S=9, N=2, K=1, H=4, dtype="float64", query_seq_lengths=(7, 3)))
 
 
-def test_turns_that_are_too_many_for_a_list_give_the_same_answer(tiles, monkeypatch):
-    monkeypatch.setattr(problem, "LISTED_TURNS", 0)
-    tiles(4, 5, 4 * 5)
-    check_case(BLOCKWISE, BY_NAME["mistral_window"])
-
-
 RAGGED = Case(
     "ragged",
     B=4,
@@ -116,70 +106,6 @@ SIZES = [(1, 1, 1), (6, 17, 300), (4, 4, 10**6), (39, 2, 80), (9, 6, 500)]
 def test_tiles_of_any_size_give_the_same_answer(tiles, size):
     tiles(*size)
     check_case(BLOCKWISE, RAGGED)
-
-
-# of several batch rows, some with an operand that all batch rows share, whose gradient the parts cannot find each
-IN_PARTS = "bert_padding_mask", "everything", "gpt_oss", "packed_documents", "swin_shifted_window", "t5_relative_bias"
-
-
-@pytest.fixture
-def parts(sizes):
-    """Sets how many elements of a batch row a part has."""
-    return lambda elements: sizes(FRESH_BYTES=0, FEW_ROWS=0, ROWS_BEYOND_CACHES=0, PART_ELEMENTS=elements)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(x, id=x.name, marks=() if x.name in IN_PARTS else pytest.mark.sweep)
-        for x in (*CASES, dataclasses.replace(RAGGED, block_mask=None, bias=None))
-        if x.B > 1
-    ],
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batch_rows_apart_give_the_same_answer(parts, case, dtype):
-    parts(1)
-    check_case(BLOCKWISE, dataclasses.replace(case, dtype=dtype))
-
-
-@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "training"])
-def test_parts_of_batch_rows_that_do_not_divide_them_overlap(parts, gradient):
-    parts(3 * 8 * 8 * 2)
-    q, k, v = qkv(B=7, T=8, S=8, N=2, K=2, H=4)
-    assert tiling.forward_tiling(Specification(is_causal=True), Operands(q, k, v), gradient).batch_rows == 4
-    attend = lambda q, k, v: BLOCKWISE.flash(q, k, v, is_causal=True)[0]
-    run = jax.jit(jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2)) if gradient else attend)
-    each = [run(*(x[i : i + 1] for x in (q, k, v))) for i in range(7)]
-    for got, *wanted in zip(*map(jax.tree.leaves, (run(q, k, v), *each))):
-        np.testing.assert_allclose(got, np.concatenate(wanted), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_training_of_few_rows_against_many_columns_goes_in_parts(sizes, causal, dtype):
-    sizes(FRESH_BYTES=0, PART_ELEMENTS=1)
-    case = Case("few_rows", B=3, T=2, S=70, N=4, K=2, H=8, is_causal=causal, query_offset=60 * causal, dtype=dtype)
-    spec = Specification(is_causal=causal, query_offset=60 * causal)
-    operands = Operands(*qkv(B=3, T=2, S=70, N=4, K=2, H=8, dtype=dtype))
-    forward, backward = tiling.forward_tiling(spec, operands), tiling.backward_tiling(spec, operands)
-    assert tiling.are_parts(spec, operands, backward, alone=False) and backward.batch_rows == 1
-    assert not any(tiling.are_parts(spec, operands, tiles, alone=True) for tiles in (forward, backward))
-    check_case(BLOCKWISE, case)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("size", ["SMALL_CACHE", "SMALL_CACHE_BFLOAT16"])
-def test_a_large_cache_is_read_in_a_loop_but_not_for_training(sizes, size, dtype):
-    s = tiling.COLUMNS + 40
-    case = Case("cache", B=2, T=1, S=s, N=2, K=2, H=8, key_value_seq_lengths=(s - 3, 0), dtype=dtype)
-    operands = Operands(*qkv(B=2, T=1, S=s, N=2, K=2, H=8, dtype=dtype), key_lengths=np.array([s - 3, 0], np.int32))
-    sizes(STEP_SCORES=8 * s, **{size: 2 * s * 2 * 8 - 1})
-    whole = tiling.Tiling(2, 2, 1, s)
-    too_large = size.endswith("BFLOAT16") == (dtype == "bfloat16")
-    assert (tiling.forward_tiling(Specification(), operands) == whole) != too_large
-    assert tiling.forward_tiling(Specification(), operands, differentiated=True) == whole
-    assert tiling.backward_tiling(Specification(), operands) == whole
-    check_case(BLOCKWISE, case)
 
 
 def test_dropout_drops_the_same_scores_in_any_tiling(tiles):
@@ -226,9 +152,8 @@ def test_a_nan_that_is_seen_taints_the_rows_that_see_it_across_tiles(tiles):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
 @pytest.mark.parametrize("heads", [4, 1])
-def test_few_rows_meet_all_heads_in_one_product(spoil, dtype, heads, sizes):
+def test_few_rows_meet_all_heads_in_one_product(spoil, dtype, heads):
     """What of one head or behind a length is not finite stays there; without a gradient, which goes another way."""
-    sizes(FEW_ELEMENTS=0)
     q, k, v = qkv(B=2, T=2, S=400, N=2 * heads, K=heads, dtype=dtype)
     arguments = {"key_value_seq_lengths": np.array([390, 400], np.int32), "logits_soft_cap": 2.0}
     wanted = oracle.attention(q, k, v, **arguments)
@@ -247,9 +172,8 @@ def test_few_rows_meet_all_heads_in_one_product(spoil, dtype, heads, sizes):
 @pytest.mark.parametrize("size", [None, 100], ids=["one tile", "tiles"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_infinities_that_few_rows_see_keep_their_sign(dtype, size, heads, sizes):
-    sizes(
-        FEW_ELEMENTS=0, **({"WHOLE_SCORES": 0, "COLUMNS": size // 4, "STEP_SCORES": size * heads * 16} if size else {})
-    )
+    if size:
+        sizes(LARGEST=size * heads * 16)
     q, k, v = qkv(B=2, T=2, S=400, N=2 * heads, K=heads, H=16, dtype=dtype)
     expected = oracle.attention(q, k, v).out
     for place, infinity in ((3, np.inf), (5, -np.inf)):
@@ -260,8 +184,7 @@ def test_infinities_that_few_rows_see_keep_their_sign(dtype, size, heads, sizes)
     assert_close(np.asarray(out).astype(np.float64), expected, dtype, what="out", terms=400)
 
 
-def test_few_rows_meet_pages_of_bfloat16_as_they_lie(sizes):
-    sizes(FEW_ELEMENTS=0)
+def test_few_rows_meet_pages_of_bfloat16():
     rng = np.random.default_rng(0)
     lengths, page = np.array([100, 77], np.int32), 8
     tables = rng.permutation(26).astype(np.int32).reshape(2, 13)
@@ -274,23 +197,12 @@ def test_few_rows_meet_pages_of_bfloat16_as_they_lie(sizes):
     assert_close(
         np.asarray(attend(query, keys, values)).astype(np.float64), expected, "bfloat16", what="out", terms=120
     )
-    text = jax.jit(attend).lower(query, keys, values).as_text()
-    assert len(re.findall(r"dot_general.*: \(tensor<\w*xbf16>, tensor<\w*xbf16>\)", text)) >= 2
-
-
-def test_weights_of_three_shorter_numbers_are_the_same_numbers():
-    rng = np.random.default_rng(0)
-    x = np.float32(rng.uniform(0, 1, 10_000) * 2.0 ** rng.integers(-60, 1, 10_000))
-    parts = arrays.exact_split(jax.numpy.asarray(x), jax.numpy.bfloat16)
-    assert len(parts) == 3
-    np.testing.assert_array_equal(sum(np.float64(np.asarray(part, np.float32)) for part in parts), np.float64(x))
-    assert (np.asarray(parts[0] + parts[1], np.float32) != x).any()
 
 
 @pytest.mark.parametrize("size", [(4, 5), (14, 4)], ids=["tiles", "one row of tiles"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_scale_that_is_a_power_of_two_changes_no_digit(dtype, size, tiles):
-    """Whether it multiplies queries, here by hand, or is an argument, which loops multiply queries with too."""
+    """Whether it multiplies queries, here by hand, or is an argument."""
     tiles(*size, math.prod(size))
     q, k, v = qkv(B=2, T=7, S=9, N=4, K=2, H=8, dtype=dtype)
     run = lambda q, scale: BLOCKWISE.flash(q, k, v, is_causal=True, scale=scale)

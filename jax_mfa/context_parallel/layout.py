@@ -14,7 +14,6 @@ from jax import lax
 from jax_mfa import api, meshes
 from jax_mfa.api import Implementation
 from jax_mfa.arguments import concrete, known_integers
-from jax_mfa.blockwise.arrays import slice_axis
 from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel import order as orders
 from jax_mfa.specification import Operands, Specification
@@ -71,7 +70,7 @@ class Layout:
         ring, heads = self.sizes()
         index = jnp.zeros((), jnp.int32) if self.ring is None else lax.axis_index(self.ring)
         own = orders.positions_of(self.order, ring, index, length * heads)
-        return own if self.heads is None else slice_axis(own, lax.axis_index(self.heads) * length, length, 0)
+        return own if self.heads is None else lax.dynamic_slice_in_dim(own, lax.axis_index(self.heads) * length, length)
 
 
 def decided(

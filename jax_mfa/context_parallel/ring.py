@@ -21,7 +21,6 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa import whole_rows
-from jax_mfa.blockwise.arrays import add_axis, put_axis, slice_axis
 from jax_mfa.context_parallel import order as orders
 from jax_mfa.context_parallel import partial
 from jax_mfa.specification import Operands, Specification, accumulation_dtype, counted_from
@@ -409,3 +408,21 @@ def tangent(
         moved = whole_rows.sink_probability(ring.spec, o, row_max, row_sum) * t_sinks
         t_out, t_lse = t_out - out.astype(acc) * moved[..., None], t_lse + moved
     return t_out.astype(out.dtype), t_lse
+
+
+# --- parts of arrays along an axis
+
+
+def slice_axis(x: Any, start: Any, size: int, axis: int) -> Array:
+    """`size` elements along `axis` from `start`; an axis of size 1 broadcasts and is kept."""
+    return x if x.shape[axis] in (1, size) else lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def put_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
+    """`x` with `part` in it, from `start` on along `axis`."""
+    return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, start, axis)
+
+
+def add_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
+    """`x` with `part` added to it, from `start` on along `axis`."""
+    return put_axis(x, slice_axis(x, start, part.shape[axis], axis) + part, start, axis)

@@ -1,0 +1,161 @@
+"""The loops over a problem's tiles: which tiles are seen, in what order, and again where something is not finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_mfa.blockwise.tile import ATTEMPTS, Tile, part_of
+from jax_mfa.blockwise.tiles import Tiles
+from jax_mfa.specification import Operands, Specification, expand_rows
+
+
+def tile_starts(length: int, block: int) -> np.ndarray:
+    """First indices of a length's tiles; the last one of a ragged length reaches back over its neighbour."""
+    return np.minimum(np.arange(0, length, block), max(length - block, 0)).astype(np.int32)
+
+
+def seen(spec: Specification, operands: Operands, tiles: Tiles) -> Any:
+    """Which tiles hold a score that may be visible, by positions, lengths, segments, ranges and mask blocks:
+    bool [1 | steps of the batch, tiles of queries, tiles of keys], of numpy where it is known."""
+    o, batch, repeats = operands, operands.query.shape[0], Operands(*spec.repeats)
+    t0, s0 = tile_starts(o.query.shape[1], tiles.block_q), tile_starts(o.key.shape[1], tiles.block_kv)
+    t0, s0 = t0[None, :, None], s0[None, None]
+    t1, s1 = t0 + tiles.block_q, s0 + tiles.block_kv
+    rules: list[Any] = [np.ones((1, t0.size, s0.size), bool)]
+
+    def by_step(name: str, x: Any, reduce: Any) -> Any:  # [1 | steps, …] of the rows of an operand
+        x = expand_rows(x, getattr(repeats, name), batch)
+        return x if x.shape[0] == 1 else reduce(x.reshape(-1, tiles.batch, *x.shape[1:]), axis=1)
+
+    def bounds(name: str) -> tuple[Any, Any]:  # least and largest number in each step
+        least, most = (by_step(name, getattr(o, name), reduce) for reduce in (jnp.min, jnp.max))
+        return least, most
+
+    by_tile = lambda x, start, block, reduce: reduce(x[:, start.reshape(-1, 1) + np.arange(block)], axis=2)
+    low = high = np.full((1, 1, 1), spec.query_offset, np.int32)
+    if o.query_offset is not None:
+        low, high = (x.reshape(-1, 1, 1) for x in bounds("query_offset"))
+    left, right = spec.band
+    if right is not None:
+        rules.append(s0 - (t1 - 1 + high) <= right)
+    if left is not None:
+        rules.append(s1 - 1 - (t0 + low) >= -left)
+    for name, first in (("key_lengths", s0), ("query_lengths", t0)):
+        if getattr(o, name) is not None:
+            rules.append(first < bounds(name)[1].reshape(-1, 1, 1))
+    if o.query_segment_ids is not None:
+        (q0, q1), (k0, k1) = bounds("query_segment_ids"), bounds("key_segment_ids")
+        q0, q1 = (by_tile(x, t0, tiles.block_q, f)[..., None] for x, f in ((q0, jnp.min), (q1, jnp.max)))
+        k0, k1 = (by_tile(x, s0, tiles.block_kv, f)[:, None] for x, f in ((k0, jnp.min), (k1, jnp.max)))
+        rules.append((q0 <= k1) & (k0 <= q1))
+    if o.key_ranges is not None:
+        start, end = o.key_ranges[..., :1], o.key_ranges[..., 1:]
+        some = by_step("key_ranges", (start < s1) & (end > s0) & (start < end), jnp.any)
+        rules.append(by_tile(some, t0, tiles.block_q, jnp.any))
+    if spec.mask_block is not None:  # a block touches a tile where both hold some query and some key
+        blocks = by_step("block_mask", o.block_mask, jnp.any).any(1).astype(np.float32)
+        q0, k0 = (size * np.arange(count) for size, count in zip(spec.mask_block, blocks.shape[1:]))
+        q1, k1 = q0 + spec.mask_block[0], k0 + spec.mask_block[1]
+        touched = (t0[0] < q1) & (t1[0] > q0), (s0[0].T < k1) & (s1[0].T > k0)
+        rules.append(jnp.einsum("tq,bqk,sk->bts", touched[0], blocks, touched[1]) > 0)
+    return functools.reduce(lambda a, b: a & b, rules)
+
+
+class Loop:
+    """The tiles of one pass over a problem."""
+
+    def __init__(
+        self, spec: Specification, operands: Operands, tiles: Tiles, all_heads: bool = False, once: bool = False
+    ) -> None:
+        """`once`: whether a query may be met once only, and not in both of two tiles that overlap."""
+        self.spec, self.operands, self.tiles, self.all_heads = spec, operands, tiles, all_heads
+        t, s = operands.query.shape[1], operands.key.shape[1]
+        self.queries, self.keys = tile_starts(t, tiles.block_q), tile_starts(s, tiles.block_kv)
+        self.steps = operands.query.shape[0] // tiles.batch, operands.value.shape[2] // tiles.heads
+        self.ragged = bool(s % tiles.block_kv), once and bool(t % tiles.block_q)
+
+    @functools.cached_property
+    def hides(self) -> bool:
+        """Whether a product may meet what does not count."""
+        heads = self.operands.value.shape[2]
+        return self.spec.has_mask(self.operands) or any(self.ragged) or (self.all_heads and heads > 1)
+
+    @functools.cached_property
+    def _order(self) -> tuple[Any, Any]:
+        """For each tile of queries how many tiles of keys it sees, and these before the others."""
+        see = seen(self.spec, self.operands, self.tiles)
+        numpy: Any = np if isinstance(see, np.ndarray) else jnp
+        order = numpy.argsort(~see, axis=-1, stable=True).astype(np.int32)
+        return see.sum(-1, dtype=np.int32), order
+
+    def over_queries(self, body: Callable[[Tile, Any, Any], tuple[Any, Any]], results: Any) -> Any:
+        """`body(tile, place, results)` over all tiles of queries; `place` is for `over_keys`.
+
+        The body gives the next results, and whether a factor of its products is not finite. Where something is hidden
+        and a factor was, all tiles are visited twice more, to add what is visible and ∞, and what is −∞: see `Tile`.
+        """
+        (batch, heads), count = self.steps, len(self.queries)
+        _ = self._order  # before the loops
+        turns = batch * heads * count
+
+        def turn(index: Any, results: Any) -> tuple[Any, Any]:
+            attempt, index = _divide(index, turns) if self.hides else (None, index)
+            step, i = _divide(index, count)
+            b, e = _divide(step, heads)
+            start, own = _start(i, self.tiles.block_q, self.operands.query.shape[1])
+            starts = {"B": b * self.tiles.batch, "K": e * self.tiles.heads, "T": start, "S": 0}
+            own = {"T": own} if self.ragged[1] else {}
+            tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, attempt)
+            return body(tile, (b, i), results)
+
+        if turns == 0:
+            return results
+        if turns == 1 and not self.hides:
+            return turn(0, results)[0]
+
+        def step(state: Any) -> Any:
+            index, stop, results = state
+            results, spoilt = turn(index, results)
+            return index + 1, jnp.where(spoilt, all_turns, stop) if self.hides else stop, results
+
+        stop = jnp.asarray(turns, jnp.int32)
+        all_turns = stop * ATTEMPTS
+        return lax.while_loop(lambda state: state[0] < state[1], step, (jnp.int32(0), stop, results))[2]
+
+    def over_keys(self, tile: Tile, place: Any, body: Callable[[Tile, Any], Any], carry: Any) -> Any:
+        """`body(tile, carry)` over the tiles of keys that a tile of queries sees."""
+        count = len(self.keys)
+
+        def at(j: Any) -> Tile:
+            start, own = _start(j, self.tiles.block_kv, self.operands.key.shape[1])
+            own = {**tile.own, "S": own} if self.ragged[0] else tile.own
+            return dataclasses.replace(tile, starts={**tile.starts, "S": start}, own=own)
+
+        if count <= 1:
+            return body(at(0), carry) if count else carry
+        counts, order = (jnp.asarray(x) for x in self._order)
+        b = place[0] if counts.shape[0] > 1 else 0
+        look_up = lambda x, *index: part_of(x, index, (1,) * len(index)).reshape(())
+        turn = lambda j, carry: body(at(look_up(order, b, place[1], j)), carry)
+        return lax.fori_loop(jnp.int32(0), look_up(counts, b, place[1]), turn, carry)
+
+
+def _start(i: Any, block: int, length: int) -> tuple[Any, Any]:
+    """Where tile i of a length begins, as `tile_starts` has it, and the first index that tiles before do not hold."""
+    first, last = i * block, max(length - block, 0)
+    return (jnp.minimum(first, last) if length % block else first), first
+
+
+def _divide(a: Any, b: Any) -> tuple[Any, Any]:
+    """Quotient and remainder of what is not negative."""
+    if isinstance(a, int):
+        return divmod(a, b)
+    b = jnp.asarray(b, a.dtype)
+    return lax.div(a, b), lax.rem(a, b)

@@ -1,0 +1,307 @@
+"""A tile: its part of the operands, what is visible in it, its scores and its products.
+
+Scores are [R, E, T, G, S]: R batch rows, E key heads, T queries, G query heads of a key head, S keys. What belongs to
+queries is `aligned` to the first four of these axes; keys and values stay as they lie, [R|1, S, E, H|V].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_mfa.blockwise.tiles import Tiles
+from jax_mfa.philox import keep_mask
+from jax_mfa.reference import tanh
+from jax_mfa.specification import AXES, Operands, Specification, accumulation_dtype, row_index
+
+OF_SCORES = "bias", "scale", "alibi_slopes"  # what scores depend on beside queries and keys
+# 0 · NaN is NaN, so that a weight of 0 does not hide what is not finite. Where something may be hidden, products are of
+# finite numbers alone at first. Where others were met, a second attempt adds the ∞ that are visible, and a third the
+# −∞; NaN is both.
+ATTEMPTS = 3
+
+
+@dataclasses.dataclass
+class Tile:
+    """One tile of one step."""
+
+    spec: Specification
+    operands: Operands
+    tiles: Tiles
+    starts: dict[str, Any]  # where its batch rows, key heads, queries and keys begin, by letter: B, K, T, S
+    own: dict[str, Any]  # the first query and key, by T and S, that the tile before does not hold too, if it may
+    all_heads: bool  # whether products are of all heads at once
+    attempt: Any  # 0, 1 or 2; None where nothing is hidden
+
+    def __post_init__(self) -> None:
+        self.batch = self.operands.query.shape[0]
+        self.group = self.operands.query.shape[2] // self.operands.value.shape[2]
+        self.acc = accumulation_dtype(self.operands.query.dtype)
+        self.is_first = True if self.attempt is None else self.attempt == 0
+
+    # --- parts of arrays
+
+    def corner(self, name: str, x: Any) -> tuple[list[Any], list[int]]:
+        """Where the tile's part of `x`, an array like the operand of this name, begins, and its shape."""
+        c, at, group, rows = self.tiles, self.starts, self.group, x.shape[0]
+        spans = {"N": (at["K"] * group, c.heads * group), "K": (at["K"], c.heads)}
+        spans |= {"T": (at["T"], c.block_q), "S": (at["S"], c.block_kv)}
+        start, shape = [0] * x.ndim, [*x.shape]
+        for axis, letter in enumerate(AXES[name]):
+            if letter in spans and x.shape[axis] > 1:
+                start[axis], shape[axis] = spans[letter]
+        if rows != 1:
+            own, repeat = rows == self.batch, getattr(Operands(*self.spec.repeats), name, 1)
+            start[0], shape[0] = (at["B"], c.batch) if own else (row_index(at["B"], repeat, rows), 1)
+        return start, shape
+
+    def cut(self, name: str, x: Any) -> Any:
+        """The tile's part of `x`, an array like the operand of this name."""
+        start, shape = self.corner(name, x)
+        return from_words(part_of(to_words(x, start), start, shape), x.dtype)
+
+    def put(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
+        """`x`, an array of a dtype or its words, with `part` as the tile's part of it."""
+        return with_part(x, to_words(part.astype(dtype), ()), self.corner(name, x)[0])
+
+    def add(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
+        """`x`, an array of a dtype or its words, with `part` added to the tile's part of it."""
+        start, shape = self.corner(name, x)
+        return self.put(name, x, from_words(part_of(x, start, shape), dtype).astype(part.dtype) + part, dtype)
+
+    def aligned(self, name: str, x: Any) -> Array:
+        """A part [R|1, …] of an array like the operand of this name in the order of scores, [R|1, E|1, T|1, G|1, last],
+        the last axis that of S, H, V or what else the operand has."""
+        letters, shape = AXES[name], [*x.shape]
+        if "N" in letters:
+            at = letters.index("N")
+            shape[at : at + 1] = [1, 1] if shape[at] == 1 else [self.tiles.heads, self.group]
+            letters = letters.replace("N", "KG")
+        order = sorted(range(len(shape)), key=lambda i: "BKTG".find(letters[i]) % 9)
+        x = x.reshape(shape).transpose(order)
+        present = [letters[i] for i in order]
+        full = [x.shape[present.index(letter)] if letter in present else 1 for letter in "BKTG"]
+        last = x.shape[-1] if present[-1] not in "BKTG" else 1
+        return x.reshape(*full, last)
+
+    def natural(self, name: str, x: Any) -> Array:
+        """The inverse of `aligned` for [R, E, T, G, last], of an operand with axes B, T, N and perhaps one more."""
+        r, e, t, g, last = x.shape
+        x = x.transpose(0, 2, 1, 3, 4).reshape(r, t, e * g, last)
+        return x if len(AXES[name]) == 4 else x[..., 0]
+
+    def rows(self, name: str, x: Any) -> Array:
+        """The tile's part of an array like the operand of this name, aligned, in the dtype of accumulation."""
+        return self.aligned(name, self.cut(name, x)).astype(self.acc)
+
+    def operand(self, name: str) -> Any:
+        """The tile's part of an operand, aligned; None where there is none."""
+        x = getattr(self.operands, name)
+        return None if x is None else self.aligned(name, self.cut(name, x))
+
+    def keys(self, name: str, x: Any = None) -> Array:
+        """The tile's part of the "key" or "value", or of an array like it: [R|1, S, E, H|V]."""
+        x = getattr(self.operands, name) if x is None else x
+        x = self.cut(name, x) if isinstance(x, jax.Array) else x.tile(self)
+        return x.astype(self.acc)
+
+    # --- what is visible
+
+    def _places(self) -> tuple[Array, Array, Any]:
+        """Indices of queries [1, 1, T, 1, 1] and keys [1, 1, 1, 1, S], and the positions of the queries."""
+        t = self.starts["T"] + jnp.arange(self.tiles.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1, 1)
+        s = self.starts["S"] + jnp.arange(self.tiles.block_kv, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+        offset = self.operand("query_offset")
+        return t, s, t + (self.spec.query_offset if offset is None else offset)
+
+    @functools.cached_property
+    def visible(self) -> Array | None:
+        """Which scores count, bool that broadcasts to them; None where all do."""
+        spec, rules, (t, s, position) = self.spec, [], self._places()
+        left, right = spec.band
+        if left is not None:
+            rules.append(s - position >= -left)
+        if right is not None:
+            rules.append(s <= position if right == 0 else s - position <= right)
+        for name, place in (("key_lengths", s), ("query_lengths", t)):
+            if getattr(self.operands, name) is not None:
+                rules.append(place < self.operand(name))
+        if self.operands.mask is not None:
+            rules.append(self.operand("mask"))
+        if self.operands.query_segment_ids is not None:
+            keys = self.cut("key_segment_ids", self.operands.key_segment_ids)
+            rules.append(self.operand("query_segment_ids") == keys[:, None, None, None])
+        if self.operands.key_ranges is not None:
+            ranges = self.operand("key_ranges")
+            rules.append((s >= ranges[..., :1]) & (s < ranges[..., 1:]))
+        if spec.mask_block is not None:
+            blocks = self.cut("block_mask", self.operands.block_mask)
+            at = [x.reshape(-1) // size for x, size in zip((t, s), spec.mask_block)]
+            rules.append(self.aligned("mask", jnp.take(jnp.take(blocks, at[0], axis=2), at[1], axis=3)))
+        if spec.bias_hides(self.operands):
+            rules.append(self.operand("bias") != -jnp.inf)
+        for letter, x in (("T", t), ("S", s)):
+            if self.own.get(letter) is not None:
+                rules.append(x >= self.own[letter])
+        return functools.reduce(jnp.logical_and, rules) if rules else None
+
+    # --- scores and weights
+
+    def terms(self, arrays: Any = None) -> dict[str, Any]:
+        """The tile's part of what scores depend on beside queries and keys, or of arrays like these, by operand."""
+        if arrays is None:
+            arrays = {name: x for name, x in self.operands._asdict().items() if name in OF_SCORES and x is not None}
+        return {name: self.cut(name, x).astype(self.acc) for name, x in arrays.items()}
+
+    def scores(self, products: Array, terms: dict[str, Any]) -> Array:
+        """Scores, −∞ where hidden, of products of queries and keys."""
+        spec, see = self.spec, self.visible
+        # of derivatives too: 0 · NaN is NaN
+        hidden = lambda x: x if see is None else jnp.where(see, x, 0)
+        aligned = {name: self.aligned(name, x) for name, x in terms.items()}
+        x = hidden(products) * aligned["scale"] if "scale" in terms else products * self.acc.type(spec.scale)
+        if "bias" in terms:
+            x = x + aligned["bias"]
+        if "alibi_slopes" in terms:
+            _, s, position = self._places()
+            x = x + aligned["alibi_slopes"] * (s - position).astype(x.dtype)
+        if spec.logits_soft_cap is not None:
+            x = spec.logits_soft_cap * tanh(hidden(x) / spec.logits_soft_cap)
+        return x if see is None else jnp.where(see, x, -jnp.inf)
+
+    def largest(self, scores: Array) -> Array:
+        """The maximum of each row's scores; −∞ of rows that see nothing alone, where there may be any."""
+        if self.visible is not None and not self.spec.every_row_sees(self.operands):
+            lowest = self.acc.type(jnp.finfo(self.acc).min)
+            scores = jnp.where(self.visible & (scores < lowest), lowest, scores)
+        return scores.max(-1, keepdims=True)
+
+    def probability(self, scores: Array, row_max: Array, inverse: Array) -> Array:
+        """Probabilities of scores that are made again, of the maxima of their rows and 1 / their sums."""
+        x = scores - row_max
+        if self.operands.bias is not None or self.operands.alibi_slopes is not None:
+            x = jnp.where(x > 0, 0, x)  # huge ones may be rounded otherwise than those that the maximum was found of
+        p = jnp.exp(x) * inverse
+        return p if self.visible is None else jnp.where(self.visible, p, 0)  # NaN in rows that see it
+
+    def dropped(self) -> Array | None:
+        """What dropout multiplies probabilities with, [R, E, T, G, S]; None where it is off."""
+        o = self.operands
+        if o.dropout is None:
+            return None
+        words = self.cut("dropout", o.dropout)
+        seed0, seed1, index, head0, row0, column0 = (words[:, i].reshape(-1, 1, 1, 1, 1) for i in range(6))
+        start, c, group = {x: jnp.uint32(i) for x, i in self.starts.items()}, self.tiles, np.uint32(self.group)
+        count = lambda axis, size: lax.broadcasted_iota(jnp.uint32, [size if i == axis else 1 for i in range(5)], axis)
+        head = head0 + group * (start["K"] + count(1, c.heads)) + count(3, self.group)
+        row, column = row0 + start["T"] + count(2, c.block_q), column0 + start["S"]
+        keep = keep_mask(self.spec.dropout_rate, (seed0, seed1), index, head, row, column, c.block_kv)
+        return jnp.where(keep, 1 / (1 - self.spec.dropout_rate), 0).astype(self.acc)
+
+    # --- products
+
+    def rows_by_keys(self, a: Array, b: Array) -> Array:
+        """Σ over channels of [R, E, T, G, x] and keys [R|1, S, E, x]: [R, E, T, G, S]."""
+        by_head = lambda: jnp.einsum("retgx,rsex->retgs", a, b)
+        if not self.all_heads:
+            return by_head()
+        (r, e, t, g, x), (keys, own) = a.shape, self._heads_in_one(b)
+        rows = jnp.where(own, a[..., None, :], 0).reshape(r, e * t * g, e * x)
+        found = jnp.einsum("rsx,rmx->rms", keys, rows).reshape(r, e, t, g, -1)
+        # a key that is not finite spoils the scores of other heads
+        return lax.cond(jnp.isfinite(found).all(), lambda: found, by_head)
+
+    def weights_by_keys(self, w: Array, b: Array, signed: bool = True) -> tuple[Array, Array]:
+        """Σ over keys of [R, E, T, G, S] and [R|1, S, E, x], of which hidden ones add nothing: [R, E, T, G, x].
+
+        Gives also whether a number of b is not finite. If not `signed`, one that is and is visible makes NaN.
+        """
+
+        def by_head() -> tuple[Array, Array]:
+            factors, spoilt = self._factors(w, b, signed)
+            return self._found(jnp.einsum("retgs,rsex->retgx", *factors)), spoilt
+
+        if not self.all_heads:
+            return by_head()
+        (r, e, t, g, s), (keys, own) = w.shape, self._heads_in_one(b)
+        found = jnp.einsum("rms,rsx->rmx", w.reshape(r, e * t * g, s), keys).reshape(r, e, t, g, e, -1)
+        finite = jnp.isfinite(found).all() & self.is_first
+        return lax.cond(finite, lambda: (jnp.where(own, found, 0).sum(4), ~finite), by_head)
+
+    def weights_by_rows(self, w: Array, a: Array, signed: bool = True) -> tuple[Array, Array]:
+        """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x], of which hidden ones add nothing: [R, S, E, x]."""
+        (w, a), spoilt = self._factors(w, a, signed)
+        # rows first, which are smaller and so faster to transpose
+        return self._found(jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)), spoilt
+
+    def _factors(self, w: Array, b: Array, signed: bool) -> tuple[tuple[Array, Array], Array]:
+        """Weights and what they multiply: of the first attempt finite, then 1 where visible and where sought."""
+        if self.attempt is None:
+            return (w, b), jnp.zeros((), bool)
+        finite = jnp.isfinite(b)
+        sought = (b == self._infinity) | jnp.isnan(b) if signed else ~finite
+        see = jnp.ones((), bool) if self.visible is None else self.visible
+        w = jnp.where(self.is_first, w, see.astype(w.dtype))
+        return (w, jnp.where(self.is_first, jnp.where(finite, b, 0), sought.astype(b.dtype))), ~finite.all()
+
+    def _found(self, sums: Array) -> Array:
+        """Sums of the first attempt; then the infinity that was sought where it was found, else 0."""
+        if self.attempt is None:
+            return sums
+        return jnp.where(self.is_first, sums, jnp.where(sums > 0, self._infinity, 0))
+
+    @property
+    def _infinity(self) -> Any:
+        return jnp.where(self.attempt == 1, self.acc.type(np.inf), self.acc.type(-np.inf))
+
+    def once(self, x: Any, later: float = 0) -> Any:
+        """What the first attempt adds alone."""
+        return x if self.attempt is None else jnp.where(self.is_first, x, jnp.asarray(later, x.dtype))
+
+    def _heads_in_one(self, b: Array) -> tuple[Array, Array]:
+        """Keys [R|1, S, E, x] as one matrix [R, S, E · x], and where a query's head is that of a key."""
+        s, e, x = b.shape[1:]
+        b = jnp.broadcast_to(b, (self.tiles.batch, s, e, x))
+        return b.reshape(-1, s, e * x), jnp.eye(e, dtype=bool).reshape(e, 1, 1, e, 1)
+
+
+# --- parts of arrays, and numbers of 16 bits in loops
+
+
+def to_words(x: Any, indices: Any) -> Array:
+    """16-bit numbers as integers, tied to the traced one of some indices.
+
+    Keeps XLA's CPU backend from hoisting a conversion of the whole array out of the loop that reads parts of it.
+    """
+    if x.dtype.itemsize > 2:
+        return x
+    index = next((i for i in indices if isinstance(i, jax.Array)), None)
+    if index is not None:
+        x, _ = lax.optimization_barrier((x, index))
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def from_words(x: Any, dtype: Any) -> Array:
+    """The numbers that `to_words` made integers of."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def part_of(x: Any, start: Sequence[Any], shape: Sequence[int]) -> Array:
+    """The part of `x` of this shape from `start` on."""
+    return x if x.shape == tuple(shape) else lax.dynamic_slice(x, _int32(start), shape)
+
+
+def with_part(x: Any, part: Any, start: Sequence[Any]) -> Array:
+    """`x` with `part` in it, from `start` on."""
+    return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, _int32(start))
+
+
+def _int32(indices: Sequence[Any]) -> list[Any]:
+    return [np.int32(i) if isinstance(i, (int, np.integer)) else i.astype(jnp.int32) for i in indices]

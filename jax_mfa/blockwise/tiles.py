@@ -1,0 +1,112 @@
+"""The rule that cuts a problem into tiles: three cases, five tuned constants, the same on every version of JAX.
+
+1. Few scores are one tile: the dense program.
+2. Many go by equal tiles, an outer loop over tiles of queries and an inner one over the tiles of keys that they see.
+3. Few queries against many keys (decoding) take all heads in a step, whose keys are read as they lie.
+
+Knows shapes alone; `jax_mfa.tune` overrides what it says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jax_mfa import tuned
+from jax_mfa.specification import Operands, Specification
+from jax_mfa.storage import pool_fields
+
+LARGEST = 2**20  # elements of a step's largest array: stays in caches, and is large enough to multiply fast
+DENSE = 2**21  # elements of the largest array of a problem that is one tile
+BLOCK, BLOCK_IN_BAND = 1024, 256  # queries and keys of a tile, and where a band of positions hides some of them
+FEW_QUERIES = 32  # queries of all heads that a step multiplies with the keys of all heads
+ALIGNMENT = 16  # of tiles that do not divide a length
+TUNED_BLOCKS = (128, 256, 512, 1024, 2048)  # of which `tune` tries all pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A step holds `batch` batch rows and `heads` key heads, and of those block_q queries × block_kv keys."""
+
+    batch: int
+    heads: int
+    block_q: int
+    block_kv: int
+
+    def __str__(self) -> str:
+        return f"tiles of {self.block_q} x {self.block_kv}, {self.batch} x {self.heads} heads at a time"
+
+
+def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tiles:
+    """The tiles of a pass; `differentiated` where a gradient is computed, or follows."""
+    batch, t, n, h = operands.query.shape
+    s, k, v = operands.value.shape[1:]
+    known = isinstance(batch, int)  # not in a program that is exported for any batch
+    size = max(n * t * max(s, h, v), s * k * max(h, v))
+    if few_queries(spec, operands, differentiated):
+        block_kv = _equal(s, min(2 * BLOCK, max(LARGEST // (k * max(h, v)), 1)), spec.page_size)
+        fits = LARGEST // (block_kv * k * max(h, v)) if known and operands.key_lengths is None else 1
+        return Tiles(_divisor(batch, fits) if known else 1, k, t, block_kv)
+    if known and batch * size <= DENSE:
+        return Tiles(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
+    block = BLOCK if spec.band == (None, None) else BLOCK_IN_BAND
+    return step_of(spec, operands, max(block // (n // k), min(block, 64)), block)
+
+
+def few_queries(spec: Specification, operands: Operands, differentiated: bool) -> bool:
+    """Whether all heads of a step are one product with keys and values as they lie."""
+    (t, n), s = operands.query.shape[1:3], operands.value.shape[1]
+    return not differentiated and t * n <= FEW_QUERIES and s >= 4 * t * n
+
+
+def tiles_of(plan: str, spec: Specification, operands: Operands, differentiated: bool) -> Tiles:
+    """The usual tiles, or those that `tune` has found for a plan ("blockwise forward", "blockwise backward")."""
+    tiles = usual(spec, operands, differentiated)
+    allowed = lambda numbers: numbers in map(dataclasses.astuple, candidates(spec, operands, tiles))
+    found = tuned.of(plan, lambda: spec.summary(operands), allowed)
+    tiles = tiles if found is None else Tiles(*found)
+    # rows of an operand that recur in the batch do not follow one another
+    named = {name: x for name, x in operands._asdict().items() if x is not None}
+    rows = {name: x for name, x in named.items() if name not in pool_fields(named)}
+    recur = any(x.shape[0] != 1 and not spec.has_own_rows(operands, name) for name, x in rows.items())
+    return dataclasses.replace(tiles, batch=1) if recur and tiles.batch > 1 else tiles
+
+
+def candidates(spec: Specification, operands: Operands, tiles: Tiles) -> list[Tiles]:
+    """Tiles that `tune` may take, those nearest to the usual ones first."""
+    if not isinstance(operands.query.shape[0], int) or spec.page_size is not None:
+        return [tiles]
+    found = [step_of(spec, operands, q, kv) for q in TUNED_BLOCKS for kv in TUNED_BLOCKS]
+    most = LARGEST * operands.value.shape[2] // operands.query.shape[2]
+    distance = lambda x: sum(abs(math.log(a / b)) for a, b in zip(dataclasses.astuple(x), dataclasses.astuple(tiles)))
+    found = [x for x in dict.fromkeys(found) if x.block_q * x.block_kv <= most and x != tiles]
+    return [tiles, *sorted(found, key=distance)]
+
+
+def step_of(spec: Specification, operands: Operands, block_q: int, block_kv: int) -> Tiles:
+    """A step of tiles of about this size, with as many heads and batch rows as fit `LARGEST`."""
+    batch, t, n, h = operands.query.shape
+    s, k, v = operands.value.shape[1:]
+    block_q, block_kv = _equal(t, block_q), _equal(s, block_kv, spec.page_size)
+    group = n // k
+    units = LARGEST // max(group * block_q * block_kv, group * block_q * max(h, v), block_kv * max(h, v))
+    heads = _divisor(k, units)
+    fits = units // k if heads == k and isinstance(batch, int) else 1
+    return Tiles(_divisor(batch, fits) if fits > 1 else 1, heads, block_q, block_kv)
+
+
+def _equal(length: int, target: int, page: int | None = None) -> int:
+    """The size of a length's equal tiles: near the target; a divisor if it can be, else a multiple of `ALIGNMENT`;
+    of whole pages always."""
+    if page is not None:
+        return max(min(max(target // page, 1) * page, length), 1)
+    count = max(round(length / target), 1)
+    for n in (count, count + 1):
+        if length % n == 0:
+            return max(length // n, 1)
+    return min(-(-length // (ALIGNMENT * count)) * ALIGNMENT, length)
+
+
+def _divisor(n: int, limit: int) -> int:
+    """The largest divisor of n up to a limit; 1 of 0."""
+    return max((d for d in range(1, max(1, min(n, limit)) + 1) if n % d == 0), default=1)
