@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -202,6 +203,24 @@ def test_the_pieces_of_a_stream_are_the_whole_text_of_any_tokens(strips):
         text = "".join(map(stream.push, tokens)) + stream.end()
         whole = tokenizer.decode([x for x in tokens if x < 266])
         assert text == whole or (strips and text == " " + whole), tokens
+
+
+def test_a_stop_string_ends_any_text_where_it_first_stands():
+    """Across pieces, and before a character that is not complete."""
+    text = types.SimpleNamespace(detokenizer=Detokenizer(_byte_fallback()))
+    rng, found = np.random.default_rng(0), 0
+    likely = [*range(258, 266), *(2 + x for x in "\u65e5\u00e9".encode())]
+    for _ in range(400):
+        tokens = rng.choice(likely, rng.integers(2, 14)).tolist()
+        plain = text.detokenizer.stream()
+        whole = "".join(map(plain.push, tokens)) + plain.end()
+        start = rng.integers(0, len(whole))
+        stop = whole[start : start + rng.integers(1, 5)]
+        writer = Writer(text, Request([1], 99), [stop])
+        pieces = [writer.take([x]) for x in tokens]
+        assert "".join(pieces) + writer.end() == writer.written == whole[: whole.index(stop)], (tokens, stop)
+        found += writer.stopped
+    assert found == 400
 
 
 # --- which token

@@ -1,9 +1,11 @@
 """The generation example's server, held up by the official client: many at once, rude ones, too much, and its end."""
 
 import asyncio
+import concurrent.futures
 import importlib.util
 import json
 import pathlib
+import random
 import socket
 import sys
 import threading
@@ -18,6 +20,7 @@ httpx = pytest.importorskip("httpx2" if importlib.util.find_spec("httpx2") else 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
+TestClient = pytest.importorskip("starlette.testclient").TestClient
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
@@ -102,6 +105,8 @@ class Running:
         self.server.should_exit = True
         self.thread.join(30)
         assert not self.thread.is_alive() and self.service.join(30)
+        if self.service.failed:
+            return
         book = self.engine.scheduler.book
         assert book.free_pages == PAGES and not book.sequences and not self.service._jobs
 
@@ -126,6 +131,13 @@ class _Replaced:
 
     def __getattr__(self, name):
         return getattr(self._runner, name)
+
+
+async def until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
 
 
 def test_completions_and_chat_in_the_official_client(folder, runner):
@@ -199,7 +211,7 @@ def test_what_is_malformed_is_refused_by_name(folder, runner):
         refused(404, "Not Found", url=f"{running.url}/v1/edits", json={})
         for facts, name in (
             ({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [1.5]}, "prompt"),
-            ({"prompt": "\ud800"}, "prompt"), ({"prompt": "a", "\ud800": 1}, "?"),
+            ({"prompt": "\ud800"}, "prompt"), ({"prompt": "a", "\ud800": 1}, "\\ud800"),
             ({"prompt": "a", "user": "\udc00"}, "user"),
             ({"prompt": "a", "stop": ["\ud83d"]}, "stop"), ({"prompt": "a", "logprobs": 0}, "logprobs"),
             ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "max_tokens": True}, "max_tokens"),
@@ -295,11 +307,10 @@ def test_a_fault_of_the_worker_is_an_error_of_its_requests_alone(folder, runner)
         async def everyone():
             async with running.client(openai.AsyncOpenAI) as client:
                 first = [asyncio.create_task(one(client, "Long", 80, i % 2 == 0)) for i in range(BATCH)]
-                while len(running.engine.scheduler.decoding()) < BATCH:
-                    await asyncio.sleep(0.01)
+                scheduler = running.engine.scheduler
+                await until(lambda: sum(x.first_token is not None for x in scheduler.running) == BATCH)
                 others = [asyncio.create_task(one(client, "After", 10, i % 2 == 0)) for i in range(4)]
-                while len(running.engine.scheduler.waiting) < 4:
-                    await asyncio.sleep(0.01)
+                await until(lambda: len(scheduler.waiting) == 4)
                 running.broken, running.slow = True, 0
                 return await asyncio.gather(*first), await asyncio.gather(*others)
 
@@ -307,6 +318,69 @@ def test_a_fault_of_the_worker_is_an_error_of_its_requests_alone(folder, runner)
         assert all(isinstance(x, openai.APIError) and "the device is gone" in str(x) for x in failed)
         assert [x.status_code for x in failed[1::2]] == [500] * (BATCH // 2)  # the streams had begun
         assert others == [wanted] * 4
+
+
+@pytest.mark.parametrize("place", ["engine", "text"])
+def test_nothing_waits_for_an_engine_that_has_ended(folder, runner, place):
+    """Whatever ends it: its requests end with an error, `/health` tells, and the server ends. A fault of one request's
+    text is its own."""
+    with Running(folder, runner, slow=0.05) as running:
+        app = TestClient(running.server.interface.app)
+        assert app.get("/health").status_code == 200
+        wanted, body = running.alone("After", 10), {"prompt": "Once", "max_tokens": 80, "temperature": 0}
+        pool = concurrent.futures.ThreadPoolExecutor(3)
+        post = lambda **more: httpx.post(f"{running.url}/v1/completions", json={**body, **more}, timeout=60)
+        whole, stream = pool.submit(post), pool.submit(post, stream=True)
+        asyncio.run(until(lambda: len(running.engine.scheduler.running) == 2))
+
+        def fail(*_):
+            raise KeyboardInterrupt("a panic")  # no Exception
+
+        if place == "engine":
+            running.engine.step = fail
+        else:
+            for job in list(running.service._jobs.values()):
+                job.writer.take = fail
+        assert whole.result(60).status_code == 500 and "a panic" in whole.result().json()["error"]["message"]
+        assert "a panic" in stream.result(60).text
+        if place == "text":
+            assert post(prompt="After", max_tokens=10).json()["choices"][0]["text"] == wanted
+            return
+        assert running.service.failed
+        assert app.get("/health").status_code == app.post("/v1/completions", json=body).status_code == 503
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+
+
+LEAVES = (
+    *("null", "true", "0", "-1", "1.5", "1e999", "-1e999", "NaN", "Infinity", "9" * 30, "9" * 5000, "2147483648"),
+    *('"\\ud800"', '"a\\udc00b"', '"\\u0000"', '""', '"a"', "[]", "{}", "[[1]]", '[1, "a"]', "[true]", "[99999]"),
+    *(f"{a * n}{b * n}" for a, b in (("[", "]"), ('{"a":', "0}")) for n in (50, 60, 1000, 50_000)),
+    '[{"role": "user", "content": "hi", "name": ["a"]}]', '[{"role": "\\ud800", "content": ""}]',
+    '[{"role": "user", "content": null}]', '[{"role": "user", "content": [{"type": "text", "text": 5}]}]',
+)  # fmt: skip
+
+
+def test_no_body_whatever_it_is_is_a_fault_of_the_server(folder, runner):
+    served = Running(folder, runner, limits=Limits(body=200_000))
+    with served as running, TestClient(running.server.interface.app, raise_server_exceptions=False) as app:
+        fields = "model prompt messages max_tokens temperature top_p top_k n stop stream stream_options seed user tools"
+        names = [f'"{x}"' for x in fields.split()] + ['"\\ud800"', '"\\u0000"', '""', '"logit_bias"', '"max_tokens"']
+        rng = random.Random(0)
+        taken = 0
+        for i in range(500):
+            chat = i % 2
+            own = '"messages": [{"role": "user", "content": "hi"}]' if chat else '"prompt": "a class"'
+            items = [own] * (rng.random() < 0.8) + ['"max_tokens": 2']
+            items += [f"{rng.choice(names)}: {rng.choice(LEAVES)}" for _ in range(rng.randrange(3))]
+            body = bytearray(f"{{{', '.join(items)}}}".encode())
+            if i % 10 == 0:
+                body[rng.randrange(len(body))] = rng.randrange(256)
+            answer = app.post("/v1/chat/completions" if chat else "/v1/completions", content=bytes(body))
+            assert answer.status_code < 500, (answer.text, bytes(body[:500]))
+            assert (answer.status_code == 200) or answer.json()["error"]["message"]
+            taken += answer.status_code == 200
+        assert 50 < taken < 400 and not running.service.failed
 
 
 @pytest.mark.parametrize("grace", [0.5, 4.0], ids=["cut", "finished"])

@@ -1,8 +1,4 @@
-"""The completions and chat interface of OpenAI over a service: JSON or server-sent events, on Starlette and uvicorn.
-
-What a body may hold is checked here and refused by name; what is known of the interface and not here is refused too,
-never ignored.
-"""
+"""The completions and chat interface of OpenAI over a service: JSON or server-sent events, on Starlette and uvicorn."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import asyncio
 import dataclasses
 import hmac
 import json
-import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -21,13 +16,14 @@ from prometheus_client import CollectorRegistry, Histogram, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from generation.sampling import Sampling
+from generation.bodies import Asked, Fields, Refusal, asked, conversation, parsed, prompts
 from generation.scheduler import Request
-from generation.service import Busy, Closing, Event, Job, Service
+from generation.service import FAILED, Busy, Closing, Event, Job, Service
 from generation.text import Writer
 from generation.tokenizer import Text
 
@@ -47,124 +43,6 @@ class Limits:
     body: int = 1 << 20
     choices: int = 16
     grace: float = 4.0
-
-
-class Refusal(Exception):
-    """A request that is answered by an error, in the interface's form."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str):
-        super().__init__(message)
-        self.status, self.headers = status, headers
-        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-        self.error = {"message": message, "type": kind, "param": param, "code": code}
-
-    def response(self) -> Response:
-        return JSONResponse({"error": self.error}, self.status, self.headers)
-
-
-# --- what a body holds
-
-
-class Fields:
-    """The fields of a body, each taken once; what is left over is refused."""
-
-    def __init__(self, body: dict[str, Any]):
-        self.left = {name: x for name, x in body.items() if x is not None}
-
-    def take(self, name: str, kinds: type | tuple[type, ...], otherwise: Any, what: str) -> Any:
-        x = self.left.pop(name, otherwise)
-        if x is not otherwise and (not isinstance(x, kinds) or (isinstance(x, bool) and kinds is not bool)):
-            raise Refusal(400, f"{name} must be {what}, got {json.dumps(x)[:80]}", name)
-        return x
-
-    def number(self, name: str, otherwise: Any, least: float, most: float, kinds: Any = (int, float)) -> Any:
-        x = self.take(name, kinds, otherwise, "an integer" if kinds is int else "a number")
-        if x is not None and not least <= x <= most:
-            raise Refusal(400, f"{name} must lie in {least}..{most}, got {x}", name)
-        return x
-
-    def only(self, name: str, *allowed: Any) -> None:
-        """What the interface has and this server does not, but for values that ask for nothing."""
-        x = self.left.pop(name, None)
-        alike = lambda y: x == y and isinstance(x, bool) == isinstance(y, bool)  # 0 is not False
-        if x is not None and not any(map(alike, allowed)):
-            raise Refusal(400, f"{name} is not supported, got {json.dumps(x)[:80]}", name, "unsupported_parameter")
-
-    def end(self) -> None:
-        for name in self.left:
-            raise Refusal(400, f"unrecognised argument: {name}", name, "unknown_parameter")
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What is the same in both interfaces."""
-
-    max_tokens: int | None
-    sampling: Sampling
-    choices: int
-    stops: tuple[str, ...]
-    stream: bool
-    usage: bool  # at the end of a stream
-
-
-def asked(fields: Fields, model: str) -> Asked:
-    name = fields.take("model", str, model, "a string")
-    if name != model:
-        raise Refusal(404, f"model {name!r} is not here; {model!r} is", "model", "model_not_found")
-    for other, allowed in {
-        "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
-        "top_logprobs": (0,), "best_of": (1,), "echo": (False,), "suffix": ("",), "tools": ([],),
-        "tool_choice": ("none",), "response_format": ({"type": "text"},), "store": (False,),
-    }.items():  # fmt: skip
-        fields.only(other, *allowed)
-    fields.take("user", str, "", "a string")
-    stops = fields.take("stop", (str, list), [], "a string or up to 4 of them")
-    stops = [stops] if isinstance(stops, str) else stops
-    if len(stops) > 4 or not all(isinstance(x, str) and x for x in stops):
-        raise Refusal(400, f"stop must be a string or up to 4, none empty, got {json.dumps(stops)[:80]}", "stop")
-    options = fields.take("stream_options", dict, {}, "an object")
-    stream = fields.take("stream", bool, False, "true or false")
-    seed = fields.number("seed", None, -(2**63), 2**63 - 1, int)
-    sampling = Sampling(
-        temperature=float(fields.number("temperature", 1.0, 0, 2)),
-        top_k=fields.number("top_k", 0, 0, 2**31 - 1, int),
-        top_p=max(float(fields.number("top_p", 1.0, 0, 1)), 1e-9),
-        seed=random.getrandbits(32) if seed is None else seed % 2**32,
-    )
-    limits = [fields.number(x, None, 1, 2**31, int) for x in ("max_completion_tokens", "max_tokens")]
-    choices = fields.number("n", 1, 1, 2**31, int)
-    return Asked(limits[0] or limits[1], sampling, choices, tuple(stops), stream, bool(options.get("include_usage")))
-
-
-def prompts(fields: Fields, text: Text) -> list[list[int]]:
-    """Of a completion: a text, tokens, or a list of either."""
-    x = fields.take("prompt", (str, list), None, "a string, a list of tokens, or a list of these")
-    tokens = lambda y: isinstance(y, list) and y and all(isinstance(i, int) and not isinstance(i, bool) for i in y)
-    several = x if isinstance(x, list) and not tokens(x) else [x]
-    if not several or not all(isinstance(y, str) or tokens(y) for y in several):
-        raise Refusal(400, "prompt must be a string, a list of tokens, or a list of these, and is required", "prompt")
-    found = [text.encode(y) if isinstance(y, str) else y for y in several]
-    if not all(found):
-        raise Refusal(400, "prompt must not be empty", "prompt")
-    return found
-
-
-def conversation(fields: Fields, text: Text) -> list[int]:
-    messages = fields.take("messages", list, [], "a list of messages")
-    plain = []
-    for i, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list) and all(isinstance(x, dict) and x.get("type") == "text" for x in content):
-            content = "".join(str(x.get("text", "")) for x in content)
-        if not isinstance(content, str) or not isinstance(message.get("role"), str):
-            raise Refusal(400, f"messages[{i}] must have a role and a content of text", "messages")
-        plain.append({**message, "content": content})
-    if not plain:
-        raise Refusal(400, "messages must be a list of at least one message, and is required", "messages")
-    try:
-        return text.chat(plain)
-    except ValueError as error:
-        raise Refusal(400, str(error), "messages") from None
 
 
 # --- what an answer looks like
@@ -224,14 +102,15 @@ class Interface:
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
             ],
             exception_handlers={
-                Refusal: lambda request, refusal: refusal.response(),
-                HTTPException: lambda request, error: Refusal(error.status_code, error.detail).response(),
-                Exception: lambda request, error: Refusal(500, "the server failed").response(),
+                Refusal: lambda request, refusal: _response(refusal),
+                HTTPException: lambda request, error: _response(Refusal(error.status_code, error.detail)),
+                Exception: lambda request, error: _response(Refusal(500, "the server failed")),
             },
         )
 
     async def health(self, request: HTTPRequest) -> Response:
-        return PlainTextResponse("ok\n")
+        failed = self.service.failed
+        return PlainTextResponse(f"{FAILED}\n" if failed else "ok\n", 503 if failed else 200)
 
     async def show_metrics(self, request: HTTPRequest) -> Response:
         self._admit(request)
@@ -270,29 +149,17 @@ class Interface:
         self._admit(request)
         too_long = Refusal(413, f"a body has at most {self.limits.body} bytes", code="body_too_large")
         length = request.headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > self.limits.body:
+        if not length.isdecimal() or int(length[:20]) > self.limits.body:
             raise too_long
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self.limits.body:
-                raise too_long
         try:
-            found = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"the body is no JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise Refusal(400, f"the body must be a JSON object, got {type(found).__name__}")
-        for name, x in found.items():
-            try:
-                json.dumps([name, x], ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                shown = name.encode(errors="replace").decode()
-                what = f"{shown} must be text in Unicode, without halves of surrogate pairs"
-                raise Refusal(400, what, shown) from None
-            except RecursionError:
-                raise Refusal(400, f"{name} is nested too deeply", name) from None
-        return Fields(found)
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > self.limits.body:
+                    raise too_long
+        except ClientDisconnect:
+            raise Refusal(499, "the client is gone") from None
+        return Fields(parsed(bytes(body)))
 
     async def _answer(self, request, given: list[list[int]], facts: Asked, most: int, form: Form) -> Response:
         """Submits a job for each choice of each prompt, of `most` tokens where the client does not say."""
@@ -320,7 +187,8 @@ class Interface:
         except Busy as busy:
             raise Refusal(429, str(busy), code="cache_full", **{"retry-after": str(busy.retry_after)}) from None
         except Closing as closing:
-            raise Refusal(503, str(closing), code="shutting_down") from None
+            code = "worker_failed" if self.service.failed else "shutting_down"
+            raise Refusal(503, str(closing), code=code) from None
 
         events = self._events(request, jobs, queue)
         about = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
@@ -393,6 +261,10 @@ class Interface:
             for job in jobs:
                 if id(job) in left:
                     self.service.cancel(job)
+
+
+def _response(refusal: Refusal) -> Response:
+    return JSONResponse({"error": refusal.error}, refusal.status, refusal.headers)
 
 
 async def _until_gone(request: HTTPRequest) -> None:
@@ -476,7 +348,10 @@ class Metrics:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which when asked to end gives what is under way a few seconds, and then ends it properly."""
+    """uvicorn, which when asked to end gives what is under way a few seconds, and then ends it properly.
+
+    It ends by itself where the engine has: whoever started it starts it again.
+    """
 
     def __init__(self, interface: Interface, host: str, port: int):
         self.interface = interface
@@ -487,6 +362,10 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(grace) + 1,
             )
         )  # fmt: skip
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end, which is asked ten times a second."""
+        return await super().on_tick(counter) or self.interface.service.failed
 
     async def shutdown(self, sockets=None) -> None:
         grace = self.interface.limits.grace

@@ -1,4 +1,8 @@
-"""An engine in a thread of its own: jobs go in from anywhere, and text comes out through their callbacks."""
+"""An engine in a thread of its own: jobs go in from anywhere, and text comes out through their callbacks.
+
+A fault of a step or of a job's text is an error of its requests alone. Whatever else is raised, by Python or by a
+package below it, ends the thread: all jobs end with an error, no more are taken, and `failed` says so.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,9 @@ class Busy(Exception):
 
 class Closing(Exception):
     """No request is taken any more."""
+
+
+FAILED = "the engine failed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Service:
         self._wake = threading.Condition()
         self._coming: list[tuple[str, Job]] = []
         self._deadline: float | None = None
+        self.failed = False  # the thread has ended of a fault
         self._seconds = 1.0  # that a request takes, of late
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -76,8 +84,8 @@ class Service:
         for job in jobs:
             self.engine.check(job.request)
         with self._wake:
-            if self._deadline is not None:
-                raise Closing("the server is shutting down")
+            if self.failed or self._deadline is not None:
+                raise Closing(FAILED if self.failed else "the server is shutting down")
             scheduler = self.engine.scheduler
             waiting = len(scheduler.waiting) + sum(what == "submit" for what, _ in self._coming)
             room = self.most_waiting + max(scheduler.most_requests - len(scheduler.running), 0)
@@ -106,47 +114,62 @@ class Service:
     # --- the thread
 
     def _work(self) -> None:
-        while True:
+        try:
+            while self._step():
+                pass
+        except BaseException as error:  # a panic in Rust is no Exception
+            LOG.critical(FAILED, exc_info=True)
             with self._wake:
-                while self.engine.idle and not self._coming and self._deadline is None:
-                    self._wake.wait()
-                coming, self._coming = self._coming, []
-            for what, job in coming:
-                if what == "submit":
-                    self._jobs[job.request] = job
-                    self.engine.submit(job.request)
-                elif job.request in self._jobs:
-                    self._end(job, "cancelled")
-            if self._deadline is not None:
-                if time.monotonic() > self._deadline:
-                    for job in list(self._jobs.values()):
-                        self._end(job, "closing")
-                if self.engine.idle:
-                    return
-            try:
-                given = self.engine.step()
-            except Exception:  # the engine answers for faults of a step; this is one of the engine
-                LOG.exception("the engine failed")
-                for job in list(self._jobs.values()):
-                    self._end(job, "error", "the engine failed")
-                continue
-            for request, tokens in given:
-                self._hand_out(self._jobs[request], tokens)
+                self.failed = True
+                jobs = [*self._jobs.values(), *(job for what, job in self._coming if what == "submit")]
+                self._jobs, self._coming = {}, []
+            for job in jobs:
+                self._tell(Event(job, "", "error", f"{FAILED}: {type(error).__name__}: {error}"))
 
-    def _hand_out(self, job: Job, tokens: list[int]) -> None:
-        request = job.request
-        text = job.writer.take(tokens)
-        if job.writer.stopped and request.finish != "error":
-            if request.finish is None:
-                self.engine.finish(request, "stop")
-            self._done(job, Event(job, text, "stop"))
-        elif request.finish is None:
-            if text:
-                self._deliver(Event(job, text))
-        else:
-            if request.error:
-                LOG.error("a request failed: %s", request.error)
-            self._done(job, Event(job, text + job.writer.end(), request.finish, request.error))
+    def _step(self) -> bool:
+        """One step of the engine, and what has come since the last; False when there is nothing more to do."""
+        with self._wake:
+            while self.engine.idle and not self._coming and self._deadline is None:
+                self._wake.wait()
+            coming, self._coming = self._coming, []
+            self._jobs |= {job.request: job for what, job in coming if what == "submit"}
+        for what, job in coming:
+            if what == "submit":
+                self.engine.submit(job.request)
+            elif job.request in self._jobs:
+                self._end(job, "cancelled")
+        if self._deadline is not None:
+            if time.monotonic() > self._deadline:
+                for job in list(self._jobs.values()):
+                    self._end(job, "closing")
+            if self.engine.idle:
+                return False
+        for request, tokens in self.engine.step():
+            job = self._jobs[request]
+            try:
+                event = self._written(job, tokens)
+            except BaseException as error:
+                LOG.exception("the text of a request failed")
+                self._end(job, "error", f"{type(error).__name__}: {error}")
+                continue
+            if event.finish:
+                self._done(job, event)
+            elif event.text:
+                self._tell(event)
+        return True
+
+    def _written(self, job: Job, tokens: list[int]) -> Event:
+        """The text of new tokens. A stop string in it ends the request, in what was held back too."""
+        request, writer = job.request, job.writer
+        text = writer.take(tokens)
+        if request.finish is not None:
+            text += writer.end()
+        if request.error:
+            LOG.error("a request failed: %s", request.error)
+            return Event(job, text, request.finish, request.error)
+        if writer.stopped and request.finish is None:
+            self.engine.finish(request, "stop")
+        return Event(job, text, "stop" if writer.stopped else request.finish)
 
     def _end(self, job: Job, reason: str, error: str | None = None) -> None:
         if job.request.finish is None:
@@ -154,13 +177,15 @@ class Service:
         self._done(job, Event(job, "", reason, error))
 
     def _done(self, job: Job, event: Event) -> None:
-        del self._jobs[job.request]
         self._seconds += 0.2 * (time.perf_counter() - job.request.arrived - self._seconds)
         self.ended(job, event.finish or "")
-        self._deliver(event)
+        del self._jobs[job.request]
+        self._tell(event)
 
-    def _deliver(self, event: Event) -> None:
+    def _tell(self, event: Event) -> None:
         try:
             event.job.deliver(event)
         except RuntimeError:  # whoever waited for it is gone, and his loop with him
             LOG.debug("nobody waits for a job any more")
+        except Exception:  # the fault of one job's receiver is none of the others
+            LOG.exception("an event was not delivered")
