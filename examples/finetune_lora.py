@@ -48,6 +48,11 @@ from generation.tokenizer import Text
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 INTERRUPTED = 130
+# what an export takes from the folder of the model
+COPIED = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "additional_chat_templates"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,15 +200,34 @@ class Trainer:
         self.losses = facts["losses"]
 
     def export(self, folder: Path, source: Path) -> None:
-        """Writes the whole model, merged, as the folder that it came from has it."""
+        """Writes the whole model, merged, as the folder that it came from has it; what the folder held before goes."""
         decoder = nnx.clone(nnx.merge(self.graph, self.learnt, self.frozen))
         merge(decoder, self.settings)
-        folder.mkdir(parents=True, exist_ok=True)
-        names = ("config.json", "generation_config.json", "chat_template.jinja")
-        for file in (source / name for name in (*names, "tokenizer.json", "tokenizer_config.json")):
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
-        weights.save(folder, decoder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as place:
+            new, old = Path(place) / "new", Path(place) / "old"
+            new.mkdir()
+            for file in (source / name for name in COPIED):
+                if file.is_file():
+                    shutil.copyfile(file, new / file.name)
+                elif file.is_dir():
+                    shutil.copytree(file, new / file.name)
+            weights.save(new, decoder)
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+
+
+def check_export(folder: Path, source: Path) -> None:
+    """Raises ValueError for a folder that an export must not replace: the model's own, or one with other files."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"--export must be a folder, and {folder} is none")
+    if folder.samefile(source):
+        raise ValueError(f"--export must be another folder than the model's, got {folder}")
+    for name in sorted({x.name for x in folder.iterdir()} - {*COPIED, "model.safetensors"}):
+        raise ValueError(f"--export replaces a folder whole, and {folder} holds {name}, which no export has")
 
 
 def fingerprint(folder: Path, tokens: np.ndarray) -> str:
@@ -284,6 +308,8 @@ def run(options: argparse.Namespace) -> int:
         folder = Path("results/generate/model")  # the small one of generate.py
         if not folder.is_dir():
             training.make(folder, training.Size())
+    if options.export is not None:
+        check_export(options.export, folder)
     if options.text is None:
         text = training.split(training.local_text())[1]
     else:

@@ -115,6 +115,26 @@ def test_what_is_exported_is_a_folder_with_the_model_that_was_trained(folder, tr
     assert tokenizers.Text(tmp_path / "merged").encode("the fox") == tokenizers.Text(folder).encode("the fox")
 
 
+def test_an_export_replaces_a_folder_whole_or_is_refused_before_the_training(folder, trained, tmp_path, capsys):
+    merged = tmp_path / "merged"
+    for _ in range(2):
+        trained.export(merged, folder)
+        finetune_lora.check_export(merged, folder)
+    assert [x.name for x in tmp_path.iterdir()] == ["merged"]
+    (merged / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "file").touch()
+    (tmp_path / "text.txt").write_text(TEXT)
+    for place, said in (
+        (merged, "holds model.safetensors.index.json"),
+        (folder, "another folder"),
+        (tmp_path / "file", "none"),
+    ):
+        arguments = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
+        assert finetune_lora.main([*arguments, "--export", str(place)]) == 1
+        assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert (merged / "model.safetensors").is_file()
+
+
 @pytest.mark.sweep
 def test_ours_and_stock_are_timed_side_by_side(folder, trained):
     lines = finetune_lora.compare(trained, "blockwise", 1)

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import pathlib
+import random
 import sys
 import types
 
@@ -16,6 +17,7 @@ import pytest
 import tokenizers as huggingface
 from flax import nnx
 from harness import assert_allclose, quick_jit
+from safetensors.flax import load_file, save_file
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
@@ -169,11 +171,88 @@ def test_a_folder_is_read_as_it_was_written(tmp_path):
         ({"head_dim": 15}, "head_dim must be even"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling must be of the type"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling must have a number factor"),
+        ({"rope_theta": "a"}, "rope_theta must be a positive float, got 'a'"),
+        ({"rope_scaling": [1]}, r"rope_scaling must be an object, got \[1\]"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive float, got nan"),
+        ({"mlp_bias": "yes"}, "mlp_bias must be true or false"),
+        ({"eos_token_id": [True]}, "eos_token_id must be a token"),
+        ({"torch_dtype": 5}, "dtype must be one of"),
+        ({"model_type": "gemma2", "layer_types": "full_attention"}, "layer_types must be a list of 2 entries"),
     ],
 )
 def test_what_a_decoder_does_not_have_is_refused_by_name(facts, said):
     with pytest.raises(ValueError, match=said):
         configs.from_json({**FACTS, **facts})
+
+
+def test_fields_that_are_null_or_missing_are_those_of_transformers():
+    of = lambda family, **facts: configs.from_json({**FACTS, "model_type": family, **facts})
+    assert (
+        of("llama", rope_theta=None).rope_theta == of("llama", rope_parameters={"rope_theta": None}).rope_theta == 1e4
+    )
+    assert of("llama", num_key_value_heads=None, hidden_act=None).kv_heads == FACTS["num_attention_heads"]
+    plain = {name: x for name, x in FACTS.items() if name not in ("hidden_act", "head_dim")}
+    gemma = configs.from_json({**plain, "model_type": "gemma2"})
+    assert (gemma.activation, gemma.head_size, gemma.tied) == (
+        "gelu_pytorch_tanh",
+        256,
+        FACTS.get("tie_word_embeddings", True),
+    )
+    assert configs.from_json({**plain, "model_type": "qwen3"}).head_size == 128
+
+
+def test_any_configuration_is_read_or_refused_by_name():
+    rng = random.Random(0)
+    names = [*FACTS, "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "sliding_window", "dtype"]
+    wrong = (None, "x", 0, -1, 1.5, True, [], ["a"], {}, {"a": 1}, float("nan"), 10**30, {"rope_type": "linear"})
+    read = 0
+    for _ in range(1500):
+        facts = {**FACTS, "model_type": rng.choice(configs.FAMILIES), "use_sliding_window": True}
+        facts |= {name: rng.choice(wrong) for name in rng.sample(names, rng.randrange(1, 3))}
+        try:
+            configs.frequencies(configs.from_json(facts))
+            read += 1
+        except ValueError as error:
+            assert any(name in str(error) for name in [*names, "max_window_layers"]), facts
+    assert 100 < read < 1400
+
+
+def test_an_index_and_its_files_must_agree(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_json(decoder().config)))
+    weights.save(tmp_path, decoder())
+    whole = load_file(tmp_path / "model.safetensors")
+    names = sorted(whole)
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    halves = {first: names[:5], second: names[5:]}
+
+    def write(halves, listed=None):
+        for file, held in halves.items():
+            save_file({name: whole[name] for name in held}, tmp_path / file)
+        listed = listed or {name: file for file, held in halves.items() for name in held}
+        (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": listed}))
+        return listed
+
+    listed = write(halves)
+    with pytest.raises(ValueError, match=r"holds model\.safetensors beside the files that .*index\.json names"):
+        weights.load(tmp_path)  # an export into a folder of parts
+    (tmp_path / "model.safetensors").unlink()
+    for a, b in zip(jax.tree.leaves(nnx.state(weights.load(tmp_path))), jax.tree.leaves(nnx.state(decoder()))):
+        np.testing.assert_array_equal(a, b)
+    write(halves, {**listed, names[0]: second})
+    with pytest.raises(ValueError, match=f"has {names[0]} in {second}, and the files have it in {first}"):
+        weights.load(tmp_path)
+    write(halves, {name: file for name, file in listed.items() if name != names[7]})
+    with pytest.raises(ValueError, match=f"has {names[7]} nowhere, and the files have it in {second}"):
+        weights.load(tmp_path)
+    write({**halves, second: names[4:]}, listed)
+    with pytest.raises(ValueError, match=f"holds {names[4]} twice, in {first} and in {second}"):
+        weights.load(tmp_path)
+    (tmp_path / weights.INDEX).write_text('{"weight_map": [1]}')
+    with pytest.raises(ValueError, match=r"index\.json must have a weight_map"):
+        weights.load(tmp_path)
+    (tmp_path / weights.INDEX).unlink()
+    with pytest.raises(ValueError, match=f"holds {first} beside the files that a model without an index has"):
+        weights.load(tmp_path)
 
 
 # --- text

@@ -10,6 +10,7 @@ from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,35 +51,54 @@ class Config:
         return self.family == "gemma2"
 
 
+# what transformers takes where a file says nothing, or null
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "hidden_act": "silu", "eos_token_id": 2},
+    "qwen2": {"max_position_embeddings": 32768, "hidden_act": "silu", "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32768, "hidden_act": "silu", "num_key_value_heads": 32, "head_dim": 128},
+    "gemma2": {
+        "max_position_embeddings": 8192, "hidden_activation": "gelu_pytorch_tanh", "num_key_value_heads": 4,
+        "head_dim": 256, "eos_token_id": 1, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
 def from_json(facts: dict[str, Any]) -> Config:
-    """The decoder that a `config.json` describes.
+    """The decoder that a `config.json` describes; fields that are missing or null are what transformers has for them.
 
     Raises:
-      ValueError: naming what is missing, or what this program does not have.
+      ValueError: naming the field that is missing or of another kind, or what this program does not have.
     """
     family = facts.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
+    usual, gemma = DEFAULTS[family], family == "gemma2"
 
     def number(name: str, otherwise: Any = None, kind=int):
-        x = facts.get(name)
-        x = otherwise if x is None else x
-        if isinstance(x, bool) or not isinstance(x, (int, kind)) or x <= 0:
-            raise ValueError(f"{name} must be a positive {kind.__name__}, got {x!r}")
-        return x
+        return _number(facts, name, usual.get(name, otherwise), kind)
 
     width, heads, layers = number("hidden_size"), number("num_attention_heads"), number("num_hidden_layers")
-    kv_heads = number("num_key_value_heads", heads)
+    # null is as many as there are query heads, but in Gemma-2; a field that is missing is what the family has
+    as_many = facts.get("num_key_value_heads", ()) is None and not gemma
+    kv_heads = heads if as_many else number("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}")
-    head_size = number("head_dim", {"qwen3": 128, "gemma2": 256}.get(family, width // heads))
+    if width % heads and facts.get("head_dim") is None and "head_dim" not in usual:
+        raise ValueError(f"hidden_size must be a multiple of num_attention_heads, got {width} and {heads}")
+    head_size = number("head_dim", width // heads)
     if head_size % 2:
         raise ValueError(f"head_dim must be even, got {head_size}")
-    activation = facts.get("hidden_activation") or facts.get("hidden_act") or "silu"
+    activation_field = "hidden_activation" if gemma else "hidden_act"
+    activation = _default(facts, activation_field, usual[activation_field])
     if activation not in ACTIVATIONS:
-        raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    gemma, bias = family == "gemma2", bool(facts.get("attention_bias", False))
-    theta, scaling = _rope(facts)
+        raise ValueError(f"{activation_field} must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if gemma and _flag(facts, "use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention must be false, got True")
+    dtype = facts.get("dtype") or facts.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    bias, context = _flag(facts, "attention_bias"), number("max_position_embeddings")
+    theta, scaling = _rope(facts, context)
     return Config(
         family=family,
         vocabulary=number("vocab_size"),
@@ -88,21 +108,21 @@ def from_json(facts: dict[str, Any]) -> Config:
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
-        context=number("max_position_embeddings", 2048),
+        context=context,
         windows=_windows(facts, family, layers),
         epsilon=number("rms_norm_eps", 1e-6, float),
         rope_theta=theta,
         rope_scaling=scaling,
-        tied=bool(facts.get("tie_word_embeddings", gemma)),
+        tied=_flag(facts, "tie_word_embeddings", gemma),
         qkv_bias=family == "qwen2" or bias,
         out_bias=family != "qwen2" and bias,
-        mlp_bias=bool(facts.get("mlp_bias", False)),
+        mlp_bias=family == "llama" and _flag(facts, "mlp_bias"),
         activation=activation,
         scale=number("query_pre_attn_scalar", 256, float) ** -0.5 if gemma else None,
         attention_cap=_cap(facts, "attn_logit_softcapping", 50.0) if gemma else None,
         logits_cap=_cap(facts, "final_logit_softcapping", 30.0) if gemma else None,
-        end_tokens=_tokens(facts.get("eos_token_id")),
-        dtype=str(facts.get("dtype") or facts.get("torch_dtype") or "float32"),
+        end_tokens=_tokens(facts.get("eos_token_id", usual.get("eos_token_id"))),
+        dtype=dtype,
     )
 
 
@@ -138,10 +158,15 @@ def load(folder: Path) -> Config:
     Raises:
       ValueError: naming the file.
     """
-    config = from_json(read_json(folder / "config.json"))
-    if (folder / "generation_config.json").is_file():
-        ends = _tokens(read_json(folder / "generation_config.json").get("eos_token_id"))
-        config = dataclasses.replace(config, end_tokens=ends or config.end_tokens)
+    path = folder / "config.json"
+    try:
+        config = from_json(read_json(path))
+        path = folder / "generation_config.json"
+        if path.is_file():
+            ends = _tokens(read_json(path).get("eos_token_id"))
+            config = dataclasses.replace(config, end_tokens=ends or config.end_tokens)
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     return config
 
 
@@ -150,7 +175,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path} is no JSON") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(found).__name__}")
@@ -179,48 +204,82 @@ def frequencies(config: Config) -> list[float]:
     return plain
 
 
-def _rope(facts: dict[str, Any]) -> tuple[float, tuple[tuple[str, Any], ...]]:
+def _default(facts: dict[str, Any], name: str, otherwise: Any) -> Any:
+    found = facts.get(name)
+    return otherwise if found is None else found
+
+
+def _number(facts: dict[str, Any], name: str, otherwise: Any = None, kind: type = float, least: int = 1) -> Any:
+    """A whole number from `least` on, or where `kind` is float, a finite one above 0."""
+    found = _default(facts, name, otherwise)
+    fits = isinstance(found, (int, kind)) and not isinstance(found, bool)
+    if not fits or not (0 < found < 1e300 if kind is float else least <= found < 2**31):
+        raise ValueError(f"{name} must be a {'positive' if least else 'non-negative'} {kind.__name__}, got {found!r}")
+    return found
+
+
+def _flag(facts: dict[str, Any], name: str, otherwise: bool = False) -> bool:
+    found = _default(facts, name, otherwise)
+    if not isinstance(found, bool):
+        raise ValueError(f"{name} must be true or false, got {found!r}")
+    return found
+
+
+def _rope(facts: dict[str, Any], context: int) -> tuple[float, tuple[tuple[str, Any], ...]]:
     """Base and scaling, in the older or the newer way of writing them."""
-    scaling = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", facts.get("rope_theta", 10_000.0))
-    kind = scaling.setdefault("rope_type", scaling.pop("type", "default"))
+    field = "rope_parameters" if facts.get("rope_scaling") in (None, {}) else "rope_scaling"
+    scaling = _default(facts, field, {})
+    if not isinstance(scaling, dict):
+        raise ValueError(f"{field} must be an object, got {scaling!r}")
+    if any(isinstance(x, dict) for x in scaling.values()):
+        raise ValueError(f"{field} must be of all layers alike, got {scaling!r}")
+    if _default({**facts, **scaling}, "partial_rotary_factor", 1) != 1:
+        raise ValueError("partial_rotary_factor must be 1: the decoder rotates all channels")
+    theta = _number({"rope_theta": _default(scaling, "rope_theta", facts.get("rope_theta"))}, "rope_theta", 10_000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    name = "original_max_position_embeddings"
+    scaling = {**scaling, name: _default(facts, name, _default(scaling, name, context))}
     needed = {
         "default": (),
         "linear": ("factor",),
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     }
-    if kind not in needed:
-        raise ValueError(f"rope_scaling must be of the type {', '.join(needed)}, got {kind!r}")
+    if not isinstance(kind, str) or kind not in needed:
+        raise ValueError(f"{field} must be of the type {', '.join(needed)}, got {kind!r}")
     for name in needed[kind]:
-        if not isinstance(scaling.get(name), (int, float)):
-            raise ValueError(f"rope_scaling must have a number {name}, got {scaling.get(name)!r}")
-    facts = tuple((name, scaling[name]) for name in ("rope_type", *needed[kind]))
-    return float(theta), () if kind == "default" else facts
+        x = scaling.get(name)
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf:
+            raise ValueError(f"{field} must have a number {name} above 0, got {x!r}")
+    values = tuple((name, scaling[name]) for name in needed[kind])
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ValueError(f"{field} must have low_freq_factor below high_freq_factor, got {scaling!r}")
+    return float(theta), () if kind == "default" else (("rope_type", kind), *values)
 
 
 def _windows(facts: dict[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    window = facts.get("sliding_window")
-    if family == "gemma2":
-        window = 4096 if window is None else window
-    elif family == "llama" or not facts.get("use_sliding_window", False):
-        window = None
-    if window is None:
+    gemma = family == "gemma2"
+    if family == "llama" or not (gemma or _flag(facts, "use_sliding_window")):
         return (None,) * layers
-    kinds = facts.get("layer_types")
+    if facts.get("sliding_window", 4096) is None:
+        return (None,) * layers
+    window, kinds = _number(facts, "sliding_window", 4096, int), facts.get("layer_types")
     if kinds is None:
-        first = facts.get("max_window_layers", 28)
-        slides = [i % 2 == 0 if family == "gemma2" else i >= first for i in range(layers)]
-    elif len(kinds) != layers:
-        raise ValueError(f"layer_types must have {layers} entries, got {len(kinds)}")
-    else:
-        slides = [kind == "sliding_attention" for kind in kinds]
-    return tuple(int(window) if x else None for x in slides)
+        first = 0 if gemma else _number(facts, "max_window_layers", 28, int, least=0)
+        return tuple(window if (i % 2 == 0 if gemma else i >= first) else None for i in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types must be a list of {layers} entries, got {kinds!r}")
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise ValueError(f"layer_types must be sliding_attention or full_attention, got {kind!r}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _cap(facts: dict[str, Any], name: str, otherwise: float) -> float | None:
-    cap = facts.get(name, otherwise)
-    return None if cap is None else float(cap)
+    return None if facts.get(name, otherwise) is None else float(_number(facts, name, otherwise))
 
 
 def _tokens(x: Any) -> tuple[int, ...]:
-    return () if x is None else tuple(x) if isinstance(x, list) else (int(x),)
+    found = [] if x is None else x if isinstance(x, list) else [x]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+        raise ValueError(f"eos_token_id must be a token, a list of tokens, or null, got {x!r}")
+    return tuple(found)

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from generation import config as configs
+from generation.chat import Chat
 from generation.detokenizer import Detokenizer
 
 END = "<|end|>"
@@ -38,8 +39,7 @@ class Text:
         self.detokenizer = Detokenizer(self.tokenizer)
         settings = folder / "tokenizer_config.json"
         self.facts = configs.read_json(settings) if settings.is_file() else {}
-        template = folder / "chat_template.jinja"
-        self.template = template.read_text(encoding="utf-8") if template.is_file() else self.facts.get("chat_template")
+        self.templates = Chat(folder, self.facts)
 
     @property
     def size(self) -> int:
@@ -65,28 +65,7 @@ class Text:
         Raises:
           ValueError: where the folder has no template, or the template refuses the messages.
         """
-        import jinja2.sandbox
-
-        if not isinstance(self.template, str):
-            raise ValueError("this model has no chat template: ask for completions instead")
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-
-        def refuse(message):
-            raise ValueError(f"messages: {message}")
-
-        environment.globals["raise_exception"] = refuse
-        tokens = {x: self._special(x) for x in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        try:
-            text = environment.from_string(self.template).render(
-                messages=messages, add_generation_prompt=True, **tokens
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"messages do not fit the chat template: {error}") from None
-        return self.encode(text, special=False)
-
-    def _special(self, name: str) -> str:
-        found = self.facts.get(name)
-        return found.get("content", "") if isinstance(found, dict) else found or ""
+        return self.encode(self.templates.render(messages), special=False)
 
 
 def train(text: str, vocabulary: int) -> Tokenizer:

@@ -6,6 +6,8 @@ kernels [in, out].
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from safetensors.flax import save_file
 from generation import config as configs
 from generation.model import Decoder
 
+INDEX = "model.safetensors.index.json"
+PART = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+
 
 def load(folder: Path, dtype: Any = None) -> Decoder:
     """The decoder of a folder: `config.json`, and `model.safetensors` or the parts that
@@ -28,7 +33,8 @@ def load(folder: Path, dtype: Any = None) -> Decoder:
       dtype: of the weights and the computation; the file's if None.
 
     Raises:
-      ValueError: naming the file and what is missing, superfluous or of another shape.
+      ValueError: naming the file and what is missing, superfluous, there twice or of another shape, and where index and
+        files disagree.
     """
     config = configs.load(folder)
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)
@@ -42,6 +48,8 @@ def load(folder: Path, dtype: Any = None) -> Decoder:
         path = wanted.pop(name, None)
         if path is None:
             raise ValueError(f"{folder} holds {name}, which a {config.family} of this configuration does not have")
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise ValueError(f"{name} in {folder} must be of floating point, got {tensor.dtype}")
         tensor = tensor.T if path[-1] == "kernel" else tensor
         if tensor.shape != flat[path].shape:
             raise ValueError(f"{name} in {folder} must have shape {list(flat[path].shape)}, got {list(tensor.shape)}")
@@ -65,17 +73,52 @@ def name_of(path: tuple) -> str:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, jax.Array]]:
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(configs.read_json(index).get("weight_map", {}).values()))
-    for name in names:
-        path = folder / name
-        if path.parent != folder or not path.is_file():
-            raise ValueError(f"cannot read {path}: there is no such file")
-        try:
-            with safe_open(path, framework="flax") as file:
-                for key in file.keys():
-                    yield key, file.get_tensor(key)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no safetensors file, or is damaged: {error}") from None
+    listed = _index(folder)
+    names = {"model.safetensors"} if listed is None else set(listed.values())
+    parts = {x.name for x in folder.iterdir() if PART.fullmatch(x.name)}
+    for name in sorted(parts - names):
+        those = "a model without an index has" if listed is None else f"{INDEX} names"
+        raise ValueError(f"{folder} holds {name} beside the files that {those}: it is of one model only")
+    found: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(_opened(folder, name)) for name in sorted(names)}
+        for name, file in files.items():
+            for key in file.keys():
+                if key in found:
+                    raise ValueError(f"{folder} holds {key} twice, in {found[key]} and in {name}")
+                found[key] = name
+        for key in sorted(found if listed is None else found.keys() | listed.keys()):
+            if listed is not None and listed.get(key) != found.get(key):
+                has = [f"in {x[key]}" if key in x else "nowhere" for x in (listed, found)]
+                raise ValueError(f"{folder / INDEX} has {key} {has[0]}, and the files have it {has[1]}")
+        for key, name in found.items():
+            with _readable(folder / name):
+                tensor = files[name].get_tensor(key)
+            yield key, tensor
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    """In which file each weight stands, where a folder says it."""
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    listed = configs.read_json(path).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(x, str) for x in listed.values()):
+        raise ValueError(f"{path} must have a weight_map from weights to files, got {str(listed)[:80]}")
+    return listed
+
+
+def _opened(folder: Path, name: str) -> Any:
+    path = folder / name
+    if path.parent != folder or not path.is_file():
+        raise ValueError(f"cannot read {path}: there is no such file")
+    with _readable(path):
+        return safe_open(path, framework="flax")
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, TypeError) as error:
+        raise ValueError(f"{path} is no safetensors file, or is damaged: {error}") from None
