@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import checks
+from jax_mfa import checks, meshes
 from jax_mfa.api import Implementation, dot_product_attention
 from jax_mfa.arguments import as_array, as_window, clipped, concrete, known_lengths
 from jax_mfa.specification import MAX_POSITION
@@ -75,7 +76,7 @@ def append(
 def _append(
     key_cache: Array, value_cache: Array, key: Array, value: Array, start: Array, count: Array, ring: bool
 ) -> tuple[Array, Array, Array]:
-    columns, tokens = key_cache.shape[-3], jnp.arange(key.shape[-3], dtype=jnp.int32)
+    columns, tokens = key_cache.shape[-3], np.arange(key.shape[-3], dtype=np.int32)
 
     def write(cache: Array, new: Array, start: Array, count: Array) -> Array:  # of one batch row
         column = start + tokens
@@ -89,7 +90,12 @@ def _append(
 
     for _ in start.shape:
         write = jax.vmap(write)
-    return write(key_cache, key, start, count), write(value_cache, value, start, count), start + count
+
+    arrays = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
+    arrays |= {"start": start, "count": count}
+    both = lambda x: tuple(write(x[f"{name}_cache"], x[name], x["start"], x["count"]) for name in ("key", "value"))
+    specs = meshes.spec_of(key_cache), meshes.spec_of(value_cache)
+    return (*meshes.without_types(both, arrays, specs), start + count)
 
 
 def attend(
@@ -177,13 +183,12 @@ def attend(
     elif tokens == 1 and alibi_slopes is None:  # the ring now holds what the one query sees, and nothing more
         visible = {"query_offset": filled - 1, "key_value_seq_lengths": filled}
     else:
-        keys, values = (
-            jnp.concatenate([_newest(cache, start, left), new.astype(cache.dtype)], axis=-3)
-            for cache, new in ((key_cache, key), (value_cache, value))
-        )
+        keys, values = (_in_order(x, new, start, left) for x, new in ((key_cache, key), (value_cache, value)))
         # column c is position start − left + c; the first `left − start` were never written
-        seen = jnp.stack([jnp.maximum(left - start, 0), left + count], axis=-1)
-        seen = jnp.broadcast_to(seen[..., None, :], (*start.shape, tokens, 2))
+        ends = lambda x: jnp.stack([jnp.maximum(left - x["start"], 0), left + x["count"]], axis=-1)
+        seen = lambda x: jnp.broadcast_to(ends(x)[..., None, :], (*start.shape, tokens, 2))
+        spec = PartitionSpec(*meshes.spec_of(start), None, None)
+        seen = meshes.without_types(seen, {"start": start, "count": count}, spec)
         visible |= {"query_offset": left, "key_value_ranges": seen}
     out = dot_product_attention(
         query,
@@ -222,13 +227,16 @@ def ring_columns(local_window_size: int | tuple[int | None, int | None] | None) 
     return left + 1
 
 
-def _newest(cache: Array, start: Array, count: int) -> Array:
-    """The `count` tokens before position `start` of a ring of `count + 1` columns, in order."""
-    tokens = jnp.arange(count, dtype=jnp.int32)
+def _in_order(cache: Array, new: Array, start: Array, count: int) -> Array:
+    """The `count` tokens before position `start` of a ring of `count + 1` columns, in order, and the new ones."""
+    tokens = np.arange(count, dtype=np.int32)
     take = lambda cache, start: jnp.take(cache, (start + 1 + tokens) % (count + 1), axis=0, mode="clip")
     for _ in start.shape:
         take = jax.vmap(take)
-    return take(cache, start)
+    run = lambda x: jnp.concatenate([take(x["cache"], x["start"]), x["new"].astype(cache.dtype)], axis=-3)
+    *rows, _, heads, size = meshes.spec_of(cache)
+    spec = PartitionSpec(*rows, None, heads, size)
+    return meshes.without_types(run, {"cache": cache, "new": new, "start": start}, spec)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

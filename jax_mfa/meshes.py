@@ -1,13 +1,16 @@
-"""Axes of a mesh, as functions within `shard_map` see them: their sizes, and which arrays vary along them."""
+"""Axes of a mesh within `shard_map`, their sizes and which arrays vary along them; and meshes that make sharding part of
+types (explicit ones)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
-from jax import lax
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mfa import checks, versions
 
@@ -74,3 +77,47 @@ def vary(tree: Any, axes: frozenset[Any]) -> Any:
         return versions.marked(x, missing) if missing else x
 
     return jax.tree.map(mark, tree)
+
+
+def without_types(run: Callable[..., Any], arguments: dict[str, Any], results: Any) -> Any:
+    """`run(arguments)` with no sharding in the types of arrays inside, and `results`, specs, in those of its results.
+
+    The mesh is the one that the caller has set, else that of the arrays.
+    """
+    mesh = _explicit_mesh(arguments)
+    if mesh is None:
+        return run(arguments)
+    placed = {n: x for n, x in arguments.items() if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
+    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if "Explicit" in str(kind))
+    inside = jax.sharding.auto_axes(
+        lambda placed: run({**arguments, **placed}),
+        axes=axes,
+        out_sharding=jax.tree.map(lambda spec: NamedSharding(mesh, spec), results, is_leaf=_is_spec),
+    )
+    return inside(placed)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _explicit_mesh(arguments: Any) -> Any:
+    """The mesh that makes sharding part of types: the one that the caller has set, else that of an array; or None."""
+    if not versions.HAS_EXPLICIT_SHARDING:
+        return None
+    meshes = [jax.sharding.get_abstract_mesh()]
+    if meshes[0].empty:
+        meshes = [_sharding(x).mesh for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
+    return next((mesh for mesh in meshes if any("Explicit" in str(kind) for kind in mesh.axis_types)), None)
+
+
+def _sharding(x: Array) -> Any:
+    return jax.typeof(x).sharding
+
+
+def spec_of(x: Any) -> PartitionSpec:
+    """How the type of an array says that each of its axes is split."""
+    if not isinstance(x, jax.Array) or not versions.HAS_EXPLICIT_SHARDING:
+        return PartitionSpec(*(None,) * np.ndim(x))
+    spec = _sharding(x).spec
+    return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))

@@ -9,6 +9,7 @@ heads, H head size of queries and keys, V of values.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -16,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import checks
+from jax_mfa import checks, meshes
 from jax_mfa.api import Columns, Implementation, attend_by_name
 from jax_mfa.arguments import as_array, clipped, concrete, known_integers, known_lengths
 from jax_mfa.storage import PagedArray, QuantizedArray, dtype_of
@@ -170,29 +172,34 @@ def paged_attention(
         "local_window_size": local_window_size,
         "logits_soft_cap": logits_soft_cap,
     }
+    arguments |= {"query": new, "keys": keys, "values": values, "tables": tables, "lengths": lengths, **per_head}
+    if ragged:
+        arguments["starts"] = _starts(query_start_locs, batch, new.shape[0])
+    attend = functools.partial(_attend, implementation=implementation, return_residual=return_residual)
+    rows_spec = PartitionSpec(*meshes.spec_of(new)[:-1])
+    out_spec = PartitionSpec(*rows_spec, None)
+    return meshes.without_types(attend, arguments, (out_spec, rows_spec) if return_residual else out_spec)
+
+
+def _attend(arguments: dict[str, Any], implementation: Any, return_residual: bool) -> Any:
+    """Attention through pages, of ragged rows where there are `starts`."""
+    new, keys, values, tables, lengths, starts = (
+        arguments.pop(name, None) for name in ("query", "keys", "values", "tables", "lengths", "starts")
+    )
     rows = None
-    if query_start_locs is not None:
-        rows = _Rows(new.shape[0], _starts(query_start_locs, batch, new.shape[0]), batch)
+    if starts is not None:
+        rows = _Rows(new.shape[0], starts, tables.shape[0])
         new = rows.together(new)
-        per_head = {name: x if x.ndim == 1 else _taken(x, rows.sequence) for name, x in per_head.items()}
+        for name in ("alibi_slopes", "sinks"):
+            if name in arguments and arguments[name].ndim == 2:
+                arguments[name] = _taken(arguments[name], rows.sequence)
         tables, lengths = _taken(tables, rows.sequence), _taken(lengths, rows.sequence)
         arguments |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
     else:
         arguments["query_offset"] = lengths - new.shape[1]
-    results = attend_by_name(
-        {
-            "query": new,
-            "key": PagedArray(keys, tables),
-            "value": PagedArray(values, tables),
-            "bias": None,
-            "mask": None,
-            "key_value_seq_lengths": lengths,
-            **arguments,
-            **per_head,
-        },
-        implementation,
-        return_residual,
-    )
+    arguments |= {"query": new, "key": PagedArray(keys, tables), "value": PagedArray(values, tables)}
+    arguments |= {"bias": None, "mask": None, "key_value_seq_lengths": lengths}
+    results = attend_by_name(arguments, implementation, return_residual)
     if rows is None:
         return results
     if return_residual:

@@ -41,8 +41,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mfa import blockwise, meshes, metal, recording, reference, versions
-from jax_mfa.sharding import partitioned
+from jax_mfa import blockwise, meshes, metal, recording, reference, sharding, versions
 from jax_mfa.specification import Operands, Specification, accumulation_dtype
 from jax_mfa.storage import PARTS, field_of, pool_fields, stored
 
@@ -528,16 +527,16 @@ def _jvp_by_jax(fun: Callable[..., Any]) -> Callable[..., Any]:
 # --- registration
 
 
-def _shares_devices(ctx: Any) -> bool:
-    """Whether a program for several devices is being lowered whose sharding is left to the compiler."""
+def _shared_mesh(ctx: Any) -> Any:
+    """The mesh of several devices for which a program is lowered whose sharding is left to the compiler, or None."""
     module = ctx.module_context
     mesh = getattr(module.axis_context, "abstract_mesh", None)
     # none: shard_map's own devices; a program for export is compiled elsewhere, where nobody can be asked
-    return mesh is not None and mesh.size > 1 and not module.lowering_parameters.for_export
+    return None if mesh is None or mesh.size == 1 or module.lowering_parameters.for_export else mesh
 
 
-def _by_shares(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` of a primitive, each device computing its share."""
+def _by_shares(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """`fun` of a primitive, each device of the mesh computing its share."""
 
     def run(*arrays: Array, **params: Any) -> Any:
         names, results = params["names"], BACKWARD_NAMES[:3]
@@ -551,7 +550,10 @@ def _by_shares(fun: Callable[..., Any]) -> Callable[..., Any]:
                 changed |= {"wanted": wanted, "all_columns": False}
             return fun(*own, *rows, **{**params, **changed})
 
-        return partitioned(lambda *x: fun(*x, **params), pair, params["spec"], names, results)(*arrays)
+        times = sharding.repeated_heads(names, arrays, mesh)
+        own = [sharding.repeat_heads(name, x, times) for name, x in zip(names, arrays)]
+        found = sharding.partitioned(lambda *x: fun(*x, **params), pair, params["spec"], names, results)(*own)
+        return tuple(sharding.fold_heads(name, x, times) for name, x in zip(results, found))
 
     return run
 
@@ -568,12 +570,12 @@ def _lowering(fun: Callable[..., Any], static: Any, name: str, shares: bool = Tr
     # jitted, so that a model's many equal layers are traced and lowered once; profilers show the name
     fun = jax.jit(_named(fun, name), static_argnames=static)
     lower = mlir.lower_fun(fun, multiple_results=True)
-    lower_shares = mlir.lower_fun(_by_shares(fun), multiple_results=True)
 
     def rule(ctx: Any, *args: Any, **params: Any) -> Any:
         # loops inside start from constants, which shard_map's types would tell from data that varies by device
         avals = [ShapedArray(a.shape, a.dtype) if versions.varying(a) else a for a in ctx.avals_in]
-        chosen = lower_shares if shares and _shares_devices(ctx) else lower
+        mesh = _shared_mesh(ctx) if shares else None
+        chosen = lower if mesh is None else mlir.lower_fun(_by_shares(fun, mesh), multiple_results=True)
         return chosen(ctx.replace(avals_in=avals), *args, **params)
 
     return rule

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import checks
+from jax_mfa import checks, meshes
 from jax_mfa.arguments import as_array
 from jax_mfa.specification import DTYPES
 from jax_mfa.storage import LEVELS, PARTS, SYMMETRIC_LEVELS, QuantizedArray, Scheme, as_scheme, huge_scale, spread
@@ -54,7 +55,7 @@ def quantize(
         raise ValueError(f"x must have shape [..., S, K, H] with H > 0, got {list(given.shape)}")
     if given.dtype.name not in DTYPES:
         raise TypeError(f"x must be of a dtype of {', '.join(DTYPES)}, got {given.dtype.name}")
-    parts = _stored(given, scheme)
+    parts = _stored_anywhere(given, scheme)
     named = {name: checkpoint_name(parts[name], CHECKPOINT_NAME) if name in parts else None for name in PARTS}
     original = given if straight_through else None
     dtype = np.dtype(given.dtype)
@@ -98,6 +99,17 @@ def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _stored_anywhere(x: Array, scheme: Scheme) -> dict[str, Any]:
+    """`_stored`, whose parts are split as an array is whose sharding is explicit, along axes that they have of it."""
+    shapes = jax.eval_shape(functools.partial(_stored, scheme=scheme), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    of = lambda part: zip(meshes.spec_of(x)[:-1], part.shape, x.shape)
+    specs = {
+        name: PartitionSpec(*(axis if n == size else None for axis, n, size in of(part)), None)
+        for name, part in shapes.items()
+    }
+    return meshes.without_types(lambda known: _stored(known["x"], scheme), {"x": x}, specs)
 
 
 @functools.partial(jax.jit, static_argnames="scheme")

@@ -19,12 +19,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_mfa import versions
+from jax_mfa import meshes, versions
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.specification import Operands, Specification, counted_from
@@ -197,6 +198,29 @@ def _say_that_it_gathers(t: int, s: int, mask_block: tuple[int, int] | None) -> 
     )
 
 
+def repeated_heads(names: tuple[str, ...], arrays: Any, mesh: Any) -> int:
+    """How often key heads are repeated, that any axis of a mesh which splits the query's heads splits them too.
+
+    Shardy would else split an axis of the mesh in two, which a custom partitioning cannot say.
+    """
+    known = dict(zip(names, arrays))
+    n, k = known["query"].shape[2], known["key"].shape[2]
+    return math.lcm(k, *(size for size in mesh.shape.values() if n % size == 0)) // k if 1 < k < n else 1
+
+
+def repeat_heads(name: str, x: Array, times: int) -> Array:
+    """An operand with its key heads repeated."""
+    return jnp.repeat(x, times, axis=2) if name in _OF_KEYS and x.shape[2] > 1 else x
+
+
+def fold_heads(name: str, x: Array, times: int) -> Array:
+    """The inverse for a gradient: those of a head's repetitions, summed."""
+    if name not in _OF_KEYS or times == 1:
+        return x
+    parts = x.reshape(*x.shape[:2], -1, times, *x.shape[3:])
+    return parts.astype(np.promote_types(x.dtype, np.float32)).sum(3).astype(x.dtype)
+
+
 def partitioned(
     fun: Callable[..., Any],
     pair: Callable[..., Any],
@@ -251,31 +275,6 @@ def automatically(run: Callable[..., Any], arguments: dict[str, Any], with_lse: 
     The output is then sharded like the query but for its last axis, and replicated where the query has no sharding;
     with `with_lse`, the second result likewise.
     """
-    if not _mesh_is_explicit() and all(_explicit_spec(x) is None for x in jax.tree.leaves(arguments)):
-        return run(arguments)
-    spec = _explicit_spec(arguments["query"]) or PartitionSpec()
-    placed = {n: x for n, x in arguments.items() if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
-    rows = PartitionSpec(*spec[:-1])
+    rows = PartitionSpec(*meshes.spec_of(arguments["query"])[:-1])
     out = PartitionSpec(*rows, None)
-    inside = jax.sharding.auto_axes(
-        lambda placed: run({**arguments, **placed}), out_sharding=(out, rows) if with_lse else out
-    )
-    return inside(placed)
-
-
-def _is_explicit(mesh: Any) -> bool:
-    return any("Explicit" in str(kind) for kind in getattr(mesh, "axis_types", None) or ())
-
-
-def _mesh_is_explicit() -> bool:
-    """Whether the mesh that the caller has set makes the sharding of every array explicit."""
-    return versions.HAS_EXPLICIT_SHARDING and _is_explicit(jax.sharding.get_abstract_mesh())
-
-
-def _explicit_spec(x: Any) -> PartitionSpec | None:
-    if not isinstance(x, jax.Array) or not versions.HAS_EXPLICIT_SHARDING:
-        return None
-    sharding: Any = getattr(jax.typeof(x), "sharding", None)
-    if not _is_explicit(getattr(sharding, "mesh", None)):
-        return None
-    return PartitionSpec(*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
+    return meshes.without_types(run, arguments, (out, rows) if with_lse else out)

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mfa import checks
+from jax_mfa import checks, meshes
 
 if TYPE_CHECKING:
     from jax_mfa.specification import Operands, Specification
@@ -168,8 +168,11 @@ class QuantizedArray:
         """
         dtype = self.dtype if dtype is None else checks.floating_dtype("dtype", dtype)
         wide = np.promote_types(self.dtype, np.float32)
-        parts = {name: spread(x, self.scheme.tokens_of(name), self.shape[-3], -3) for name, x in self.parts().items()}
-        x = decoded(self.scheme, self.head_size, parts, wide).astype(dtype)
+        along = lambda name, x: spread(x, self.scheme.tokens_of(name), self.shape[-3], -3)
+        read = lambda parts: decoded(
+            self.scheme, self.head_size, {name: along(name, x) for name, x in parts.items()}, wide
+        )
+        x = meshes.without_types(read, self.parts(), meshes.spec_of(self.data)).astype(dtype)
         return x if self.original is None else straight_through(x, self.original.astype(x.dtype))
 
     def tokens(self, start: int, stop: int) -> QuantizedArray:

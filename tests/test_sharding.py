@@ -3,8 +3,10 @@
 Nothing is gathered, which the compiled program shows, unless an array is split where attention is not.
 """
 
+import contextlib
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -16,6 +18,7 @@ from harness import DIFFERENTIABLE, assert_allclose, assert_matches_oracle, cota
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_mfa
 from jax_mfa import sharding
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
@@ -296,6 +299,100 @@ def test_a_query_without_a_sharding_may_meet_explicitly_sharded_arguments(implem
             moved = jax.grad(loss)(arrays)["key"]
             assert jax.typeof(moved).sharding.spec == jax.typeof(arrays["key"]).sharding.spec
             assert_allclose(moved, jax.grad(loss)({n: x[n] for n in names})["key"], rtol=0, atol=2e-6)
+
+
+def _everywhere():
+    """Functions of arrays that are split along batch rows or heads: name, function, arrays, and the letters of each."""
+    rng = np.random.default_rng(0)
+    real = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    q, k, v = real(4, 6, 8, 8), real(4, 16, 4, 8), real(4, 16, 4, 8)
+    plain, letters = {"query": q, "key": k, "value": v}, {"query": "btnh", "key": "bskh", "value": "bskh"}
+    new = {"key": real(4, 6, 4, 8), "value": real(4, 6, 4, 8), "key_cache": k, "value_cache": v}
+    lengths = np.array([1, 4, 7, 9], np.int32)
+    scheme = jax_mfa.Scheme("int8", tokens=4, channels=4, center=8)
+    tables = rng.permutation(8).reshape(4, 2).astype(np.int32)
+    pages = {"key": real(8, 8, 4, 8), "value": real(8, 8, 4, 8), "tables": tables}
+    ragged = {"query": q.reshape(24, 8, 8)[:12], "sinks": real(4, 8), "lengths": lengths}
+    named = {"implementation": "blockwise"}
+    yield "causal", lambda **x: jax_mfa.dot_product_attention(**x, is_causal=True, **named), plain, letters
+    yield (
+        "quantized",
+        lambda query, key, value: jax_mfa.flash_attention(
+            query, jax_mfa.quantize(key, scheme), jax_mfa.quantize(value, "fp8"), is_causal=True, **named
+        ),
+        plain,
+        letters,
+    )
+    yield "decode", lambda **x: jax_mfa.decode_attention(**x, lengths=lengths, **named), plain, letters
+    for ring in (False, True):
+        window = {"ring": True, "local_window_size": (15, 0)} if ring else {}
+        yield (
+            f"cache, {ring=}",
+            lambda window=window, **x: jax_mfa.cache.attend(**x, **window, **named),
+            {"query": q, **new, "lengths": lengths},
+            {"query": "btnh", **dict.fromkeys(new, "bskh"), "lengths": "b"},
+        )
+    yield (
+        "pages",
+        lambda query, key, value, tables, lengths, sinks: jax_mfa.paged_attention(
+            query, key, value, tables, lengths, query_start_locs=[0, 1, 3, 8, 12], sinks=sinks, **named
+        ),
+        {**pages, **ragged},
+        {"query": "tnh", "key": "..kh", "value": "..kh", "tables": "b.", "sinks": "bn", "lengths": "b"},
+    )
+    yield (
+        "packed",
+        lambda query, key, value: jax_mfa.flash_attention_varlen(
+            query, key, value, [0, 5, 16], is_causal=True, **named
+        ),
+        {name: x.reshape(-1, *x.shape[2:])[:16] for name, x in plain.items()},
+        {"query": "tnh", "key": "skh", "value": "skh"},
+    )
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no explicit sharding")
+@pytest.mark.parametrize("case", [pytest.param(x[1:], id=x[0]) for x in _everywhere()])
+def test_every_function_takes_explicitly_sharded_arrays_whether_their_mesh_is_set_or_not(case):
+    fun, arrays, letters = case
+    moving = [name for name in ("query", "key") if name != "key" or "tables" not in arrays]
+    rest = {name: x for name, x in arrays.items() if name not in moving}
+
+    def both(moved, rest):
+        out, pullback = jax.vjp(lambda moved: jax.tree.leaves(fun(**moved, **rest))[0], moved)
+        return out, pullback(jnp.sin(out))[0]
+
+    split = lambda x: ({name: x[name] for name in moving}, {name: x[name] for name in rest})
+    run = quick_jit(both)
+    wanted = jax.tree.leaves(run(*split(arrays)))
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    along = {"b": "data", "n": "heads", "k": "heads"}
+    for set_mesh in (contextlib.nullcontext(), jax.sharding.set_mesh(mesh)):
+        with set_mesh:
+            spec = lambda name: P(*(along.get(x) for x in letters[name]))
+            given = {name: jax.device_put(x, NamedSharding(mesh, spec(name))) for name, x in arrays.items()}
+            got = run(*split(given))
+            assert jax.typeof(got[0]).sharding.spec == P(*spec("query")[:-1], None)
+            for a, b in zip(jax.tree.leaves(got), wanted, strict=True):
+                assert_allclose(a, b, rtol=0, atol=1e-5 * max(1, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("shape, heads", [((4,), (4, 2)), ((4,), (8, 2)), ((3,), (6, 2)), ((2, 2), (4, 2))], ids=str)
+@own
+def test_heads_may_be_split_over_more_devices_than_there_are_key_heads(implementation, shape, heads):
+    n, k = heads
+    mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("x", "y")[: len(shape)])
+    x = Case("wide", B=2, T=6, S=7, N=n, K=k, H=8, is_causal=True).arguments()
+    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    loss = lambda *x: jnp.sin(implementation.attend(*x, is_causal=True)).sum()
+    run = quick_jit(jax.value_and_grad(loss, (0, 1, 2)))
+    arrays = x["query"], x["key"], x["value"]
+    wanted = run(*arrays)
+    compiled = run.lower(place(arrays[0], None, None, mesh.axis_names), *map(place, arrays[1:])).compile()
+    got = compiled(place(arrays[0], None, None, mesh.axis_names), *map(place, arrays[1:]))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
+        assert_allclose(a, b, rtol=0, atol=1e-5 * max(1, np.abs(b).max()))
+    if len(shape) == 1:
+        assert f"f32[2,6,{n},8]" not in "".join(re.findall(r".*all-gather\(.*", compiled.as_text()))
 
 
 @own
