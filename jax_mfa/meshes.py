@@ -1,5 +1,4 @@
-"""Axes of a mesh within `shard_map`, their sizes and which arrays vary along them; and meshes that make sharding part of
-types (explicit ones)."""
+"""Axes of a mesh within `shard_map`: their sizes, and which arrays vary along them. And meshes with explicit axes."""
 
 from __future__ import annotations
 
