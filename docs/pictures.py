@@ -19,7 +19,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot
 
 from jax_mfa.metal import tiles
-from jax_mfa.specification import Specification
+from jax_mfa.problem import Specification
 
 HERE = pathlib.Path(__file__).resolve().parent
 INK = "#808080"  # reads on light and on dark

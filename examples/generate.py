@@ -29,7 +29,7 @@ try:
     import tokenizers  # noqa: F401
     from tqdm import tqdm
 
-    from jax_mfa.command_line import fit_output_to_the_terminal
+    from jax_mfa.cli.command_line import fit_output_to_the_terminal
 except ModuleNotFoundError as error:
     sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
 

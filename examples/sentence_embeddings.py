@@ -37,7 +37,7 @@ try:
     from tqdm import tqdm
 
     import jax_mfa
-    from jax_mfa.command_line import fit_output_to_the_terminal
+    from jax_mfa.cli.command_line import fit_output_to_the_terminal
 except ModuleNotFoundError as error:
     sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
 

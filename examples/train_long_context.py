@@ -42,7 +42,7 @@ try:
     from train_char_lm import read_text
 
     import jax_mfa
-    from jax_mfa.command_line import fit_output_to_the_terminal
+    from jax_mfa.cli.command_line import fit_output_to_the_terminal
     from jax_mfa.context_parallel.costs import human
     from jax_mfa.flax import rotary_embedding
 except ModuleNotFoundError as error:

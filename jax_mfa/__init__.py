@@ -3,9 +3,10 @@
 `dot_product_attention` takes the place of `jax.nn.dot_product_attention`. See docs/getting-started.md for a tour.
 """
 
+import sys
+
 from jax.export import DisabledSafetyCheck
 
-from jax_mfa import cache
 from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention, record
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.context_parallel.api import (
@@ -17,17 +18,18 @@ from jax_mfa.context_parallel.api import (
 )
 from jax_mfa.context_parallel.decode import sharded_append, sharded_decode_attention
 from jax_mfa.context_parallel.order import unzigzag, zigzag
-from jax_mfa.merging import merge
+from jax_mfa.kv_cache import contiguous as cache
+from jax_mfa.kv_cache.page_book import OutOfPages, PageBook
+from jax_mfa.kv_cache.paged import paged_attention
+from jax_mfa.kv_cache.pool import PagedKVCache
+from jax_mfa.kv_cache.quantized import quantize
+from jax_mfa.kv_cache.storage import QuantizedArray, Scheme
 from jax_mfa.metal.runtime import TARGETS, register_targets
-from jax_mfa.overriding import override_jax_nn
-from jax_mfa.packed import flash_attention_varlen
-from jax_mfa.page_book import OutOfPages, PageBook
-from jax_mfa.paged import paged_attention
-from jax_mfa.paged_cache import PagedKVCache
-from jax_mfa.quantization import quantize
+from jax_mfa.override import override_jax_nn
+from jax_mfa.partial import merge
 from jax_mfa.recording import Choice, Recorder
-from jax_mfa.storage import QuantizedArray, Scheme
-from jax_mfa.tuning import Tuned, tune
+from jax_mfa.tuning.tune import Tuned, tune
+from jax_mfa.varlen import flash_attention_varlen
 
 __version__ = "0.1.0"
 
@@ -69,4 +71,6 @@ __all__ = [
 # what `jax.export.export(..., disabled_checks=...)` needs for programs that hold Metal calls
 DISABLE_EXPORT_CHECKS: tuple[DisabledSafetyCheck, ...] = tuple(map(DisabledSafetyCheck.custom_call, TARGETS))
 
+# `import jax_mfa.cache` too
+sys.modules[f"{__name__}.cache"] = cache
 register_targets()

@@ -7,9 +7,9 @@ import errno
 import os
 import sys
 
-from jax_mfa import bench, check, tuning
-from jax_mfa.command_line import INTERRUPTED, fit_output_to_the_terminal
-from jax_mfa.metal import show
+from jax_mfa.cli import bench, check, show
+from jax_mfa.cli.command_line import INTERRUPTED, fit_output_to_the_terminal
+from jax_mfa.tuning import tune as tuning
 
 READER_GONE = 141  # what a shell reports of a program that SIGPIPE ends
 

@@ -16,11 +16,11 @@ from jax.typing import ArrayLike
 from jax_mfa import checks, metal, primitives, recording, reference, sharding
 from jax_mfa.arguments import known_lengths, specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.specification import Operands, Specification, accumulation_dtype
-from jax_mfa.storage import QuantizedArray, stored
+from jax_mfa.kv_cache.storage import QuantizedArray, stored
+from jax_mfa.problem import Operands, Specification, accumulation_dtype
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Bias, Float, Integer, Key, Lists, Mask
+    from jax_mfa.typing import Bias, Float, Integer, Key, Lists, Mask
 
 IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
 _OPEN = ("metal", "blockwise")  # what leaves the choice between the two to lowering, which knows platform and sizes

@@ -14,10 +14,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.specification import MAX_POSITION
+from jax_mfa.problem import MAX_POSITION
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Bool
+    from jax_mfa.typing import Bool
 
 
 def _pair(size: Any) -> tuple[int, int]:

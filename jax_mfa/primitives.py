@@ -41,9 +41,9 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mfa import blockwise, meshes, metal, recording, reference, sharding, versions
-from jax_mfa.specification import Operands, Specification, accumulation_dtype
-from jax_mfa.storage import PARTS, field_of, pool_fields, stored
+from jax_mfa import blockwise, compat, metal, recording, reference, sharding
+from jax_mfa.kv_cache.storage import PARTS, field_of, pool_fields, stored
+from jax_mfa.problem import Operands, Specification, accumulation_dtype
 
 # what the transpose takes after the operands
 BACKWARD_NAMES = ("out", "row_max", "row_sum", "d_out", "d_lse")
@@ -573,7 +573,7 @@ def _lowering(fun: Callable[..., Any], static: Any, name: str, shares: bool = Tr
 
     def rule(ctx: Any, *args: Any, **params: Any) -> Any:
         # loops inside start from constants, which shard_map's types would tell from data that varies by device
-        avals = [ShapedArray(a.shape, a.dtype) if versions.varying(a) else a for a in ctx.avals_in]
+        avals = [ShapedArray(a.shape, a.dtype) if compat.varying(a) else a for a in ctx.avals_in]
         mesh = _shared_mesh(ctx) if shares else None
         chosen = lower if mesh is None else mlir.lower_fun(_by_shares(fun, mesh), multiple_results=True)
         return chosen(ctx.replace(avals_in=avals), *args, **params)
@@ -739,10 +739,10 @@ ad.primitive_transposes[transpose_tangent_p] = _transpose_tangent_transpose
 
 def _vary_alike(arrays: Any) -> Any:
     """Under `shard_map`, marks every array as varying along each mesh axis that any of them varies along."""
-    return meshes.vary(arrays, meshes.varying_of(arrays))
+    return compat.vary(arrays, compat.varying_of(arrays))
 
 
-versions.register_with_shard_map(attention_p, transpose_p, tangent_p, transpose_tangent_p, name_p)
+compat.register_with_shard_map(attention_p, transpose_p, tangent_p, transpose_tangent_p, name_p)
 
 
 def attention(spec: Specification, operands: Operands, implementation: str | None = None) -> Any:

@@ -32,9 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_mfa.kv_cache.storage import Stored, is_part, stored, straight_through
 from jax_mfa.philox import keep_mask
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, expand
-from jax_mfa.storage import Stored, is_part, stored, straight_through
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand
 
 
 @jax.custom_jvp

@@ -25,24 +25,16 @@ from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_mfa import meshes, versions
+from jax_mfa import compat
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import Operands, Specification, counted_from
-from jax_mfa.storage import is_part, pool_fields
+from jax_mfa.kv_cache.storage import is_part, pool_fields
+from jax_mfa.problem import AXES, Operands, Specification, counted_from
 
-# the axis of heads, where an array has one; batch rows are always the first
-_OF_KEYS = tuple(name for name in Operands._fields if name in ("key", "value") or is_part(name))
-_HEAD_AXIS = {
-    **dict.fromkeys(("query", *_OF_KEYS, "out", "row_max", "row_sum", "d_out", "d_lse"), 2),
-    **dict.fromkeys(("bias", "mask", "block_mask", "alibi_slopes", "sinks"), 1),
-}
-# the axis of tokens, of queries but where an array is of keys; of bias and masks the columns are not split
-_TOKEN_AXIS = {
-    **dict.fromkeys(("query", "out", "row_max", "row_sum", "d_out", "d_lse", "query_segment_ids", "key_ranges"), 1),
-    **dict.fromkeys(("bias", "mask", "block_mask"), 2),
-    **dict.fromkeys(("key", "value", "key_segment_ids"), 1),
-}
+_HEAD_AXIS = {name: i for name, letters in AXES.items() for i, x in enumerate(letters) if x in "NK"}
+# of tokens, of queries but where an array is of keys; of bias and masks the keys are not split
+_TOKEN_AXIS = {name: min(map(x.find, tokens)) for name, x in AXES.items() if (tokens := {*"TtS"} & {*x})}
+_OF_KEYS = tuple(name for name, letters in AXES.items() if "K" in letters)
 _OF_COLUMNS = ("key", "value", "key_segment_ids")
 
 
@@ -248,7 +240,7 @@ def partitioned(
         division = divide(mesh, arrays, found)
 
         def own_share(*arrays: Array) -> tuple[Any, ...]:
-            with versions.no_mesh():
+            with compat.no_mesh():
                 run = division.over_ring(pair, names, results) if division.length else fun
                 parts = zip(results, run(*division.numbered(names, arrays)))
                 return tuple(lax.psum(x, division.shared(name)) if division.shared(name) else x for name, x in parts)
@@ -275,6 +267,6 @@ def automatically(run: Callable[..., Any], arguments: dict[str, Any], with_lse: 
     The output is then sharded like the query but for its last axis, and replicated where the query has no sharding;
     with `with_lse`, the second result likewise.
     """
-    rows = PartitionSpec(*meshes.spec_of(arguments["query"])[:-1])
+    rows = PartitionSpec(*compat.spec_of(arguments["query"])[:-1])
     out = PartitionSpec(*rows, None)
-    return meshes.without_types(run, arguments, (out, rows) if with_lse else out)
+    return compat.without_types(run, arguments, (out, rows) if with_lse else out)

@@ -17,10 +17,11 @@ from flax import nnx
 from harness import arrays, mesh_of, qkv
 
 import jax_mfa
-from jax_mfa import annotations, cache
+from jax_mfa import typing as annotations
 from jax_mfa.flax import linen as mfa_linen
 from jax_mfa.flax import nnx as mfa_nnx
 from jax_mfa.flax import rotary_embedding
+from jax_mfa.kv_cache import contiguous as cache
 
 # lists have no shape to check, and `Lists` refers to itself
 NAMES = {**{name: getattr(annotations, name) for name in annotations.__all__}, "Lists": list}

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from harness import assert_allclose
 
-from jax_mfa import bench, bench_devices, bench_figures, bench_models, bench_problems
 from jax_mfa.__main__ import main
-from jax_mfa.bench_models import MLX, STOCK, TORCH
-from jax_mfa.bench_problems import BOTH, COMPILING, DECODE, FORWARD, TANGENT, TRAINING, Problem
+from jax_mfa.cli import bench, bench_devices, bench_figures, bench_models, bench_problems
+from jax_mfa.cli.bench_models import MLX, STOCK, TORCH
+from jax_mfa.cli.bench_problems import BOTH, COMPILING, DECODE, FORWARD, TANGENT, TRAINING, Problem
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 QUICK = ["bench", "--rounds", "1", "--heads", "2", "--head-sizes", "8", "--implementations"]
@@ -329,7 +329,7 @@ def test_the_data_file_has_the_models_with_their_sources():
     import importlib.resources
 
     for file in ("models.json", "chips.json"):
-        found = json.loads(importlib.resources.files("jax_mfa").joinpath(file).read_text())
+        found = json.loads(importlib.resources.files("jax_mfa.cli").joinpath(file).read_text())
         assert found and all(x["source"] for x in found)
     named = {p.name: p for p in bench_problems.PROBLEMS}
     assert (named["TinyLlama 1.1B"].N, named["TinyLlama 1.1B"].K, named["TinyLlama 1.1B"].S) == (32, 4, 2048)

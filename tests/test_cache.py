@@ -11,7 +11,7 @@ from harness import arrays, assert_allclose, assert_close, own, quick_jit
 from oracle import attention
 
 import jax_mfa
-from jax_mfa import cache
+from jax_mfa.kv_cache import contiguous as cache
 
 B, L, N, K, H, V, LEFT = 3, 20, 4, 2, 8, 6, 3
 WINDOW = (LEFT, 0)

@@ -16,7 +16,7 @@ import jax_mfa
 from jax_mfa.context_parallel import costs, order
 from jax_mfa.context_parallel.costs import Machine
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import Specification
+from jax_mfa.problem import Specification
 
 pytestmark = needs_eight_devices
 

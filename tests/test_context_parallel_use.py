@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mfa
-from jax_mfa import BlockMask, meshes, versions
-from jax_mfa.context_parallel import order
+from jax_mfa import BlockMask, compat
+from jax_mfa.context_parallel import axes, order
 
 pytestmark = needs_eight_devices
 
@@ -104,7 +104,7 @@ def test_modules_and_attention_fn_take_an_axis_for_the_sequence():
 
     split = P("data", "sequence")
     local = one.clone(sequence_axis="sequence")
-    run = versions.shard_map(lambda x: local.apply(parameters, x), mesh, (split,), split)
+    run = compat.shard_map(lambda x: local.apply(parameters, x), mesh, (split,), split)
     close(quick_jit(run)(x), wanted)
     cached = jax.eval_shape(one.clone(decode=True).init, jax.random.key(0), x)
     cached = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), cached)
@@ -230,7 +230,7 @@ def test_the_axis_is_looked_for_where_it_is_traced():
         ValueError, match="axis_name must name an axis of the mesh that this is traced over, got 'ring'"
     ):
         jax_mfa.ring_attention(query, key, value, axis_name="ring")
-    assert meshes.mesh_axis_size(mesh_of(2, 4), ("ring", "heads"), "axis_name") == 8
+    assert axes.mesh_axis_size(mesh_of(2, 4), ("ring", "heads"), "axis_name") == 8
 
 
 def test_quantised_arrays_do_not_travel():

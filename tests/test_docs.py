@@ -104,8 +104,8 @@ def commands():
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_that_is_named_exists_with_its_options(command, monkeypatch):
-    from jax_mfa import bench, check, tuning
-    from jax_mfa.metal import show
+    from jax_mfa.cli import bench, check, show
+    from jax_mfa.tuning import tune as tuning
 
     monkeypatch.syspath_prepend(ROOT / "tests" / "metal")  # where what predicts is
     ran = []

@@ -12,7 +12,7 @@ FILES = sorted(x for folder in ("jax_mfa", "examples") for x in (ROOT / folder).
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # strings that nobody prints as they are
 DATA = {
-    "jax_mfa/command_line.py": set("×·–−→…≤≠²ᵀ∞Σ√"),  # written in ASCII where the terminal lacks them
+    "jax_mfa/cli/command_line.py": set("×·–−→…≤≠²ᵀ∞Σ√"),  # written in ASCII where the terminal lacks them
     "examples/generation/detokenizer.py": {"\N{REPLACEMENT CHARACTER}"},  # what bytes that are no UTF-8 decode to
     "examples/sentence_embeddings.py": {"\N{REPLACEMENT CHARACTER}"},  # drawn in a plot
 }
@@ -38,7 +38,7 @@ def test_strings_that_users_see_are_ascii():
 
 def test_the_programs_docstrings_are_ascii():
     """Those of the commands, which `python -m jax_mfa` prints."""
-    for name in ("bench", "check", "tuning", "metal/show"):
+    for name in ("cli/bench", "cli/check", "tuning/tune", "cli/show"):
         assert ast.get_docstring(ast.parse((ROOT / f"jax_mfa/{name}.py").read_text("utf-8"))).isascii(), name
 
 

@@ -12,7 +12,8 @@ import pytest
 from harness import arrays, assert_allclose, assert_close, own, quick_jit, types_of
 from test_quantization import stored_numbers
 
-from jax_mfa import Scheme, paged, paged_attention, quantize
+from jax_mfa import Scheme, paged_attention, quantize
+from jax_mfa.kv_cache import paged
 
 B, N, K, H, V = 3, 4, 2, 11, 7
 FEATURES = {

@@ -15,9 +15,9 @@ from harness import arrays, assert_close
 from oracle import attention
 
 from jax_mfa import OutOfPages, PageBook, PagedKVCache, Scheme, metal, paged_attention, quantize
+from jax_mfa.kv_cache.page_book import Write
+from jax_mfa.kv_cache.pool import write_in_place
 from jax_mfa.metal import append
-from jax_mfa.page_book import Write
-from jax_mfa.paged_cache import write_in_place
 
 K, H, V, PAGE = 2, 6, 4, 8
 

@@ -11,7 +11,7 @@ from harness import arrays, mesh_of, needs_eight_devices
 
 import jax_mfa
 from jax_mfa import Scheme
-from jax_mfa.versions import x64
+from jax_mfa.compat import x64
 
 MODES = [(False, "int64"), (True, "int64"), (True, "uint8"), (True, "list")]
 SCHEMES = (

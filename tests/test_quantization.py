@@ -13,8 +13,9 @@ import quantization_error as simulation
 from harness import arrays, assert_allclose, quick_jit, types_of
 
 import jax_mfa
-from jax_mfa import QuantizedArray, Scheme, quantization, quantize
-from jax_mfa.storage import LEVELS, SYMMETRIC_LEVELS
+from jax_mfa import QuantizedArray, Scheme, quantize
+from jax_mfa.kv_cache import quantized as quantization
+from jax_mfa.kv_cache.storage import LEVELS, SYMMETRIC_LEVELS
 
 KINDS = ("int8", "int4", "fp8")
 SCHEMES = [Scheme(kind, symmetric) for kind in KINDS for symmetric in (False, True)]

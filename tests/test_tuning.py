@@ -10,9 +10,12 @@ import pytest
 from harness import assert_allclose
 
 import jax_mfa
-from jax_mfa import bench_models, bench_problems, blockwise, tuned, tuning
+from jax_mfa import blockwise
 from jax_mfa.__main__ import main
 from jax_mfa.arguments import specify_abstract
+from jax_mfa.cli import bench_models, bench_problems
+from jax_mfa.tuning import tune as tuning
+from jax_mfa.tuning import tuned
 
 SHAPE = jax.ShapeDtypeStruct((1, 96, 2, 8), jnp.float32)
 PROBLEM = {"query": SHAPE, "key": SHAPE, "value": SHAPE, "is_causal": True}

@@ -11,8 +11,9 @@ import sys
 
 import pytest
 
-from jax_mfa import api, dot_product_attention, paged, paged_attention
+from jax_mfa import api, dot_product_attention, paged_attention
 from jax_mfa.arguments import specify
+from jax_mfa.kv_cache import paged
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -21,7 +21,7 @@ import jax_mfa
 from generation import sampling
 from generation.model import Attend, Decoder
 from generation.sampling import GREEDY, Sampling
-from jax_mfa.page_book import Write
+from jax_mfa.kv_cache.page_book import Write
 
 PLAIN = ("float32", "float16", "bfloat16")
 QUANTIZED = ("int8", "int4", "fp8")

@@ -9,7 +9,7 @@ from jax_mfa.blockwise.forward import forward
 from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.tangent import tangent
 from jax_mfa.blockwise.tiles import Tiles, candidates, tiles_of
-from jax_mfa.specification import Operands, Specification
+from jax_mfa.problem import Operands, Specification
 
 __all__ = ["Tiles", "backward", "candidates", "forward", "tangent", "tiling_of"]
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mfa import whole_rows
+from jax_mfa import partial
 from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
 from jax_mfa.blockwise.tile import OF_SCORES, Tile, from_words, to_words
 from jax_mfa.blockwise.tiles import tiles_of
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, reduce_rows, sees_nothing
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, reduce_rows, sees_nothing
 
 
 def backward(
@@ -39,7 +39,7 @@ def backward(
     operands = viewed(spec, operands)
     tiles = tiles_of("blockwise backward", spec, operands, True)
     acc = accumulation_dtype(operands.query.dtype)
-    delta = whole_rows.shift(out, d_out, d_lse, acc)
+    delta = partial.delta_of(out, d_out, d_lse, acc)
     total = row_sum
     if not spec.every_row_sees(operands):
         empty = sees_nothing(row_sum)
@@ -97,7 +97,7 @@ def backward(
     dq, found = loop.over_queries(queries, (to_words(jnp.zeros_like(operands.query), ()), found))
     found["query"] = dq
     if "sinks" in wrt:
-        found["sinks"] = whole_rows.sink_gradient(spec, operands, row_max, row_sum, delta)
+        found["sinks"] = partial.sink_gradient(spec, operands, row_max, row_sum, delta)
 
     def cotangent(name: str) -> Array:
         operand = getattr(operands, name)

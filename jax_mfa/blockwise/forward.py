@@ -11,7 +11,7 @@ from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
 from jax_mfa.blockwise.tile import Tile, from_words, to_words
 from jax_mfa.blockwise.tiles import few_queries, tiles_of
-from jax_mfa.specification import Operands, Specification, accumulation_dtype
+from jax_mfa.problem import Operands, Specification, accumulation_dtype
 
 
 def forward(spec: Specification, operands: Operands, differentiated: bool = False) -> tuple[Array, ...]:

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 
 from jax_mfa.blockwise.tile import Tile, from_words, part_of, to_words
-from jax_mfa.specification import Operands, Specification
-from jax_mfa.storage import Stored, field_of, spread, stored
+from jax_mfa.kv_cache.storage import Stored, field_of, spread, stored
+from jax_mfa.problem import Operands, Specification
 
 
 def viewed(spec: Specification, operands: Operands) -> Operands:

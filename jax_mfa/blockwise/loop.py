@@ -13,7 +13,7 @@ from jax import lax
 
 from jax_mfa.blockwise.tile import ATTEMPTS, Tile, part_of
 from jax_mfa.blockwise.tiles import Tiles
-from jax_mfa.specification import Operands, Specification, expand_rows
+from jax_mfa.problem import Operands, Specification, expand_rows
 
 
 def tile_starts(length: int, block: int) -> np.ndarray:

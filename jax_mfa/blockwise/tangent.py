@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mfa import whole_rows
+from jax_mfa import partial
 from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
 from jax_mfa.blockwise.tile import Tile
 from jax_mfa.blockwise.tiles import tiles_of
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, sees_nothing
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, sees_nothing
 
 
 def tangent(
@@ -83,6 +83,6 @@ def tangent(
     empty = jnp.zeros((*rows, operands.value.shape[-1]), acc), jnp.zeros(rows, acc)
     t_out, t_lse = loop.over_queries(queries, empty)
     if "sinks" in moved:
-        t_sinks = whole_rows.per_batch_row(spec, operands, "sinks", acc, moved["sinks"])[:, None]
-        t_lse = t_lse + whole_rows.sink_probability(spec, operands, row_max, row_sum) * t_sinks
+        t_sinks = partial.per_batch_row(spec, operands, "sinks", acc, moved["sinks"])[:, None]
+        t_lse = t_lse + partial.sink_probability(spec, operands, row_max, row_sum) * t_sinks
     return (t_out - out.astype(acc) * t_lse[..., None]).astype(operands.query.dtype), t_lse

@@ -18,8 +18,8 @@ from jax import Array, lax
 
 from jax_mfa.blockwise.tiles import Tiles
 from jax_mfa.philox import keep_mask
+from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, row_index
 from jax_mfa.reference import tanh
-from jax_mfa.specification import AXES, Operands, Specification, accumulation_dtype, row_index
 
 OF_SCORES = "bias", "scale", "alibi_slopes"  # what scores depend on beside queries and keys
 # 0 · NaN is NaN, so that a weight of 0 does not hide what is not finite. Where something may be hidden, products are of

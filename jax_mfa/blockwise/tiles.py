@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jax_mfa import tuned
-from jax_mfa.specification import Operands, Specification
-from jax_mfa.storage import pool_fields
+from jax_mfa.kv_cache.storage import pool_fields
+from jax_mfa.problem import Operands, Specification
+from jax_mfa.tuning import tuned
 
 LARGEST = 2**20  # elements of a step's largest array: stays in caches, and is large enough to multiply fast
 DENSE = 2**21  # elements of the largest array of a problem that is one tile

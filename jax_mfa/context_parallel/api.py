@@ -17,11 +17,11 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import api, checks, meshes, versions
+from jax_mfa import api, checks, compat
 from jax_mfa.api import Implementation
 from jax_mfa.arguments import specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.context_parallel import attend
+from jax_mfa.context_parallel import attend, axes
 from jax_mfa.context_parallel import layout as layouts
 from jax_mfa.context_parallel import order as orders
 from jax_mfa.context_parallel.choice import Choice, Form, choose
@@ -29,10 +29,10 @@ from jax_mfa.context_parallel.costs import Machine, Problem
 from jax_mfa.context_parallel.layout import Layout
 from jax_mfa.context_parallel.order import Order
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import MAX_POSITION, Operands, Specification
+from jax_mfa.problem import MAX_POSITION, Operands, Specification
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Bias, Bool, Float, Integer, Mask
+    from jax_mfa.typing import Bias, Bool, Float, Integer, Mask
 
 
 class _OverDevices(api._Keywords[ArrayLike], total=False):
@@ -404,9 +404,9 @@ def _chosen(
     given = {name: x for name, x in arguments.items() if x is not None}
     layouts.refuse_quantised("context_parallel_attention", **arguments)
     if mesh is None:
-        devices = meshes.axis_size(axis, "axis_name")
+        devices = axes.axis_size(axis, "axis_name")
         return choose(_problem(*specify(**given, parts=devices), parts=devices), devices, order, _machine(machine))
-    size = lambda axis, name: 1 if axis is None else meshes.mesh_axis_size(mesh, axis, name)
+    size = lambda axis, name: 1 if axis is None else axes.mesh_axis_size(mesh, axis, name)
     problem = _problem(*specify(**given))
     problem = dataclasses.replace(
         problem,
@@ -517,7 +517,7 @@ def _program(
         return _of_own_share(layout, arguments, arguments.pop("positions", None), implementation)
 
     specs = jax.tree.unflatten(tree, specs)
-    return jax.jit(versions.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1]))))
+    return jax.jit(compat.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1]))))
 
 
 # what the last axes of an argument are: r rows and c columns of the sequence, n heads, x anything that is not split;

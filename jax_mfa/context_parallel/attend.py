@@ -20,10 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mfa import meshes, primitives, versions
+from jax_mfa import compat, primitives
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.specification import DIFFERENTIABLE, Operands, accumulation_dtype, counted_from
+from jax_mfa.problem import DIFFERENTIABLE, Operands, accumulation_dtype, counted_from
 
 
 def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Any, ...]:
@@ -37,8 +37,8 @@ def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Any, ...
     Returns:
       out: [B, T, N, V] of the query's dtype; lse: [B, T, N].
     """
-    axes = meshes.varying_of(operands) | meshes.varying_along(ring.axis, heads_axis)
-    operands = meshes.vary(operands, axes)
+    axes = compat.varying_of(operands) | compat.varying_along(ring.axis, heads_axis)
+    operands = compat.vary(operands, axes)
     if heads_axis is None:
         return _whole_or_ring(ring, operands)
     exchange = Exchange(heads_axis, lax.psum(1, heads_axis), operands.query.shape[2], operands.key.shape[2])
@@ -61,7 +61,7 @@ def _whole_or_ring(ring: Ring, o: Operands) -> tuple[Array, Array]:
 
 
 def _vary(operands: Operands) -> Any:
-    return functools.partial(meshes.vary, axes=meshes.varying_of(operands))
+    return functools.partial(compat.vary, axes=compat.varying_of(operands))
 
 
 def _forward(ring: Ring, operands: Operands) -> tuple[Array, Array, Array]:
@@ -157,7 +157,7 @@ mlir.register_lowering(ring_tangent_p, mlir.lower_fun(_ring_tangent, multiple_re
 batching.primitive_batchers[ring_tangent_p] = _ring_tangent_batching
 ad.primitive_jvps[ring_tangent_p] = primitives._jvp_by_jax(_ring_tangent)
 ad.primitive_transposes[ring_tangent_p] = _ring_tangent_transpose
-versions.register_with_shard_map(ring_tangent_p)
+compat.register_with_shard_map(ring_tangent_p)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from jax_mfa.context_parallel.ring import Ring, Schedule
-from jax_mfa.specification import Specification
+from jax_mfa.problem import Specification
 
 ACCUMULATOR = 4  # bytes of a float32
 

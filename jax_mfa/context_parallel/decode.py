@@ -14,15 +14,16 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import api, cache, checks, meshes, primitives, versions
+from jax_mfa import api, checks, compat, partial, primitives
 from jax_mfa.api import Implementation
 from jax_mfa.arguments import as_array, known_lengths, specify
-from jax_mfa.context_parallel import partial
+from jax_mfa.context_parallel import axes
 from jax_mfa.context_parallel.layout import decided, refuse_quantised
-from jax_mfa.specification import accumulation_dtype, counted_from
+from jax_mfa.kv_cache import contiguous as cache
+from jax_mfa.problem import accumulation_dtype, counted_from
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Float, Int32, Integer, Lists
+    from jax_mfa.typing import Float, Int32, Integer, Lists
 
 
 class _OverDevices(api._Features[ArrayLike], total=False):
@@ -126,7 +127,7 @@ def sharded_decode_attention(
 
     split = _columns_of(key, axis_name)
     whole = PartitionSpec()
-    out, lse = versions.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))(
+    out, lse = compat.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))(
         *(jnp.asarray(x) for x in (query, key, value, filled)), arrays
     )
     return (out, lse) if return_residual else out
@@ -143,7 +144,7 @@ def _columns_of(x: Any, axis: Any) -> PartitionSpec:
 
 
 def _devices(mesh: Any, axis: Any) -> int:
-    size = meshes.axis_size if mesh is None else functools.partial(meshes.mesh_axis_size, mesh)
+    size = axes.axis_size if mesh is None else functools.partial(axes.mesh_axis_size, mesh)
     return size(axis, "axis_name")
 
 
@@ -243,4 +244,4 @@ def sharded_append(
         return run(*arrays, start, count)
     _check_columns("key_cache", columns, devices)
     split, all_of = _columns_of(key_cache, axis_name), PartitionSpec()
-    return versions.shard_map(run, mesh, (split, split, *(all_of,) * 4), (split, split, all_of))(*arrays, start, count)
+    return compat.shard_map(run, mesh, (split, split, *(all_of,) * 4), (split, split, all_of))(*arrays, start, count)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mfa import api, meshes
+from jax_mfa import api, compat
 from jax_mfa.api import Implementation
 from jax_mfa.arguments import concrete, known_integers
-from jax_mfa.context_parallel import costs
+from jax_mfa.context_parallel import axes, costs
 from jax_mfa.context_parallel import order as orders
-from jax_mfa.specification import Operands, Specification
-from jax_mfa.storage import QuantizedArray
+from jax_mfa.kv_cache.storage import QuantizedArray
+from jax_mfa.problem import Operands, Specification
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +43,22 @@ class Layout:
         if self.order != "contiguous" and self.ring is None:
             raise ValueError(f"order must be 'contiguous' without a ring, got {self.order!r}: work is balanced anyway")
         if self.ring is None and self.heads is None:
-            meshes.names_of(None, "axis_name")
-        axes = [(self.ring, "axis_name"), (self.heads, "axis_name")]
-        axes += [(self.batch_axis, "batch_axis"), (self.head_axis, "head_axis")]
-        flat = [name for axis, argument in axes if axis is not None for name in meshes.names_of(axis, argument)]
+            axes.names_of(None, "axis_name")
+        given = [(self.ring, "axis_name"), (self.heads, "axis_name")]
+        given += [(self.batch_axis, "batch_axis"), (self.head_axis, "head_axis")]
+        flat = [name for axis, argument in given if axis is not None for name in axes.names_of(axis, argument)]
         if len(flat) != len(set(flat)):
             raise ValueError(f"axis_name, batch_axis and head_axis must be different mesh axes, got {flat}")
 
     @property
     def sequence(self) -> tuple[Any, ...]:
         """The mesh axes of the sequence, the outer first."""
-        axes = [x for x in (self.ring, self.heads) if x is not None]
-        return tuple(name for x in axes for name in (x if isinstance(x, tuple) else (x,)))
+        given = [x for x in (self.ring, self.heads) if x is not None]
+        return tuple(name for x in given for name in (x if isinstance(x, tuple) else (x,)))
 
     def sizes(self, mesh: Any = None) -> tuple[int, int]:
         """How many devices the ring and the exchange of heads have, of a mesh or of that which this is traced over."""
-        size = meshes.axis_size if mesh is None else functools.partial(meshes.mesh_axis_size, mesh)
+        size = axes.axis_size if mesh is None else functools.partial(axes.mesh_axis_size, mesh)
         for name in ("batch_axis", "head_axis"):
             if getattr(self, name) is not None:
                 size(getattr(self, name), name)
@@ -94,9 +94,9 @@ def refuse_quantised(function: str, **arguments: Any) -> None:
 
 def check_that_keys_are_split(layout: Layout, arguments: dict[str, Any]) -> None:
     """Refuses arrays that `shard_map` knows to be the same on all devices."""
-    account = meshes.varying_along(layout.sequence[0])
+    account = compat.varying_along(layout.sequence[0])
     for name in ("query", "key", "value"):
-        missing = [axis for axis in layout.sequence if account and axis not in meshes.varying_of(arguments[name])]
+        missing = [axis for axis in layout.sequence if account and axis not in compat.varying_of(arguments[name])]
         if missing:
             raise ValueError(
                 f"{name} must be split along the mesh axis {missing[0]!r}, of which each device holds its part; it is "

@@ -19,7 +19,7 @@ from jax_mfa import checks
 from jax_mfa.arguments import as_array
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Shaped
+    from jax_mfa.typing import Shaped
 
 Order: TypeAlias = Literal["contiguous", "zigzag"]
 ORDERS: tuple[str, ...] = ("contiguous", "zigzag")

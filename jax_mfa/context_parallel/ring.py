@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mfa import whole_rows
+from jax_mfa import partial
 from jax_mfa.context_parallel import order as orders
-from jax_mfa.context_parallel import partial
-from jax_mfa.specification import Operands, Specification, accumulation_dtype, counted_from
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, counted_from
 
 # what of the operands travels
 _TRAVELLING = ("key", "value", "key_segment_ids")
@@ -341,8 +340,8 @@ def backward(
     sums = {**followed, **stayed}
     if "sinks" in wanted:
         out, row_max, row_sum, d_out, d_lse = rows
-        shift = whole_rows.shift(out, d_out, d_lse, acc)
-        sums["sinks"] = whole_rows.sink_gradient(ring.spec, o, row_max, row_sum, shift)
+        shift = partial.delta_of(out, d_out, d_lse, acc)
+        sums["sinks"] = partial.sink_gradient(ring.spec, o, row_max, row_sum, shift)
     return tuple(sums[name].astype(getattr(o, name).dtype) for name in wanted)
 
 
@@ -404,8 +403,8 @@ def tangent(
         travelling = _travelling(o), _travelling(moving)
         _, (t_out, t_lse) = _walk(ring, _schedule(ring, o), travelling, (), compute, (t_out, t_lse))
     if moving.sinks is not None:
-        t_sinks = whole_rows.per_batch_row(ring.spec, o, "sinks", acc, moving.sinks)[:, None]
-        moved = whole_rows.sink_probability(ring.spec, o, row_max, row_sum) * t_sinks
+        t_sinks = partial.per_batch_row(ring.spec, o, "sinks", acc, moving.sinks)[:, None]
+        moved = partial.sink_probability(ring.spec, o, row_max, row_sum) * t_sinks
         t_out, t_lse = t_out - out.astype(acc) * moved[..., None], t_lse + moved
     return t_out.astype(out.dtype), t_lse
 

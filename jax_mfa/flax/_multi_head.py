@@ -1,7 +1,7 @@
 """The arithmetic of `FlashMultiHeadAttention` between its projections, the same for linen and nnx: head sizes, rotary
 embedding, the decode cache. Knows arrays only; the modules own the parameters, variables and random streams.
 
-Dimension letters as in `jax_mfa.specification`: B batch (here any leading axes), T query length, S key length, N query
+Dimension letters as in `jax_mfa.problem`: B batch (here any leading axes), T query length, S key length, N query
 heads, K key/value heads, H head size; M the length of a cache.
 """
 
@@ -15,15 +15,15 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_mfa import cache as decode_cache
 from jax_mfa import checks
 from jax_mfa.api import dot_product_attention
 from jax_mfa.arguments import as_array, known_lengths
 from jax_mfa.flax._drop_in import as_bool, sharding_of
-from jax_mfa.specification import accumulation_dtype
+from jax_mfa.kv_cache import contiguous as decode_cache
+from jax_mfa.problem import accumulation_dtype
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Float, Integer
+    from jax_mfa.typing import Float, Integer
 
 
 def first_given(name: str, *values: Any) -> Any:

@@ -21,7 +21,7 @@ from jax_mfa.api import Implementation
 from jax_mfa.flax import _drop_in, _multi_head
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Integer, Lists, Scores, Shaped
+    from jax_mfa.typing import Integer, Lists, Scores, Shaped
 
 __all__ = ["FlashMultiHeadAttention", "attention_fn"]
 

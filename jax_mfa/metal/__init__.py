@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mfa import tuned, whole_rows
-from jax_mfa.metal import crossover, kernels, operands, runtime, tiles
+from jax_mfa import partial
+from jax_mfa.kv_cache.storage import stored
+from jax_mfa.metal import kernels, operands, runtime, tiles
 from jax_mfa.metal.plan import Plan
 from jax_mfa.metal.problem import Problem
 from jax_mfa.metal.tiles import MAX_HEAD, NAMES, VARIANTS
-from jax_mfa.specification import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
-from jax_mfa.storage import stored
+from jax_mfa.problem import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
+from jax_mfa.tuning import crossover, tuned
 
 DTYPES = ("float16", "bfloat16", "float32")
 # as reported of hosted runners: kernels that leave zeros (Metal.jl issue 309) or never end (llama.cpp issue 8617), and
@@ -222,7 +223,7 @@ def backward(
         elif name == "alibi_slopes":
             x = found["score_sums"][..., 1].sum(1)
         elif name == "sinks":
-            return whole_rows.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
+            return partial.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
         else:
             x = found[f"d_{name}"]
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)

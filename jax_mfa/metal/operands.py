@@ -193,7 +193,7 @@ _TABLE = (
     _own("sinks", "float", ("B", "N"), "logit of the column without a value", "has_sinks"),
     _own("out", "typename Types::T", _OUT, "softmax(scale * q k^T) v; zeros where a row sees nothing"),
     _own("row_max", "float", _ROWS, "largest score of a row, its sink included"),
-    _own("row_sum", "float", _ROWS, "sum of exp(score - row_max); sees_nothing of jax_mfa/specification.py"),
+    _own("row_sum", "float", _ROWS, "sum of exp(score - row_max); sees_nothing of jax_mfa/problem.py"),
     _own("d_out", "typename Types::Cotangent::Storage", _OUT, "cotangent of out"),
     _own(
         "d_lse",

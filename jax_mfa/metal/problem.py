@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from jax_mfa.kv_cache.storage import Storage, stored
 from jax_mfa.metal import operands
 from jax_mfa.metal.columns import stored_type
 from jax_mfa.metal.plan import SCALARS, Argument, Buffer
 from jax_mfa.philox import drop_below
-from jax_mfa.specification import MAX_POSITION, Operands, Specification
-from jax_mfa.storage import Storage, stored
+from jax_mfa.problem import MAX_POSITION, Operands, Specification
 
 BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}

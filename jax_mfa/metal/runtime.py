@@ -28,9 +28,10 @@ from typing import Any
 import jax
 from jax import Array
 
-from jax_mfa import kept, recording, versions
-from jax_mfa.metal import source
+from jax_mfa import compat, recording
+from jax_mfa.cli import source
 from jax_mfa.metal.plan import Plan
+from jax_mfa.tuning import kept
 
 TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward", "jax_mfa_append")
 NOT_APPLE = "this host has no Metal: the native module is built on macOS for Apple silicon only"
@@ -103,7 +104,7 @@ def _translated() -> bool:
 
 def _installed_api() -> tuple[int, int] | None:
     """The FFI API of the installed jaxlib, read from its headers."""
-    header = pathlib.Path(versions.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    header = pathlib.Path(compat.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
         return None
     text = header.read_text(encoding="utf-8")
@@ -132,7 +133,7 @@ def _registered(chosen: str) -> Runtime:
     if installed is not None and (built[0] != installed[0] or built[1] > installed[1]):
         return Runtime(reason=f"the native module speaks FFI API {built}, the installed jaxlib {installed}")
     for target in TARGETS:
-        versions.ffi.register_ffi_target(target, module.handler(), platform="cpu")
+        compat.ffi.register_ffi_target(target, module.handler(), platform="cpu")
     module.add_source(source.base_hash(), source.base())
     module.keep_pipelines(kept.pipelines(by_default=not chosen), _version())
     return Runtime(module)
@@ -240,5 +241,5 @@ def call(plan: Plan, target: str, *arrays: Array) -> dict[str, Any]:
     """The outputs of a plan by name, as traced values. `arrays` are its inputs in order."""
     shapes = [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in plan.results]
     aliases = {i: plan.results.index(b) for i, b in enumerate(plan.operands) if b.role == "updated"}
-    results = versions.ffi.ffi_call(target, shapes, input_output_aliases=aliases)(*arrays, plan=plan.json)
+    results = compat.ffi.ffi_call(target, shapes, input_output_aliases=aliases)(*arrays, plan=plan.json)
     return {b.name: x for x, b in zip(results, plan.results) if b.role != "scratch"}

@@ -33,7 +33,7 @@ struct FinishedRow {
     factor = empty ? 0.0f : shrink / row_sum;
   }
 
-  // As `sees_nothing` of jax_mfa/specification.py has it. The sum alone has not the digits of scores that are huge all, nor has
+  // As `sees_nothing` of jax_mfa/problem.py has it. The sum alone has not the digits of scores that are huge all, nor has
   // their log-sum-exp. Of scores that are NaN the largest is too: further columns, on other devices, leave it so.
   INLINED void store(device float* row_maxima, device float* row_sums, ulong at) const {
     const float undefined_or_finite = row_sum != row_sum ? NAN : (is_finite(row_max) ? row_max : 0.0f);

@@ -1,4 +1,4 @@
-// How a row of numbers is stored: the scales of its blocks, and the data, as jax_mfa/quantization.py has it, which says why. Blocks
+// How a row of numbers is stored: the scales of its blocks, and the data, as jax_mfa/kv_cache/quantized.py has it, which says why. Blocks
 // lie within the row.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What the numbers of a row are stored as, and what they stand for: plain, or in few bits with scales (jax_mfa/storage.py says
+// What the numbers of a row are stored as, and what they stand for: plain, or in few bits with scales (jax_mfa/kv_cache/storage.py says
 // what schemes mean). Knows nothing of where rows lie.
 //
 // An encoding has Data, which lie in memory, a Word, which holds up to `most` of them side by side, a Number, as scales and other

@@ -5,7 +5,7 @@
 
 // A weight of -0 marks an absent pair: in a product it adds nothing, and the slow product can tell it from 0. A sum of weights
 // that starts from -0 is -0 only if all were absent: so a kernel tells a row that sees nothing (`sees_nothing` of
-// jax_mfa/specification.py says what is stored of it).
+// jax_mfa/problem.py says what is stored of it).
 constant constexpr uint absent_bits = 0x80000000u;
 
 INLINED float absent_weight() {

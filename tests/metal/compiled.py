@@ -35,7 +35,8 @@ from emulator import build  # noqa: E402
 
 from jax_mfa import metal  # noqa: E402
 from jax_mfa.arguments import specify_abstract  # noqa: E402
-from jax_mfa.metal import show, tiles  # noqa: E402
+from jax_mfa.cli import show  # noqa: E402
+from jax_mfa.metal import tiles  # noqa: E402
 from jax_mfa.metal.plan import ITEM_SIZES, Dispatch, Kernel, Plan  # noqa: E402
 
 HEADERS = pathlib.Path(__file__).resolve().parent / "gpu"

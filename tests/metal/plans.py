@@ -20,9 +20,10 @@ from runners import DTYPES, Ran, run
 
 from jax_mfa import metal
 from jax_mfa.arguments import specify
-from jax_mfa.metal import show, tiles
+from jax_mfa.cli import show
+from jax_mfa.metal import tiles
 from jax_mfa.metal.plan import Plan
-from jax_mfa.specification import Operands, Specification
+from jax_mfa.problem import Operands, Specification
 
 ROWS = ("row_max", "row_sum")  # what the forward pass leaves of each row for the backward pass
 # the implementation behind the fixture `on_device`, whatever the process was started with

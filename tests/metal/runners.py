@@ -20,7 +20,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_mfa.metal import runtime, show
+from jax_mfa.cli import show
+from jax_mfa.metal import runtime
 from jax_mfa.metal.plan import Buffer, Plan
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}

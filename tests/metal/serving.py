@@ -15,10 +15,10 @@ from runners import DTYPES, Ran, run
 
 from jax_mfa import Scheme, metal, quantize
 from jax_mfa.arguments import specify
+from jax_mfa.kv_cache.storage import PagedArray
 from jax_mfa.metal import kernels, tiles
 from jax_mfa.metal.plan import Plan
-from jax_mfa.specification import Specification
-from jax_mfa.storage import PagedArray
+from jax_mfa.problem import Specification
 
 NOBODYS = 987654321  # an entry of a table that nobody may read
 

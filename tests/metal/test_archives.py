@@ -23,8 +23,8 @@ from launcher import Program
 from test_launcher import SCALE, SMALL, scale
 
 import jax_mfa
-from jax_mfa import kept
 from jax_mfa.metal import runtime
+from jax_mfa.tuning import kept
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 

@@ -8,8 +8,9 @@ import compiled
 import pytest
 from serving import Serving
 
-from jax_mfa import Scheme, bench, bench_models
+from jax_mfa import Scheme
 from jax_mfa.__main__ import main
+from jax_mfa.cli import bench, bench_models
 from jax_mfa.metal import tiles
 
 ENTRIES = [

@@ -9,7 +9,8 @@ import runners
 import serving
 from plans import Problem
 
-from jax_mfa.metal import show, tiles
+from jax_mfa.cli import show
+from jax_mfa.metal import tiles
 
 # of float16, for each further token of the context: bytes of data, scales and zeros
 BYTES_OF_DECODING = {"int8": 0.54, "int8, symmetric": 0.52, "int4": 0.30, "int4, symmetric": 0.28}

@@ -20,10 +20,11 @@ from harness import assert_allclose
 from jax import export
 
 import jax_mfa
-from jax_mfa import calibration, check, kept
 from jax_mfa.arguments import specify
-from jax_mfa.metal import crossover, runtime
-from jax_mfa.specification import Operands, Specification
+from jax_mfa.cli import check
+from jax_mfa.metal import runtime
+from jax_mfa.problem import Operands, Specification
+from jax_mfa.tuning import calibration, crossover, kept
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OPEN = (None, ("metal", "blockwise"), ("metal", "xla"))

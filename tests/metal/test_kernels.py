@@ -20,7 +20,8 @@ from plans import Problem
 from runners import Core, Launcher, needs_core
 
 import jax_mfa
-from jax_mfa.metal import runtime, source, tiles
+from jax_mfa.cli import source
+from jax_mfa.metal import runtime, tiles
 
 HEADS = (1, 7, 16, 32, 33, 64, 72, 80, 96, 128, 192, 256)
 LENGTHS = ((1, 1), (3, 17), (299, 5), (61, 67), (8, 300), (129, 33))

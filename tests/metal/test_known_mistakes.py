@@ -17,7 +17,8 @@ import plans
 import pytest
 
 from jax_mfa import BlockMask
-from jax_mfa.metal import operands, runtime, source, tiles
+from jax_mfa.cli import source
+from jax_mfa.metal import operands, runtime, tiles
 
 RNG = np.random.default_rng(8)
 SLOPES = np.float32([0.5, 0.25, 0.125, 0.0625])

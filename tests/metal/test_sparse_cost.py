@@ -6,7 +6,7 @@ from plans import run, run_call
 
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.metal import kernels
-from jax_mfa.specification import Specification
+from jax_mfa.problem import Specification
 
 KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value")
 H = 16

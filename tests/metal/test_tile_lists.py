@@ -12,7 +12,8 @@ import plans
 import pytest
 
 from jax_mfa import BlockMask
-from jax_mfa.metal import runtime, source, tiles
+from jax_mfa.cli import source
+from jax_mfa.metal import runtime, tiles
 
 B, T, S, N, K, H = 2, 150, 330, 4, 2, 16
 

@@ -10,9 +10,11 @@ import pytest
 from harness import assert_allclose
 
 import jax_mfa
-from jax_mfa import bench_models, metal, tuned
+from jax_mfa import metal
 from jax_mfa.arguments import specify_abstract
+from jax_mfa.cli import bench_models
 from jax_mfa.metal import tiles
+from jax_mfa.tuning import tuned
 
 SHAPE = jax.ShapeDtypeStruct((1, 40, 2, 16), jnp.float32)
 

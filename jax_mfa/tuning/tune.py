@@ -21,11 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa import bench_models, bench_problems, blockwise, metal, tuned
+from jax_mfa import blockwise, metal
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
+from jax_mfa.cli import bench_models, bench_problems
+from jax_mfa.cli.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
+from jax_mfa.problem import DTYPES, Operands, Specification
 from jax_mfa.recording import Recorder
-from jax_mfa.specification import DTYPES, Operands, Specification
+from jax_mfa.tuning import tuned
 
 HELP = "find the fastest tiles for problems on this machine, and keep them"
 LEAST_GAIN = 1.03  # less is noise, or not worth a program of its own
@@ -211,7 +213,7 @@ def tune(
       passes: of "forward" and "backward".
       tries: how many other tiles to try for each plan.
       rounds: turns of each, at least; more where calls are short.
-      keep: whether to write what was found (see `jax_mfa.tuned`).
+      keep: whether to write what was found (see `jax_mfa.tuning.tuned`).
 
     Returns:
       What was found, a `Tuned` for each plan.

@@ -15,13 +15,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import checks, meshes
+from jax_mfa import checks, compat
 from jax_mfa.arguments import as_array
-from jax_mfa.specification import DTYPES
-from jax_mfa.storage import LEVELS, PARTS, SYMMETRIC_LEVELS, QuantizedArray, Scheme, as_scheme, huge_scale, spread
+from jax_mfa.kv_cache.storage import (
+    LEVELS,
+    PARTS,
+    SYMMETRIC_LEVELS,
+    QuantizedArray,
+    Scheme,
+    as_scheme,
+    huge_scale,
+    spread,
+)
+from jax_mfa.problem import DTYPES
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Float
+    from jax_mfa.typing import Float
 
 CHECKPOINT_NAME = "jax_mfa_quantized"  # of everything that is stored, for policies of `jax.checkpoint`
 
@@ -104,12 +113,12 @@ def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
 def _stored_anywhere(x: Array, scheme: Scheme) -> dict[str, Any]:
     """`_stored`, whose parts are split as an array is whose sharding is explicit, along axes that they have of it."""
     shapes = jax.eval_shape(functools.partial(_stored, scheme=scheme), jax.ShapeDtypeStruct(x.shape, x.dtype))
-    of = lambda part: zip(meshes.spec_of(x)[:-1], part.shape, x.shape)
+    of = lambda part: zip(compat.spec_of(x)[:-1], part.shape, x.shape)
     specs = {
         name: PartitionSpec(*(axis if n == size else None for axis, n, size in of(part)), None)
         for name, part in shapes.items()
     }
-    return meshes.without_types(lambda known: _stored(known["x"], scheme), {"x": x}, specs)
+    return compat.without_types(lambda known: _stored(known["x"], scheme), {"x": x}, specs)
 
 
 @functools.partial(jax.jit, static_argnames="scheme")

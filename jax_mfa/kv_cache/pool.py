@@ -20,15 +20,15 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.arguments import as_array, clipped, known_integers
+from jax_mfa.kv_cache.page_book import MOST_SLOTS, PageBook, Write
+from jax_mfa.kv_cache.paged import PAGE_SIZES
+from jax_mfa.kv_cache.quantized import quantize
+from jax_mfa.kv_cache.storage import QuantizedArray, Scheme, as_bits, as_scheme, dtype_of
 from jax_mfa.metal import append
-from jax_mfa.page_book import MOST_SLOTS, PageBook, Write
-from jax_mfa.paged import PAGE_SIZES
-from jax_mfa.quantization import quantize
-from jax_mfa.specification import DTYPES
-from jax_mfa.storage import QuantizedArray, Scheme, as_bits, as_scheme, dtype_of
+from jax_mfa.problem import DTYPES
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Float
+    from jax_mfa.typing import Float
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key_pages", "value_pages"], meta_fields=["book"])

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mfa.api import decode_attention, dot_product_attention
-from jax_mfa.bench_problems import BOTH, COMPILING, DECODE, FORWARD, TANGENT, TRAINING, Problem
+from jax_mfa.cli.bench_problems import BOTH, COMPILING, DECODE, FORWARD, TANGENT, TRAINING, Problem
 
 STOCK, TORCH, MLX = "jax.nn", "PyTorch", "MLX"
 LAYERS = 24

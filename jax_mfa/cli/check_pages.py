@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa import paged_cache
-from jax_mfa.page_book import Write
-from jax_mfa.storage import QuantizedArray, Scheme, from_bits, spread
+from jax_mfa.kv_cache import pool as paged_cache
+from jax_mfa.kv_cache.page_book import Write
+from jax_mfa.kv_cache.storage import QuantizedArray, Scheme, from_bits, spread
 
 PAGES, PAGE, HEADS, SIZE = 5, 16, 2, 40
 # both ends of the pool, pages begun and full, and padding; a page that is copied before it is written, and padding

@@ -22,14 +22,14 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import checks, meshes
+from jax_mfa import checks, compat
 from jax_mfa.api import Implementation, dot_product_attention
 from jax_mfa.arguments import as_array, as_window, clipped, concrete, known_lengths
-from jax_mfa.specification import MAX_POSITION
-from jax_mfa.storage import QuantizedArray, as_bits, from_bits
+from jax_mfa.kv_cache.storage import QuantizedArray, as_bits, from_bits
+from jax_mfa.problem import MAX_POSITION
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Bias, Float, Int32, Integer, Key, Lists, Mask
+    from jax_mfa.typing import Bias, Float, Int32, Integer, Key, Lists, Mask
 
 __all__ = ["append", "attend"]
 
@@ -94,8 +94,8 @@ def _append(
     arrays = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
     arrays |= {"start": start, "count": count}
     both = lambda x: tuple(write(x[f"{name}_cache"], x[name], x["start"], x["count"]) for name in ("key", "value"))
-    specs = meshes.spec_of(key_cache), meshes.spec_of(value_cache)
-    return (*meshes.without_types(both, arrays, specs), start + count)
+    specs = compat.spec_of(key_cache), compat.spec_of(value_cache)
+    return (*compat.without_types(both, arrays, specs), start + count)
 
 
 def attend(
@@ -187,8 +187,8 @@ def attend(
         # column c is position start − left + c; the first `left − start` were never written
         ends = lambda x: jnp.stack([jnp.maximum(left - x["start"], 0), left + x["count"]], axis=-1)
         seen = lambda x: jnp.broadcast_to(ends(x)[..., None, :], (*start.shape, tokens, 2))
-        spec = PartitionSpec(*meshes.spec_of(start), None, None)
-        seen = meshes.without_types(seen, {"start": start, "count": count}, spec)
+        spec = PartitionSpec(*compat.spec_of(start), None, None)
+        seen = compat.without_types(seen, {"start": start, "count": count}, spec)
         visible |= {"query_offset": left, "key_value_ranges": seen}
     out = dot_product_attention(
         query,
@@ -234,9 +234,9 @@ def _in_order(cache: Array, new: Array, start: Array, count: int) -> Array:
     for _ in start.shape:
         take = jax.vmap(take)
     run = lambda x: jnp.concatenate([take(x["cache"], x["start"]), x["new"].astype(cache.dtype)], axis=-3)
-    *rows, _, heads, size = meshes.spec_of(cache)
+    *rows, _, heads, size = compat.spec_of(cache)
     spec = PartitionSpec(*rows, None, heads, size)
-    return meshes.without_types(run, {"cache": cache, "new": new, "start": start}, spec)
+    return compat.without_types(run, {"cache": cache, "new": new, "start": start}, spec)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

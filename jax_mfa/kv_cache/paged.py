@@ -20,13 +20,13 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import checks, meshes
+from jax_mfa import checks, compat
 from jax_mfa.api import Columns, Implementation, attend_by_name
 from jax_mfa.arguments import as_array, clipped, concrete, known_integers, known_lengths
-from jax_mfa.storage import PagedArray, QuantizedArray, dtype_of
+from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray, dtype_of
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Float, Integer, Lists, UInt16
+    from jax_mfa.typing import Float, Integer, Lists, UInt16
 
 PAGE_SIZES = tuple(2**i for i in range(3, 9))
 # rows of the query that are taken together are of one sequence, and no more than this
@@ -176,9 +176,9 @@ def paged_attention(
     if ragged:
         arguments["starts"] = _starts(query_start_locs, batch, new.shape[0])
     attend = functools.partial(_attend, implementation=implementation, return_residual=return_residual)
-    rows_spec = PartitionSpec(*meshes.spec_of(new)[:-1])
+    rows_spec = PartitionSpec(*compat.spec_of(new)[:-1])
     out_spec = PartitionSpec(*rows_spec, None)
-    return meshes.without_types(attend, arguments, (out_spec, rows_spec) if return_residual else out_spec)
+    return compat.without_types(attend, arguments, (out_spec, rows_spec) if return_residual else out_spec)
 
 
 def _attend(arguments: dict[str, Any], implementation: Any, return_residual: bool) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 import jax_mfa
 from jax_mfa.api import Implementation, dot_product_attention
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.metal import crossover
+from jax_mfa.tuning import crossover
 
 CALLS = 4  # one after another within a program, so that starting the program is not what is timed
 LONG = 10e-3  # seconds: a call that takes this is not mostly its start

@@ -18,8 +18,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from jax_mfa.bench_models import STOCK
-from jax_mfa.bench_problems import DECODE, FORWARD, TANGENT, TRAINING, Problem
+from jax_mfa.cli.bench_models import STOCK
+from jax_mfa.cli.bench_problems import DECODE, FORWARD, TANGENT, TRAINING, Problem
 
 LEAST_NOISE = 0.05  # a difference of less is never a regression
 _INSTRUCTIONS = {FORWARD: (2, 5), DECODE: (2, 5), TRAINING: (9, 15)}  # for each score a D + b
@@ -29,7 +29,7 @@ _PRODUCTS = {FORWARD: 2, DECODE: 2, TRAINING: 7}  # matrix products of D multipl
 @functools.cache
 def chips() -> dict[str, dict[str, Any]]:
     """Apple's chips by the name that Metal gives them; of each the configuration whose figures are public."""
-    text = importlib.resources.files("jax_mfa").joinpath("chips.json").read_text(encoding="utf-8")
+    text = importlib.resources.files("jax_mfa.cli").joinpath("chips.json").read_text(encoding="utf-8")
     return {x["name"]: x for x in json.loads(text)}
 
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 
-from jax_mfa import bench_devices, bench_figures, bench_models, bench_predictions, bench_problems
 from jax_mfa.api import IMPLEMENTATIONS
-from jax_mfa.bench_problems import BOTH, DECODE, MASKS, SWEEP, Problem
-from jax_mfa.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
-from jax_mfa.specification import DTYPES
+from jax_mfa.cli import bench_devices, bench_figures, bench_models, bench_predictions, bench_problems
+from jax_mfa.cli.bench_problems import BOTH, DECODE, MASKS, SWEEP, Problem
+from jax_mfa.cli.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
+from jax_mfa.problem import DTYPES
 
 HELP = "time attention against stock jax.nn, over sweeps or for named models"
 Rows = list[dict[str, Any]]

@@ -12,9 +12,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from jax_mfa import bench_models, metal
+from jax_mfa import metal
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.bench_problems import DECODE, FORWARD, TRAINING, Problem
+from jax_mfa.cli import bench_models
+from jax_mfa.cli.bench_problems import DECODE, FORWARD, TRAINING, Problem
 from jax_mfa.metal.plan import Plan
 
 _PASSES = {FORWARD: ("forward",), DECODE: ("forward",), TRAINING: ("forward", "backward")}

@@ -14,11 +14,11 @@ from jax.typing import ArrayLike
 from jax_mfa import checks
 from jax_mfa.api import Columns, Implementation, flash_attention
 from jax_mfa.arguments import as_array, as_columns, as_window, clipped, concrete, known_integers
-from jax_mfa.specification import MAX_POSITION, Specification
-from jax_mfa.storage import QuantizedArray
+from jax_mfa.kv_cache.storage import QuantizedArray
+from jax_mfa.problem import MAX_POSITION, Specification
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Float, Integer, Key, Lists
+    from jax_mfa.typing import Float, Integer, Key, Lists
 
 
 def flash_attention_varlen(

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_mfa import bench_models
 from jax_mfa.api import dot_product_attention
-from jax_mfa.bench_problems import TRAINING, Problem
+from jax_mfa.cli import bench_models
+from jax_mfa.cli.bench_problems import TRAINING, Problem
 from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel.api import context_parallel_attention
 from jax_mfa.context_parallel.order import Order
-from jax_mfa.specification import Specification
+from jax_mfa.problem import Specification
 
 FORMS: dict[str, tuple[Any, Order]] = {
     "ring": ("ring", "contiguous"),

@@ -18,7 +18,7 @@ import numpy as np
 from jax_mfa import checks
 
 if TYPE_CHECKING:
-    from jax_mfa.annotations import Int32
+    from jax_mfa.typing import Int32
 
 
 MOST_SLOTS = 2**31 - 1  # slots are int32

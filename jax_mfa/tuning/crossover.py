@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from jax_mfa import kept
+from jax_mfa.kv_cache.storage import stored
 from jax_mfa.metal import runtime
-from jax_mfa.specification import Operands, Specification
-from jax_mfa.storage import stored
+from jax_mfa.problem import Operands, Specification
+from jax_mfa.tuning import kept
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mfa import checks, meshes
+from jax_mfa import checks, compat
 
 if TYPE_CHECKING:
-    from jax_mfa.specification import Operands, Specification
+    from jax_mfa.problem import Operands, Specification
 
 KINDS = ("int8", "int4", "fp8")
 # the largest |d| of a symmetric scheme, and the largest d of an asymmetric one, which begins at 0
@@ -172,7 +172,7 @@ class QuantizedArray:
         read = lambda parts: decoded(
             self.scheme, self.head_size, {name: along(name, x) for name, x in parts.items()}, wide
         )
-        x = meshes.without_types(read, self.parts(), meshes.spec_of(self.data)).astype(dtype)
+        x = compat.without_types(read, self.parts(), compat.spec_of(self.data)).astype(dtype)
         return x if self.original is None else straight_through(x, self.original.astype(x.dtype))
 
     def tokens(self, start: int, stop: int) -> QuantizedArray:

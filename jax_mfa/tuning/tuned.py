@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jax_mfa import kept
+from jax_mfa.tuning import kept
 
 FILE = "JAX_MFA_TILES"
 VERSION = 1  # of what the numbers mean; other ones are ignored

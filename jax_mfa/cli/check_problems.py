@@ -16,11 +16,12 @@ import numpy as np
 
 from jax_mfa.arguments import specify
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.metal import DTYPES, plan_of, show, tiles
+from jax_mfa.cli import show
+from jax_mfa.kv_cache.quantized import quantize
+from jax_mfa.kv_cache.storage import PagedArray, Scheme
+from jax_mfa.metal import DTYPES, plan_of, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
-from jax_mfa.quantization import quantize
-from jax_mfa.specification import DIFFERENTIABLE
-from jax_mfa.storage import PagedArray, Scheme
+from jax_mfa.problem import DIFFERENTIABLE
 
 BATCH, HEADS, KEY_HEADS = 2, 4, 2
 PAGE = 16

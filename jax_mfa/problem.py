@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa.storage import Storage
+from jax_mfa.kv_cache.storage import Storage
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # lengths and offsets stay below this, so that the distance of any two positions fits 32 bits
@@ -64,7 +64,7 @@ AXES = {
     "value": "BSKV",
     "bias": "BNTS",
     "mask": "BNTS",
-    "block_mask": "BN__",
+    "block_mask": "BNts",  # blocks of T and S
     "scale": "B",
     "query_offset": "B",
     "query_lengths": "B",
@@ -76,10 +76,12 @@ AXES = {
     "sinks": "BN",
     "dropout": "B_",
     "block_tables": "B_",
-    **{f"{name}_{part}": "BSK_" for name in ("key", "value") for part in ("scales", "zeros", "means")},
+    **{f"{name}_{part}": "BSK_" for name in ("key", "value") for part in ("scales", "zeros", "means", "original")},
     "out": "BTNV",
     "row_max": "BTN",
     "row_sum": "BTN",
+    "d_out": "BTNV",
+    "d_lse": "BTN",
     "rows": "BTN_",  # several numbers of each row
     "dk": "BSKH",  # of each batch row
     "dv": "BSKV",

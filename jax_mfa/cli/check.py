@@ -28,13 +28,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_mfa import calibration, check_lines, check_pages, metal, versions
+from jax_mfa import compat, metal
 from jax_mfa.api import attend_by_name, explain
-from jax_mfa.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, allowed, problems, quick
-from jax_mfa.command_line import INTERRUPTED, interruptible, start_metal
+from jax_mfa.cli import check_lines, check_pages
+from jax_mfa.cli.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, allowed, problems, quick
+from jax_mfa.cli.command_line import INTERRUPTED, interruptible, start_metal
+from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
 from jax_mfa.metal import DTYPES, runtime
 from jax_mfa.metal.plan import Kernel, Plan
-from jax_mfa.storage import PagedArray, QuantizedArray
+from jax_mfa.tuning import calibration
 
 HELP = "what was found on this machine, and every kernel against the reference"
 RESULTS = ("out", "lse", "dq", "dk", "dv")  # with a column each; others share one
@@ -118,7 +120,7 @@ def _both(implementation: Any, backward: bool, **static: Any) -> Callable[..., A
 @functools.lru_cache(maxsize=256)
 def _expected(problem: Problem) -> dict[str, np.ndarray]:
     """The reference in float64, from the same rounded inputs."""
-    with versions.x64():
+    with compat.x64():
         return _evaluated(problem, "reference", np.float64)
 
 
@@ -266,7 +268,7 @@ def findings() -> Iterator[tuple[str, str]]:
 def choices() -> Iterator[str]:
     """Which implementation each dtype takes, and why."""
     for dtype in (*DTYPES, "float64"):
-        with versions.x64():
+        with compat.x64():
             shape = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.dtype(dtype))
             found = explain(shape, shape, shape)
         lines = str(found).splitlines()

@@ -136,7 +136,8 @@ def sweep(values: Mapping[str, list[Any]], window: int = WINDOW) -> list[Problem
 def _of_models() -> tuple[Problem, ...]:
     """Those of `models.json`."""
     found = []
-    for model in json.loads(importlib.resources.files("jax_mfa").joinpath("models.json").read_text(encoding="utf-8")):
+    text = importlib.resources.files("jax_mfa.cli").joinpath("models.json").read_text(encoding="utf-8")
+    for model in json.loads(text):
         sizes = {"B": 1, "S": model["T"]} | {name: x for name, x in model.items() if name != "source"}
         found.append(Problem(**sizes))
     return tuple(found)

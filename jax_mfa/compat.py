@@ -1,0 +1,142 @@
+"""What versions of JAX call differently, have not yet, or have no more: from 0.4.38 on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+ffi: Any
+if hasattr(jax, "ffi"):
+    ffi = jax.ffi
+else:  # before 0.5
+    ffi = importlib.import_module("jax.extend.ffi")
+
+HAS_TYPES = hasattr(jax, "typeof")  # with what varies along which axis of a mesh
+HAS_EXPLICIT_SHARDING = hasattr(jax.sharding, "auto_axes")
+
+
+def x64() -> contextlib.AbstractContextManager[Any]:
+    """Within it, 64-bit dtypes stay what they are."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    return importlib.import_module("jax.experimental").enable_x64()
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Within it, whatever mesh the caller has set is none."""
+    if hasattr(jax.sharding, "use_abstract_mesh"):
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    return contextlib.nullcontext()
+
+
+def shard_map(fun: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`jax.shard_map` without its checks of what varies over devices."""
+    new: Any = getattr(jax, "shard_map", None)
+    if new is not None:
+        return new(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    from jax.experimental.shard_map import shard_map as old
+
+    return old(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False)
+
+
+def varying(aval: Any) -> frozenset[Any]:
+    """The mesh axes along which `shard_map` lets a value of this type vary; JAX has moved the attribute."""
+    kind = getattr(aval, "mat", None)
+    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
+
+
+def marked(x: Any, axes: tuple[str, ...]) -> Any:
+    """`x`, which varies along none of these mesh axes, as one that does."""
+    if hasattr(lax, "pcast"):
+        return lax.pcast(x, axes, to="varying")
+    old: Any = lax
+    return old.pvary(x, axes)
+
+
+def register_with_shard_map(*primitives: Any) -> None:
+    """Before 0.6 `shard_map` asks each primitive how it maps replication: as any elementwise one does."""
+    try:
+        old: Any = importlib.import_module("jax.experimental.shard_map")
+        for primitive in primitives:
+            old.register_standard_check(primitive)
+            old.register_standard_rewrite(primitive)
+    except (ImportError, AttributeError):  # newer JAX reads the types of the results
+        pass
+
+
+# --- what types say: along which axes of a mesh arrays vary, and where sharding is explicit
+
+
+def varying_of(tree: Any) -> frozenset[Any]:
+    """The mesh axes along which some array of a tree varies, as far as `shard_map` keeps account."""
+    if not HAS_TYPES:
+        return frozenset()
+    return frozenset().union(*(varying(jax.typeof(x)) for x in jax.tree.leaves(tree)))
+
+
+def varying_along(*axes: Any) -> frozenset[Any]:
+    """These mesh axes (or tuples of them, or None), as far as `shard_map` keeps account of what varies."""
+    if not HAS_TYPES:
+        return frozenset()
+    return varying_of([lax.axis_index(axis) for axis in axes if axis is not None])
+
+
+def vary(tree: Any, axes: frozenset[Any]) -> Any:
+    """Marks arrays as varying along all of these mesh axes."""
+
+    def mark(x: Any) -> Any:
+        missing = tuple(sorted(axes - varying_of(x)))
+        return marked(x, missing) if missing else x
+
+    return jax.tree.map(mark, tree)
+
+
+def without_types(run: Callable[..., Any], arguments: dict[str, Any], results: Any) -> Any:
+    """`run(arguments)` with no sharding in the types of arrays inside, and `results`, specs, in those of its results.
+
+    The mesh is the one that the caller has set, else that of the arrays.
+    """
+    mesh = _explicit_mesh(arguments)
+    if mesh is None:
+        return run(arguments)
+    placed = {n: x for n, x in arguments.items() if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
+    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if "Explicit" in str(kind))
+    inside = jax.sharding.auto_axes(
+        lambda placed: run({**arguments, **placed}),
+        axes=axes,
+        out_sharding=jax.tree.map(lambda spec: NamedSharding(mesh, spec), results, is_leaf=_is_spec),
+    )
+    return inside(placed)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _explicit_mesh(arguments: Any) -> Any:
+    """The mesh that makes sharding part of types: the one that the caller has set, else that of an array; or None."""
+    if not HAS_EXPLICIT_SHARDING:
+        return None
+    meshes = [jax.sharding.get_abstract_mesh()]
+    if meshes[0].empty:
+        meshes = [_sharding(x).mesh for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
+    return next((mesh for mesh in meshes if any("Explicit" in str(kind) for kind in mesh.axis_types)), None)
+
+
+def _sharding(x: Array) -> Any:
+    return jax.typeof(x).sharding
+
+
+def spec_of(x: Any) -> PartitionSpec:
+    """How the type of an array says that each of its axes is split."""
+    if not isinstance(x, jax.Array) or not HAS_EXPLICIT_SHARDING:
+        return PartitionSpec(*(None,) * np.ndim(x))
+    spec = _sharding(x).spec
+    return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))

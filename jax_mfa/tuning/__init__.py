@@ -1,0 +1,1 @@
+"""Facts of one machine: tiles that `tune` found, and where Metal pays; kept in a file of the user."""
