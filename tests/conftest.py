@@ -63,26 +63,6 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(_left_out, yellow=True)
 
 
-# the first tier: what most often goes wrong, in two and a half minutes on two cores where JAX_MFA_DEVICE=none
-QUICK_FILES = (
-    "test_bad_input.py",
-    "test_block_mask.py",
-    "test_code_quality.py",
-    "test_contract.py",
-    "test_philox.py",
-)
-# of those files, what takes most of the time: many programs that say little more than one
-NOT_QUICK = (
-    "test_any_two_features_work_together",
-    "test_what_a_mask_hides_reaches_neither_output_nor_gradient",
-    "test_lengths_of_more_than_one_tile",
-    "test_the_gradient_of_a_broadcast_bias_is_summed_over_the_broadcast_axes",
-    "test_a_document_that_is_not_finite_does_not_touch_its_neighbour",
-    "test_what_is_seen_and_not_finite_does_what_plain_arithmetic_does",
-    "test_a_row_that_sees_nothing_gives_zeros_and_no_gradient",
-)
-
-
 # where the definition is held to the oracle and to stock; elsewhere it is jnp like any other, and runs in sweeps
 FILES_OF_THE_DEFINITION = (
     "test_contract.py",
@@ -98,69 +78,12 @@ FILES_OF_THE_DEFINITION = (
 OF_STORAGE = ("test_paged.py", "test_quantized_attention.py")
 OF_STORAGE_ON_METAL = ("test_queries_may_be_quantised", "test_rows_of_equal_numbers_and_bits_of_bfloat16")
 
-# many cases that take long and say nearly the same: half of them, drawn by name, run in sweeps
-HALVED = {
-    "test_annotations.py": {"test_what_a_signature_says_of_shapes_is_so"},
-    "test_contract.py": {
-        "test_16_bit_inputs_are_accumulated_in_32_bits_and_rounded_once",
-        "test_a_row_that_sees_nothing_gives_zeros_and_no_gradient",
-        "test_a_static_offset_and_an_array_of_it_agree",
-        "test_any_two_features_work_together",
-        "test_lengths_of_more_than_one_tile",
-        "test_positions_and_windows_may_be_huge_together",
-        "test_the_gradient_of_a_broadcast_bias_is_summed_over_the_broadcast_axes",
-        "test_values_and_gradients_are_right",
-        "test_what_a_mask_hides_reaches_neither_output_nor_gradient",
-    },
-    "test_cost.py": {
-        "test_dense_backward_does_at_most_seven_products",
-        "test_threadgroup_memory_is_what_the_table_says",
-    },
-    "test_kernels.py": {
-        "test_a_planted_mistake_is_noticed",
-        "test_any_head_size_and_length",
-        "test_masks",
-        "test_through_jit_and_the_launcher",
-        "test_tile_settings_that_no_table_has",
-    },
-    "test_launcher_concurrency.py": {"test_process_may_end_while_calls_are_in_flight"},
-    "test_philox.py": {"test_a_tile_anywhere_holds_the_same_bits"},
-    "test_profiles_work.py": {"test_attention_in_parts_is_the_same", "test_estimates_are_bounds"},
-    "test_sharding.py": {
-        "test_answers_are_those_of_one_device",
-        "test_nothing_is_gathered",
-        "test_where_lengths_are_split_keys_travel",
-    },
-    "test_structure.py": {
-        "test_no_array_is_as_large_as_the_scores",
-        "test_temporary_memory_grows_linearly_with_the_length",
-        "test_tiles_that_no_row_can_see_are_not_computed",
-    },
-    "test_tile_lists.py": {
-        "test_a_planted_mistake_is_noticed",
-        "test_values_and_gradients_are_right",
-    },
-    "test_transformations.py": {
-        "test_a_hessian_vector_product_is_that_of_the_reference_and_maps",
-        "test_nested_vmap_over_different_arguments",
-        "test_remat_changes_no_gradient",
-        "test_rows_that_see_nothing_trip_no_alarm",
-        "test_shard_map_over_batch_and_heads_with_its_default_checks",
-        "test_vmap_over_any_axis",
-        "test_vmap_over_some_arguments_alone",
-    },
-    "test_variants.py": {"test_values_and_gradients_are_right"},
-    "test_zero_sizes.py": {"test_a_head_of_no_size_adds_nothing_to_scores_or_output"},
-}
-# and of these a quarter runs by default
-QUARTERED = {
-    "test_jax_parity.py": {"test_equals_jax_nn_wherever_a_row_sees_something"},
-    "test_known_mistakes.py": {"test_a_known_mistake_is_noticed"},
-    "test_tile_lists.py": {"test_a_list_names_the_visible_tiles_and_no_other"},
-}
 
-
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if os.environ.get("EMULATOR_TESTS") == "0":  # as `.ci/run` has it where the emulator has not changed
+        left_out = [item for item in items if "emulator" in item.path.parts]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if "emulator" not in item.path.parts]
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         implementation = getattr(params.get("implementation"), "name", "")
@@ -168,10 +91,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker("sweep")
         if implementation == "metal" and item.path.name in OF_STORAGE and item.originalname not in OF_STORAGE_ON_METAL:
             item.add_marker("sweep")
-        for parts, names in ((2, HALVED), (4, QUARTERED)):
-            if item.originalname in names.get(item.path.name, ()) and zlib.crc32(item.name.encode()) % parts:
-                item.add_marker("sweep")
-        quick = item.path.name in QUICK_FILES and item.originalname not in NOT_QUICK
+        share = item.get_closest_marker("share")
+        if share and zlib.crc32(item.name.encode()) % share.args[0]:
+            item.add_marker("sweep")
+        quick = item.get_closest_marker("first_tier") and not item.get_closest_marker("slow")
         if quick and implementation in ("", "blockwise"):
             item.add_marker("quick")
 

@@ -11,6 +11,8 @@ from harness import AVAILABLE, assert_allclose, qkv, types_of, x64
 import jax_mfa
 from jax_mfa import BlockMask
 
+pytestmark = pytest.mark.first_tier
+
 Q, K, V = qkv(B=2, T=7, S=9, N=4, K=2, H=8)
 f32 = lambda *shape: np.ones(shape, np.float32)
 i32 = lambda *values: np.array(values, np.int32)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import jax_mfa
 from jax_mfa import BlockMask
 
+pytestmark = pytest.mark.first_tier
+
 T, S = 29, 37
 
 

@@ -29,9 +29,12 @@ from harness import (
 import jax_mfa
 from jax_mfa import BlockMask
 
+pytestmark = pytest.mark.first_tier
+
 named = lambda case: case.name
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_values_and_gradients_are_right(implementation, case):
     check_case(implementation, case, jit=jax.jit if implementation.own_rules else quick_jit)
@@ -40,6 +43,7 @@ def test_values_and_gradients_are_right(implementation, case):
 ROUNDED = ("minilm", "llama", "gpt_oss", "swin_shifted_window", "everything")
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ROUNDED)
 def test_16_bit_inputs_are_accumulated_in_32_bits_and_rounded_once(implementation, name, dtype):
@@ -95,6 +99,8 @@ def _covering_combinations():
     return cases
 
 
+@pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("case", _covering_combinations(), ids=named)
 def test_any_two_features_work_together(implementation, case):
     check_case(implementation, case)
@@ -105,6 +111,8 @@ def test_any_two_features_work_together(implementation, case):
 PATTERNS = ["".join(axes) for n in range(5) for axes in itertools.combinations("BNTS", n)]
 
 
+@pytest.mark.slow
+@pytest.mark.share(2)
 @own
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p or "none")
 def test_the_gradient_of_a_broadcast_bias_is_summed_over_the_broadcast_axes(implementation, pattern):
@@ -157,6 +165,8 @@ BLIND = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "reason,sinks,dtype",
     [(reason, sinks, "float32") for reason in BLIND for sinks in (False, True)]
@@ -242,6 +252,8 @@ CROSSED += itertools.product(
 )
 
 
+@pytest.mark.slow
+@pytest.mark.share(2)
 @pytest.mark.parametrize("by,spoil,extra", CROSSED)
 def test_what_a_mask_hides_reaches_neither_output_nor_gradient(implementation, by, spoil, extra):
     keywords, columns = HIDDEN[by]
@@ -285,6 +297,7 @@ def test_gradients_keep_their_digits_where_the_soft_cap_is_nearly_reached(implem
         assert_allclose(got[name], expected.gradients[name], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", ["nan", "inf"])
 @pytest.mark.parametrize("where", ["query", "key", "value", "all"])
 def test_a_document_that_is_not_finite_does_not_touch_its_neighbour(implementation, where, spoil):
@@ -322,6 +335,7 @@ def test_a_nan_that_is_seen_is_not_swallowed(implementation, where, masked):
     assert np.isnan(gradients["key"][0]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["query", "key", "value", "bias", "scale", "sinks", "alibi_slopes"])
 @pytest.mark.parametrize("seen", [np.inf, -np.inf, np.nan])
 def test_what_is_seen_and_not_finite_does_what_plain_arithmetic_does(implementation, name, seen):
@@ -558,6 +572,8 @@ LONG_FEATURES = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.share(2)
 @own
 @pytest.mark.parametrize("name", LONG_FEATURES)
 def test_lengths_of_more_than_one_tile(implementation, name):
@@ -597,6 +613,7 @@ def test_scale_defaults_to_one_over_root_h_and_may_be_traced(implementation):
     close(jax.jit(lambda scale: implementation.attend(q, k, v, scale=scale))(8**-0.5))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("offset", [0, 2, -2, 9, 100, -100, 2**30 - 8, -(2**30 - 8)])
 def test_a_static_offset_and_an_array_of_it_agree(implementation, offset):
     q, k, v = qkv()
@@ -818,6 +835,7 @@ WIDE = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("each", [False, True], ids=["one offset", "offsets"])
 @pytest.mark.parametrize("name", WIDE)
 def test_positions_and_windows_may_be_huge_together(implementation, name, each):

@@ -26,6 +26,7 @@ import jax_mfa
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import attention  # noqa: E402
 import sentence_embeddings  # noqa: E402
 import train_char_lm  # noqa: E402
 
@@ -138,6 +139,12 @@ def encoder():
 @pytest.fixture(scope="module")
 def embeddings(encoder):
     return encoder.encode(SENTENCES)
+
+
+def test_the_first_example_runs(capsys):
+    attention.main()
+    said = capsys.readouterr().out
+    assert "output    (2, 1024, 8, 64) float32" in said and "after [1025 1025]" in said and "blockwise" in said
 
 
 @needs_model

@@ -10,6 +10,8 @@ from harness import qkv, types_of
 from jax_mfa.arguments import specify
 from jax_mfa.philox import keep_mask, philox
 
+pytestmark = pytest.mark.first_tier
+
 # Philox4×32-10 from the known-answer file of Random123 (Salmon et al., SC 2011): key, counter, words
 KNOWN = {
     "zeros": ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -47,6 +49,7 @@ def _mask(rate, seed, b, n, t, first, columns):
     return np.asarray(keep_mask(rate, (word(seed[0]), word(seed[1])), word(b), word(n), rows, first, columns))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("first,columns", [(0, 1), (0, 4), (1, 4), (3, 2), (5, 11), (8, 8), (60, 4), (63, 1)])
 def test_a_tile_anywhere_holds_the_same_bits(first, columns):
     rows = np.arange(9)

@@ -128,6 +128,7 @@ over_meshes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.share(2)
 @own
 @over_meshes
 def test_answers_are_those_of_one_device(implementation, name, mesh):
@@ -135,6 +136,7 @@ def test_answers_are_those_of_one_device(implementation, name, mesh):
     assert_matches_oracle(implementation, arguments, jit=functools.partial(jit_on, MESHES[mesh]))
 
 
+@pytest.mark.share(2)
 @own
 @over_meshes
 def test_nothing_is_gathered(implementation, name, mesh):
@@ -193,6 +195,7 @@ def test_a_head_count_that_does_not_split_is_gathered_and_right(implementation):
     assert_allclose(attend(query, *rest), wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.share(2)
 @own
 @pytest.mark.parametrize("name", ["plain", "everything by row and head", "shared by all"])
 def test_where_lengths_are_split_keys_travel(implementation, name):

@@ -46,6 +46,7 @@ def _lower(implementation, variant, t, s, n=4, k=2, h=32, gradient=True):
     return jax.jit(jax.grad(run) if gradient else run).lower(moving, rest).compile()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @lean
 def test_temporary_memory_grows_linearly_with_the_length(implementation, variant):
@@ -108,6 +109,7 @@ def test_the_shapes_of_a_program_are_found():
     assert max(_buffers(compiled.as_text())) == 10**6
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @lean
@@ -196,6 +198,7 @@ def test_dense_attention_multiplies_exactly_what_the_formulas_need(implementatio
     assert counter.of(backward) == scores * (4 * h + 3 * v) + LENGTH * v
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("rule", SKIPPED)
 @counted
 def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs, rule, monkeypatch):

@@ -204,6 +204,7 @@ def _check_vmap(implementation, axes, size=3, batch=None):
 TOLD_APART = [[name for i, name in enumerate(MAPPED) if (i + 1) >> bit & 1] for bit in range(4)]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "names,batch", list(zip(TOLD_APART, (2, None, 2, None))), ids=[names[0] for names in TOLD_APART]
 )
@@ -211,6 +212,7 @@ def test_vmap_over_some_arguments_alone(implementation, names, batch):
     _check_vmap(implementation, dict.fromkeys(names, 0), batch=batch)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "axes,batch",
     [
@@ -227,6 +229,7 @@ def test_vmap_over_any_axis(implementation, axes, batch):
     _check_vmap(implementation, axes, batch=batch)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("outer,inner", [("query", "key"), ("key", "query"), ("bias", "value"), ("sinks", "mask")])
 def test_nested_vmap_over_different_arguments(implementation, outer, inner):
     arguments = _mapped_arguments({})
@@ -339,6 +342,7 @@ def _block(implementation):
     return block, at, quick_jit(jax.value_and_grad(block))(at)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_remat_changes_no_gradient(implementation, policy):
     block, at, wanted = _block(implementation)
@@ -395,6 +399,7 @@ def _sharded_arguments():
     return arguments
 
 
+@pytest.mark.share(2)
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="one device")
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
@@ -628,6 +633,7 @@ def test_what_is_huge_and_hidden_does_not_reach_second_derivatives(implementatio
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("mapped", [("query",), ("key", "bias"), ()], ids="_".join)
 def test_a_hessian_vector_product_is_that_of_the_reference_and_maps(mapped):
     with x64():
@@ -726,6 +732,7 @@ BLIND = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("mode", ["debug_nans", "debug_infs"])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("reason", BLIND)

@@ -71,6 +71,7 @@ def test_results_and_gradients_are_empty_or_zeros(implementation, zero):
             np.testing.assert_array_equal(gradient, np.zeros_like(calls[name][which]), err_msg=f"{name}: d{which}")
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("letter", "HV")
 def test_a_head_of_no_size_adds_nothing_to_scores_or_output(implementation, letter):
     sizes = SIZES | {letter: 0}

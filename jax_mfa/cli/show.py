@@ -21,9 +21,8 @@ import jax.numpy as jnp
 
 from jax_mfa import metal
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.cli import source
 from jax_mfa.cli.command_line import positive
-from jax_mfa.metal import DTYPES, operands, plan_of, tiles
+from jax_mfa.metal import DTYPES, operands, plan_of, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
 
 HELP = "print the Metal source and the launch plan of a problem"

@@ -11,8 +11,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from jax_mfa.cli import source
-from jax_mfa.metal import launches, tiles
+from jax_mfa.metal import launches, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Plan
 from jax_mfa.metal.problem import PLAIN, Problem, Rules
 from jax_mfa.problem import Specification

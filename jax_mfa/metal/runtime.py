@@ -29,7 +29,7 @@ import jax
 from jax import Array
 
 from jax_mfa import compat, recording
-from jax_mfa.cli import source
+from jax_mfa.metal import source
 from jax_mfa.metal.plan import Plan
 from jax_mfa.tuning import kept
 

@@ -12,11 +12,11 @@ import runners
 from runners import needs_core
 
 from jax_mfa import PagedKVCache, Scheme
-from jax_mfa.cli import check_pages, source
+from jax_mfa.cli import check_pages
 from jax_mfa.kv_cache import pool as paged_cache
 from jax_mfa.kv_cache.page_book import Write
 from jax_mfa.kv_cache.storage import Storage
-from jax_mfa.metal import append
+from jax_mfa.metal import append, source
 from jax_mfa.metal.problem import Shape
 
 PAGE, PAGES, K, H, V = 8, 5, 2, 24, 11

@@ -21,10 +21,10 @@ import jax_mfa
 from jax_mfa import BlockMask, metal
 from jax_mfa.__main__ import READER_GONE
 from jax_mfa.arguments import specify
-from jax_mfa.cli import check, check_lines, check_pages, check_problems, show, source
+from jax_mfa.cli import check, check_lines, check_pages, check_problems, show
 from jax_mfa.cli.command_line import INTERRUPTED
 from jax_mfa.kv_cache import pool as paged_cache
-from jax_mfa.metal import DTYPES, runtime, tiles
+from jax_mfa.metal import DTYPES, runtime, source, tiles
 from jax_mfa.metal.plan import Kernel
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

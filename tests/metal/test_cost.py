@@ -36,6 +36,7 @@ def test_dense_forward_does_exactly_the_products_it_must(variant, h, v):
     assert found.products == problem.N * problem.T * problem.S * (h + v) // 512
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("h", [32, 64, 128])
@@ -91,6 +92,7 @@ def test_a_threadgroup_loads_each_line_of_keys_and_values_and_its_own_queries(va
     assert (often - 0.5) * found.lines < found.device < (often + 0.5) * found.lines
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant, limit, item", ENTRIES)
 def test_threadgroup_memory_is_what_the_table_says(variant, limit, item):
     # a head size of its own entry that compiles fast: the arithmetic is linear in it

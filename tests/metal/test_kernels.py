@@ -20,8 +20,7 @@ from plans import Problem
 from runners import Core, Launcher, needs_core
 
 import jax_mfa
-from jax_mfa.cli import source
-from jax_mfa.metal import runtime, tiles
+from jax_mfa.metal import runtime, source, tiles
 
 HEADS = (1, 7, 16, 32, 33, 64, 72, 80, 96, 128, 192, 256)
 LENGTHS = ((1, 1), (3, 17), (299, 5), (61, 67), (8, 300), (129, 33))
@@ -51,6 +50,7 @@ def sized(h: int, at: int, **more) -> Problem:
     return Problem(T=t, S=s, H=h, N=n, K=k, B=1, dtype=DTYPES[at % 3], variant=VARIANTS[at // 3 % 2], **rule, **more)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("problem", [sized(h, i) for i, h in enumerate(HEADS)], ids=str)
 def test_any_head_size_and_length(problem):
     plans.check(problem)
@@ -68,6 +68,7 @@ def test_values_of_another_size(variant, dtype, h, v):
     plans.check(Problem(T=45, S=70, H=h, V=v, variant=variant, dtype=dtype, is_causal=True, query_offset=2))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("rule", RULES[2:], ids=str)
 def test_masks(rule, variant):
@@ -91,6 +92,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda x: "_".join(str(int(y)) for y in vars(x.forward).values()))
 @pytest.mark.parametrize(
     "rule", [{"dtype": "float16", "H": 24}, {"is_causal": True, "query_offset": (7, -3), "V": 20}], ids=str
@@ -146,6 +148,7 @@ def test_a_poisoned_column_reaches_only_the_rows_that_see_it(variant, dtype):
 # ------------------------------------------------------------------------------------------------- through jax.jit
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "problem",
@@ -302,6 +305,7 @@ def noticed(problem: Problem, ran: plans.Ran, how: str) -> bool:
     return False
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("mistake", MUTATIONS)
 def test_a_planted_mistake_is_noticed(mistake):
     mutate, problem, how = MUTATIONS[mistake]

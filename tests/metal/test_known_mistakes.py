@@ -17,8 +17,7 @@ import plans
 import pytest
 
 from jax_mfa import BlockMask
-from jax_mfa.cli import source
-from jax_mfa.metal import operands, runtime, tiles
+from jax_mfa.metal import operands, runtime, source, tiles
 
 RNG = np.random.default_rng(8)
 SLOPES = np.float32([0.5, 0.25, 0.125, 0.0625])
@@ -204,6 +203,7 @@ def noticed(ran: plans.Ran, arguments: dict[str, Any]) -> bool:
     return False
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_known_mistake_is_noticed(mistake):
     planted = MISTAKES[mistake]

@@ -12,7 +12,7 @@ from runners import needs_core
 from serving import Serving
 
 from jax_mfa import Scheme
-from jax_mfa.cli import source
+from jax_mfa.metal import source
 
 ALL = ("query", "key", "value")
 EVERYTHING = {"local_window_size": (25, None), "logits_soft_cap": 2.0, "sinks": True, "alibi_slopes": True}

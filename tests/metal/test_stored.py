@@ -11,9 +11,8 @@ import pytest
 from runners import DTYPES, needs_core
 
 from jax_mfa import Scheme, quantize
-from jax_mfa.cli import source
 from jax_mfa.kv_cache.storage import PARTS, Storage
-from jax_mfa.metal import columns
+from jax_mfa.metal import columns, source
 from jax_mfa.metal.plan import SCALARS
 
 pytestmark = needs_core

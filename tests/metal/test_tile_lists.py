@@ -12,8 +12,7 @@ import plans
 import pytest
 
 from jax_mfa import BlockMask
-from jax_mfa.cli import source
-from jax_mfa.metal import runtime, tiles
+from jax_mfa.metal import runtime, source, tiles
 
 B, T, S, N, K, H = 2, 150, 330, 4, 2, 16
 
@@ -86,6 +85,7 @@ TRIED = [
 ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("hiding,beside,variant", TRIED)
 def test_values_and_gradients_are_right(on_device, variant, hiding, beside):
     with runtime.variant(variant):
@@ -169,6 +169,7 @@ def assert_lists(lists: np.ndarray, see: np.ndarray, rows: int, columns: int, fo
             assert {x for x in listed if x % 2} <= set(wanted), (b, h, i)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("beside", ["", "lengths under the diagonal"])
 @pytest.mark.parametrize("hiding", HIDING)
 def test_a_list_names_the_visible_tiles_and_no_other(hiding, beside):
@@ -246,6 +247,7 @@ def noticed(ran: plans.Ran, answer: oracle.Answer) -> bool:
     return False
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_noticed(mistake):
     old, new = MISTAKES[mistake]

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from jax_mfa import Scheme
-from jax_mfa.cli import source
 from jax_mfa.kv_cache.storage import Storage
-from jax_mfa.metal import append, kernels, tiles
+from jax_mfa.metal import append, kernels, source, tiles
 from jax_mfa.metal.plan import LANGUAGE, Plan
 from jax_mfa.metal.problem import Shape
 from jax_mfa.problem import Specification
