@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 import jax_mfa
+from jax_mfa.cli.command_line import fit_output_to_the_terminal
 
 
 def main() -> None:
+    fit_output_to_the_terminal()
     keys = jax.random.split(jax.random.key(0), 3)
     # batch rows, tokens, heads, channels: eight query heads share two key heads
     query = jax.random.normal(keys[0], (2, 1024, 8, 64))

@@ -14,7 +14,7 @@ from generation.sampling import Sampling
 from generation.tokenizer import Text
 
 DEPTH = 64  # of arrays and objects in one another
-HALF = re.compile("[\ud800-\udfff]")
+HALF = re.compile(f"[{chr(0xD800)}-{chr(0xDFFF)}]")
 
 
 class Refusal(Exception):
