@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_mfa import checks, metal, primitives, recording, reference, sharding
+from jax_mfa import checks, metal, partial, primitives, recording, reference, sharding
 from jax_mfa.arguments import known_lengths, specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.kv_cache.storage import QuantizedArray, stored
@@ -148,7 +148,7 @@ def _attend(
         lse = lambda: values
     else:
         out, row_max, row_sum = primitives.attention(spec, operands, decided)
-        lse = lambda: primitives.log_sum_exp(row_max, row_sum)
+        lse = lambda: partial.log_sum_exp(row_max, row_sum)
     if v == 0:
         out = out[..., :0]
     return out.reshape(*lead, t, n, v), lambda: lse().reshape(*lead, t, n)

@@ -140,3 +140,29 @@ def spec_of(x: Any) -> PartitionSpec:
         return PartitionSpec(*(None,) * np.ndim(x))
     spec = _sharding(x).spec
     return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def vary_alike(arrays: Any) -> Any:
+    """Under `shard_map`, marks every array as varying along each mesh axis that any of them varies along."""
+    return vary(arrays, varying_of(arrays))
+
+
+# --- lowering
+
+
+def shared_mesh(ctx: Any) -> Any:
+    """The mesh of several devices for which a program is lowered whose sharding is left to the compiler, or None."""
+    module = ctx.module_context
+    mesh = getattr(module.axis_context, "abstract_mesh", None)
+    # none: shard_map's own devices; a program for export is compiled elsewhere, where nobody can be asked
+    return None if mesh is None or mesh.size == 1 or module.lowering_parameters.for_export else mesh
+
+
+def need_devices(primitive: Any) -> None:
+    """Tells JAX that lowering looks at the devices, which JAX otherwise withholds."""
+    try:
+        from jax._src import dispatch
+
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
+    except (ImportError, AttributeError):  # sharded arrays are gathered then
+        pass

@@ -82,6 +82,11 @@ def per_batch_row(spec: Specification, operands: Operands, name: str, dtype: Any
     return (x if one else expand_rows(x, getattr(Operands(*spec.repeats), name), operands.query.shape[0])).astype(dtype)
 
 
+def log_sum_exp(row_max: Array, row_sum: Array) -> Array:
+    """The log-sum-exp of rows: −inf where a row sees nothing, NaN where its softmax is not defined."""
+    return row_max + jnp.log(lax.stop_gradient(row_sum))
+
+
 def delta_of(out: Array, d_out: Array, d_lse: Array, acc: Any) -> Array:
     """Σ d_out · out − d_lse, [B, T, N]: d(score) = dropped(probability) · d(p) − probability · delta."""
     # written as a product: XLA's CPU backend of JAX 0.10 takes seventy times as long for the sum

@@ -1,26 +1,23 @@
-"""Attention as JAX primitives: what `jit`, `vmap`, `grad` and `shard_map` do with a (specification, operands) pair.
+"""Attention as JAX primitives: what `jit`, `vmap`, `grad` and `shard_map` do with a call and its arrays.
 
-Four primitives, all over flat operands:
+Four primitives, all over flat operands; each has a `Call` as its parameter:
 
-* `attention`: (operands) → (out, row_max, row_sum);
-* `attention_transpose`: (operands, out, row_max, row_sum, d_out, d_lse) → cotangents of the wanted operands;
-* `attention_tangent`: (operands, out, row_max, row_sum, tangents of the wanted operands) → tangents of (out, lse).
-  Reverse mode never runs it, only its transpose, `attention_transpose`. Forward mode does;
-* `attention_transpose_tangent`: (operands, out, row_max, row_sum, d_out, d_lse, tangents of some of these) → tangents
-  of the cotangents. Forward mode of reverse mode runs it: a Hessian times a vector.
+* `attention`: (operands) -> (out, row_max, row_sum);
+* `attention_bwd`: (operands, out, row_max, row_sum, d_out, d_lse) -> cotangents of the operands `wrt`;
+* `attention_jvp`: (operands, out, row_max, row_sum, tangents of the operands `wrt`) -> tangents of (out, lse).
+  Reverse mode never runs it, only its transpose, `attention_bwd`. Forward mode does;
+* `attention_bwd_jvp`: (operands, out, row_max, row_sum, d_out, d_lse, tangents of `tangent_names` among these) ->
+  tangents of the cotangents. Forward mode of reverse mode runs it: a Hessian times a vector.
 
-A row's maximum and sum together make its log-sum-exp (`log_sum_exp`), the only function of theirs that there is. So its
+A row's maximum and sum make its log-sum-exp, the only function of theirs that there is (`partial.log_sum_exp`). So its
 derivative is declared as that of `row_max`, and `row_sum` has none.
 
 A `custom_vjp` would forbid forward mode and `custom_jvp` alone cannot name the backward pass; a linear primitive with a
 transpose gives both. Reverse mode of derivatives differentiates the reference.
 
-Batching folds the mapped axis into the batch and leaves operands that are not mapped alone.
-
-Sharded arrays are not gathered: each device computes the batch rows and heads that it holds (`sharding`).
-
-Each carries the `implementation` that the caller named, None where the choice is left open. Lowering for platform `cpu`
-takes Metal where it is usable (on Apple silicon CPU and GPU share memory), and blockwise on every other platform, so
+Batching folds the mapped axis into the batch and leaves operands that are not mapped alone. Sharded arrays are not
+gathered: each device computes the batch entries and heads that it holds (`sharding`). Lowering for platform `cpu` takes
+Metal where it is usable (on Apple silicon CPU and GPU share memory), and blockwise on every other platform, so that
 one traced function is right on each of them.
 """
 
@@ -34,7 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax._src.ad_checkpoint import name_p
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
@@ -43,239 +40,139 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_mfa import blockwise, compat, metal, recording, reference, sharding
 from jax_mfa.kv_cache.storage import PARTS, field_of, pool_fields, stored
-from jax_mfa.problem import Operands, Specification, accumulation_dtype
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, pack, unpack
 
-# what the transpose takes after the operands
-BACKWARD_NAMES = ("out", "row_max", "row_sum", "d_out", "d_lse")
+RESULTS = ("out", "row_max", "row_sum")
+COTANGENTS = ("d_out", "d_lse")
 # what the backward pass needs of the forward pass, for policies of `jax.checkpoint`: saved, no kernel runs twice
 RESIDUAL_NAMES = ("jax_mfa_out", "jax_mfa_lse", "jax_mfa_lse")
+_ORIGINALS = {f"{name}_original": name for name in ("key", "value")}
 
 
-def pack(operands: Operands) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """The operands that are present, and their names."""
-    names = tuple(name for name, x in zip(Operands._fields, operands) if x is not None)
-    return tuple(getattr(operands, name) for name in names), names
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static facts of a call.
+
+    Attributes:
+      spec: of the problem.
+      names: of the operands that there are.
+      implementation: what the caller named, None where the choice is left open.
+      wrt: the operands whose cotangents are asked for, or that have tangents.
+      tangent_names: in forward mode of the backward pass, the arrays that have tangents.
+      differentiated: whether a backward pass follows in the same program.
+    """
+
+    spec: Specification
+    names: tuple[str, ...]
+    implementation: str | None = None
+    wrt: tuple[str, ...] = ()
+    tangent_names: tuple[str, ...] = ()
+    differentiated: bool = False
 
 
-def unpack(arrays: Sequence[Any], names: tuple[str, ...]) -> Operands:
-    return Operands(**dict(zip(names, arrays)))
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a primitive's arrays are: operands, then `rows`, then tangents; and what it is called in texts."""
+
+    name: str
+    text: str
+    rows: tuple[str, ...] = ()
+    tangents: str | None = None  # the attribute of `Call` that names them
+    gives_cotangents: bool = False
+
+    def arrays(self, call: Call) -> tuple[str, ...]:
+        """The names of all arrays; a tangent has that of the array that it belongs to."""
+        return (*call.names, *self.rows, *(getattr(call, self.tangents) if self.tangents else ()))
+
+    def split(self, arrays: Sequence[Any], call: Call) -> tuple[Operands, Sequence[Any], Sequence[Any]]:
+        """Operands, rows and tangents."""
+        n = len(call.names)
+        known = n + len(self.rows)
+        return unpack(arrays[:n], call.names), arrays[n:known], arrays[known:]
 
 
-def log_sum_exp(row_max: Array, row_sum: Array) -> Array:
-    """The log-sum-exp of rows: −inf where a row sees nothing, NaN where its softmax is not defined."""
-    return row_max + jnp.log(lax.stop_gradient(row_sum))
-
-
-def _reference_of(
-    arrays: Any, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...]
-) -> tuple[Any, tuple[Any, ...]]:
-    """The reference as a function of the wanted operands, and where."""
-    spec, operands = reference.plain(spec, unpack(arrays, names))
-    fixed = operands._asdict()
-
-    def fun(*varying: Any) -> tuple[Array, Array]:
-        return reference.attention(spec, Operands(**{**fixed, **dict(zip(wanted, varying))}))
-
-    return fun, tuple(fixed[name] for name in wanted)
-
-
-def _dtypes(arrays: Any, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...]) -> list[Any]:
-    """The dtypes of the cotangents of operands: of a quantised one, that of what it stands for."""
-    operands = stored(spec, unpack(arrays[: len(names)], names))
-    return [getattr(operands, name).dtype for name in wanted]
+FORWARD = Kind("jax_mfa_attention", "forward")
+BWD = Kind("jax_mfa_attention_bwd", "backward", (*RESULTS, *COTANGENTS), gives_cotangents=True)
+JVP = Kind("jax_mfa_attention_jvp", "forward mode", RESULTS, "wrt")
+BWD_JVP = Kind("jax_mfa_attention_bwd_jvp", "forward mode of backward", BWD.rows, "tangent_names", True)
 
 
 # --- what each primitive computes
 
 
-def _attention(
-    *arrays: Array, spec: Specification, names: tuple[str, ...], differentiated: bool, **_: Any
-) -> tuple[Any, ...]:
-    return blockwise.forward(spec, unpack(arrays, names), differentiated)
+def _attention(*arrays: Array, call: Call) -> tuple[Any, ...]:
+    return blockwise.forward(call.spec, unpack(arrays, call.names), call.differentiated)
 
 
-def _attention_on_metal(*arrays: Array, spec: Specification, names: tuple[str, ...], **_: Any) -> tuple[Any, ...]:
-    return metal.forward(spec, unpack(arrays, names))
+_attention_on_metal = lambda *arrays, call: metal.forward(call.spec, unpack(arrays, call.names))
 
 
-def _transpose(
-    *arrays: Array,
-    spec: Specification,
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-    all_columns: bool,
-    **_: Any,
-) -> tuple[Any, ...]:
-    out, row_max, row_sum, d_out, d_lse = arrays[len(names) :]
-    operands = unpack(arrays[: len(names)], names)
-    return blockwise.backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted, all_columns)
+def _bwd(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, ...]:
+    operands, rows, _ = BWD.split(arrays, call)
+    return module.backward(call.spec, operands, *rows, call.wrt)
 
 
-def _transpose_on_metal(
-    *arrays: Array, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], **_: Any
-) -> Any:
-    out, row_max, row_sum, d_out, d_lse = arrays[len(names) :]
-    operands = unpack(arrays[: len(names)], names)
-    return metal.backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted)
+def _jvp(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, Any]:
+    _refuse_metal(call)
+    operands, rows, tangents = JVP.split(arrays, call)
+    return module.tangent(call.spec, operands, *rows, call.wrt, tangents)
 
 
-def _no_jnp(implementation: str | None) -> None:
-    if implementation == "metal":
+def _bwd_jvp(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, ...]:
+    """The derivative of `_bwd`. Loops have one in forward mode, in the memory that they have."""
+    _refuse_metal(call)
+    known = BWD.arrays(call)
+    # 16-bit numbers are integers somewhere in the loops, and integers have no tangent
+    wide = lambda x: x.astype(np.float32) if x.dtype.itemsize == 2 else x
+    given = {name: wide(x) for name, x in zip(known, arrays)}
+    tangents = tuple(wide(x) for x in arrays[len(known) :])
+
+    def fun(*moving: Any) -> Any:
+        now = {**given, **dict(zip(call.tangent_names, moving))}
+        return _bwd(*(now[name] for name in known), call=call, module=module)
+
+    results = jax.jvp(fun, tuple(given[name] for name in call.tangent_names), tangents)[1]
+    operands = stored(call.spec, BWD.split(arrays, call)[0])
+    return tuple(x.astype(getattr(operands, name).dtype) for name, x in zip(call.wrt, results))
+
+
+def _refuse_metal(call: Call) -> None:
+    if call.implementation == "metal":
         raise NotImplementedError(
             "implementation='metal' has no forward-mode (jvp) or second derivatives; "
             "use implementation='blockwise' or 'reference' for them"
         )
 
 
-def _tangent(
-    *arrays: Array,
-    spec: Specification,
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-    implementation: str | None,
-    **_: Any,
-) -> Any:
-    _no_jnp(implementation)
-    out, row_max, row_sum, *tangents = arrays[len(names) :]
-    operands = unpack(arrays[: len(names)], names)
-    return blockwise.tangent(spec, operands, out, row_max, row_sum, wanted, tangents)
-
-
-def _share(results: Any, rows: Any) -> tuple[Array, Any]:
-    """The part that columns have in whole rows: exp(their log-sum-exp − that of the rows), and how far their own output
-    is from that of the rows; 1 and 0 where the columns are all there are.
-
-    With w that part, Δ that difference: t(out) = w · (t(own out) + Δ · t(own lse)), and t(lse) = w · t(own lse).
-    """
-    (own_out, own_lse), (out, row_max, row_sum) = results, rows
-    seen = own_lse != -np.inf
-    whole_lse = row_max + jnp.log(jnp.where(seen, row_sum, 1))
-    weight = jnp.where(seen, jnp.exp(jnp.where(seen, own_lse - whole_lse, 0)), 0)
-    return weight, (own_out - out).astype(own_lse.dtype)
-
-
-def _differentiable_tangent(
-    *arrays: Array,
-    spec: Specification,
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-    implementation: str | None,
-    **_: Any,
-) -> tuple[Any, Any]:
-    """`_tangent` by the reference, for derivatives of derivatives."""
-    _no_jnp(implementation)
-    fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
-    rows, tangents = arrays[len(names) :][:3], arrays[len(names) + len(RESIDUAL_NAMES) :]
-    results, (t_out, t_lse) = jax.jvp(fun, at, tuple(t.astype(x.dtype) for t, x in zip(tangents, at)))
-    weight, apart = _share(results, rows)
-    t_lse = weight * t_lse
-    return (weight[..., None] * t_out + apart * t_lse[..., None]).astype(t_out.dtype), t_lse
-
-
-def _differentiable_transpose(
-    *arrays: Array,
-    spec: Specification,
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-    implementation: str | None,
-    **_: Any,
-) -> tuple[Any, ...]:
-    """`_transpose` written with JAX's own derivative of the reference, for derivatives of derivatives."""
-    _no_jnp(implementation)
-    fun, at = _reference_of(arrays[: len(names)], spec, names, wanted)
-    results, pullback = jax.vjp(fun, *at)
-    *rows, d_out, d_lse = arrays[len(names) :]
-    weight, apart = _share(results, rows)
-    d_lse = weight * (d_lse + (d_out.astype(d_lse.dtype) * apart).sum(-1))
-    found = pullback(((weight[..., None] * d_out).astype(results[0].dtype), d_lse.astype(results[1].dtype)))
-    return tuple(x.astype(dtype) for x, dtype in zip(found, _dtypes(arrays, spec, names, wanted)))
-
-
-def _transpose_tangent(
-    *arrays: Array,
-    spec: Specification,
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-    moving: tuple[str, ...],
-    implementation: str | None,
-    all_columns: bool,
-) -> tuple[Any, ...]:
-    """The derivative of `_transpose`. Loops have one in forward mode, in the memory that they have."""
-    _no_jnp(implementation)
-    known = (*names, *BACKWARD_NAMES)
-    # numbers of 16 bits are taken as integers somewhere in there, and integers have no tangent
-    wide = lambda x: x.astype(np.float32) if x.dtype.itemsize == 2 else x
-    given = {name: wide(x) for name, x in zip(known, arrays)}
-    tangents = tuple(wide(x) for x in arrays[len(known) :])
-
-    def fun(*varying: Any) -> Any:
-        now = {**given, **dict(zip(moving, varying))}
-        operands = Operands(**{name: now[name] for name in names})
-        out, row_max, row_sum, d_out, d_lse = (now[name] for name in BACKWARD_NAMES)
-        return blockwise.backward(spec, operands, out, row_max, row_sum, d_out, d_lse, wanted, all_columns)
-
-    results = jax.jvp(fun, tuple(given[name] for name in moving), tangents)[1]
-    return tuple(x.astype(dtype) for x, dtype in zip(results, _dtypes(arrays, spec, names, wanted)))
-
-
-def _differentiable_transpose_tangent(
-    *arrays: Array,
-    spec: Specification,
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-    moving: tuple[str, ...],
-    implementation: str | None,
-    **_: Any,
-) -> Any:
-    """`_transpose_tangent` by the reference."""
-    known = (*names, *BACKWARD_NAMES)
-    given, tangents = dict(zip(known, arrays)), tuple(arrays[len(known) :])
-
-    def fun(*varying: Any) -> tuple[Any, ...]:
-        now = {**given, **dict(zip(moving, varying))}
-        static: Any = {"spec": spec, "names": names, "wanted": wanted, "implementation": implementation}
-        return _differentiable_transpose(*(now[name] for name in known), **static)
-
-    return jax.jvp(fun, tuple(given[name] for name in moving), tangents)[1]
-
-
 # --- shapes
 
 
-def _attention_shapes(*avals: Any, spec: Specification, names: tuple[str, ...], **_: Any) -> tuple[Any, Any, Any]:
-    o = stored(spec, unpack(avals, names))
+def _row_shapes(*avals: Any, call: Call) -> tuple[Any, Any, Any]:
+    o = stored(call.spec, unpack(avals[: len(call.names)], call.names))
     b, t, n, _ = o.query.shape
     rows = o.query.update(shape=(b, t, n), dtype=accumulation_dtype(o.query.dtype), weak_type=False)
     return o.query.update(shape=(b, t, n, o.value.shape[-1]), weak_type=False), rows, rows
 
 
-def _transpose_shapes(
-    *avals: Any, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], **_: Any
-) -> tuple[Any, ...]:
-    o = stored(spec, unpack(avals[: len(names)], names))
-    return tuple(o.query.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in (getattr(o, n) for n in wanted))
+def _tangent_shapes(*avals: Any, call: Call) -> tuple[Any, Any]:
+    return _row_shapes(*avals, call=call)[:2]
 
 
-def _transpose_tangent_shapes(*avals: Any, moving: tuple[str, ...], **params: Any) -> tuple[Any, ...]:
-    return _transpose_shapes(*avals, **params)
-
-
-def _tangent_shapes(
-    *avals: Any, spec: Specification, names: tuple[str, ...], wanted: tuple[str, ...], **_: Any
-) -> tuple[Any, Any]:
-    out, lse, _ = _attention_shapes(*avals[: len(names)], spec=spec, names=names)
-    return out, lse
+def _cotangent_shapes(*avals: Any, call: Call) -> tuple[Any, ...]:
+    o = stored(call.spec, unpack(avals[: len(call.names)], call.names))
+    found = (getattr(o, name) for name in call.wrt)
+    return tuple(o.query.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in found)
 
 
 # --- vmap
 
 
-def _rows(x: Any, dim: Any) -> int:
-    """Operand rows of an array whose mapped axis, if any, is `dim`."""
+def _entries(x: Any, dim: Any) -> int:
+    """Batch entries of an array whose mapped axis, if any, is `dim`."""
     return x.shape[1] if dim == 0 else x.shape[0]
 
 
-def _mapped(x: Any, dim: Any, size: int) -> Array:
+def mapped_in_front(x: Any, dim: Any, size: int) -> Array:
     """`x` with a leading mapped axis, broadcast if it had none."""
     return jnp.moveaxis(x, dim, 0) if dim is not None else jnp.broadcast_to(x[None], (size, *x.shape))
 
@@ -306,7 +203,7 @@ def _fold_operands(
     An operand that is not mapped stays as it is: its rows recur for each element of the mapped axis.
     """
     query = names.index("query")
-    batch = _rows(arrays[query], dims[query])
+    batch = _entries(arrays[query], dims[query])
     mapped = {*mapped, *_parts_of_mapped(names, dims)}
     repeats = dict(zip(Operands._fields, spec.repeats))
     folded = []
@@ -314,10 +211,10 @@ def _fold_operands(
     if any(dim is not None for name, dim in zip(names, dims) if name in pools):  # they then follow one another
         mapped |= {*pools, "block_tables"}
         key = names.index("key")
-        pages = _rows(arrays[key], dims[key])
+        pages = _entries(arrays[key], dims[key])
     for name, x, dim in zip(names, arrays, dims):
         if dim is not None or name == "query" or name in mapped:
-            x = _mapped(x, dim, size)
+            x = mapped_in_front(x, dim, size)
             if name in pools:
                 x = x.reshape(-1, *x.shape[2:])
             else:
@@ -332,180 +229,82 @@ def _unfold(x: Any, size: int) -> Any:
     return x.reshape(size, x.shape[0] // size, *x.shape[1:])
 
 
-def _batched(rule: Any, shapes: Any) -> Callable[..., Any]:
-    """A primitive's batching rule from a `rule` for axes that are not empty and the `shapes` of its results."""
+def _batching(kind: Kind, primitive: Any, shapes: Any) -> Callable[..., Any]:
+    """A primitive's batching rule: each array is folded as its name says."""
 
-    def batch(arrays: Any, dims: Any, **params: Any) -> tuple[tuple[Array, ...], tuple[int, ...]]:
-        size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
-        if size > 0:
-            return rule(arrays, dims, size, **params)
-        one = [ShapedArray(tuple(n for i, n in enumerate(x.shape) if i != d), x.dtype) for x, d in zip(arrays, dims)]
-        results = shapes(*one, **params)
-        return tuple(jnp.zeros((0, *x.shape), x.dtype) for x in results), (0,) * len(results)
+    def fold_like(name: str, x: Any, dim: Any, size: int, batch: int, spec: Specification) -> Array:
+        x = mapped_in_front(x, dim, size)
+        if name in BWD.rows:  # an entry for each of the batch
+            return x.reshape(size * batch, *x.shape[2:])
+        return _fold(x, size, batch, spec.repeats[Operands._fields.index(name)])[0]
 
-    return batch
+    def rule(arrays: Any, dims: Any, *, call: Call) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        size, n = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None), len(call.names)
+        if size == 0:
+            one = [
+                ShapedArray(tuple(n for i, n in enumerate(x.shape) if i != d), x.dtype) for x, d in zip(arrays, dims)
+            ]
+            empty = tuple(jnp.zeros((0, *x.shape), x.dtype) for x in shapes(*one, call=call))
+            return empty, (0,) * len(empty)
+        names = kind.arrays(call)
+        mapped = {*call.wrt, *call.tangent_names}
+        operands, spec, batch = _fold_operands(arrays[:n], dims[:n], size, call.spec, call.names, mapped)
+        others = (fold_like(*x, size, batch, call.spec) for x in zip(names[n:], arrays[n:], dims[n:]))
+        results = primitive.bind(*operands, *others, call=dataclasses.replace(call, spec=spec))
+        results = [_unfold(x, size) for x in results]
+        if kind.gives_cotangents:
+            for i, name in enumerate(call.wrt):
+                at = call.names.index(name)
+                entries, x = _entries(arrays[at], dims[at]), results[i]
+                if x.shape[1] != entries:  # `_fold` gave each batch entry an operand's entry of its own
+                    repeat = call.spec.repeats[Operands._fields.index(name)]
+                    results[i] = x.reshape(size, -1, entries, repeat, *x.shape[2:]).sum((1, 3), dtype=x.dtype)
+        return tuple(results), (0,) * len(results)
 
-
-def _attention_batching(
-    arrays: Any, dims: Any, size: int, *, spec: Specification, names: tuple[str, ...], **static: Any
-) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    operands, spec, _ = _fold_operands(arrays, dims, size, spec, names)
-    results = attention_p.bind(*operands, spec=spec, names=names, **static)
-    return tuple(_unfold(x, size) for x in results), (0,) * len(results)
-
-
-def _fold_results(arrays: Any, dims: Any, size: int, batch: int) -> list[Array]:
-    """Folds arrays that have one row for each batch row."""
-    return [_mapped(x, d, size).reshape(size * batch, *_mapped(x, d, size).shape[2:]) for x, d in zip(arrays, dims)]
-
-
-def _fold_like(name: str, x: Any, dim: Any, size: int, batch: int, spec: Specification) -> Array:
-    """Folds an array like the operand, or else the result, of this name."""
-    if name in BACKWARD_NAMES:
-        return _fold_results([x], [dim], size, batch)[0]
-    return _fold(_mapped(x, dim, size), size, batch, spec.repeats[Operands._fields.index(name)])[0]
-
-
-def _transpose_batching(
-    arrays: Any,
-    dims: Any,
-    size: int,
-    *,
-    spec: Specification,
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-    **static: Any,
-) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    n = len(names)
-    operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
-    extra = _fold_results(arrays[n:], dims[n:], size, batch)
-    static |= {"spec": folded, "names": names, "wanted": wanted}
-    results = transpose_p.bind(*operands, *extra, **static)
-    return _unfold_cotangents(results, arrays, dims, size, spec, names, wanted)
-
-
-def _unfold_cotangents(
-    results: Any,
-    arrays: Any,
-    dims: Any,
-    size: int,
-    spec: Specification,
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Cotangents of folded operands as those of the operands."""
-    out = []
-    for name, x in zip(wanted, results):
-        i = names.index(name)
-        rows, x = _rows(arrays[i], dims[i]), _unfold(x, size)
-        if x.shape[1] != rows:  # `_fold` gave each batch row a row of its own
-            repeat = spec.repeats[Operands._fields.index(name)]
-            x = x.reshape(size, -1, rows, repeat, *x.shape[2:]).sum((1, 3), dtype=x.dtype)
-        out.append(x)
-    return tuple(out), (0,) * len(out)
-
-
-def _tangent_batching(
-    arrays: Any,
-    dims: Any,
-    size: int,
-    *,
-    spec: Specification,
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-    **static: Any,
-) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    n, known = len(names), len(names) + len(RESIDUAL_NAMES)
-    operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped=wanted)
-    results = _fold_results(arrays[n:known], dims[n:known], size, batch)
-    tangents = [_fold_like(*x, size, batch, spec) for x in zip(wanted, arrays[known:], dims[known:])]
-    static |= {"spec": folded, "names": names, "wanted": wanted}
-    results = tangent_p.bind(*operands, *results, *tangents, **static)
-    return tuple(_unfold(x, size) for x in results), (0,) * len(results)
-
-
-def _transpose_tangent_batching(
-    arrays: Any,
-    dims: Any,
-    size: int,
-    *,
-    spec: Specification,
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-    moving: tuple[str, ...],
-    **static: Any,
-) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    # the same fold of the known arrays, and of the tangents as of what they belong to
-    n, known = len(names), len(names) + len(BACKWARD_NAMES)
-    mapped = {*wanted, *moving}
-    operands, folded, batch = _fold_operands(arrays[:n], dims[:n], size, spec, names, mapped)
-    extra = _fold_results(arrays[n:known], dims[n:known], size, batch)
-    tangents = [_fold_like(*x, size, batch, spec) for x in zip(moving, arrays[known:], dims[known:])]
-    static |= {"spec": folded, "names": names, "wanted": wanted, "moving": moving}
-    results = transpose_tangent_p.bind(*operands, *extra, *tangents, **static)
-    return _unfold_cotangents(results, arrays, dims, size, spec, names, wanted)
+    return rule
 
 
 # --- derivatives
 
-_ORIGINALS = {f"{name}_original": name for name in ("key", "value")}
 
-
-def _attention_jvp(
-    primals: Any,
-    tangents: Any,
-    *,
-    spec: Specification,
-    names: tuple[str, ...],
-    implementation: str | None,
-    differentiated: bool,
-) -> tuple[tuple[Any, ...], tuple[Any, Any, Any]]:
-    static = {"spec": spec, "names": names, "implementation": implementation}
-    results = attention_p.bind(*primals, **static, differentiated=True)
+def _attention_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[tuple[Any, ...], tuple[Any, Any, Any]]:
+    results = attention_p.bind(*primals, call=dataclasses.replace(call, differentiated=True))
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, RESIDUAL_NAMES))
     # an original's tangent is that of what is stored; itself it is not kept for the backward pass
-    moving = [(_ORIGINALS.get(name, name), t) for name, t in zip(names, tangents) if type(t) is not ad.Zero]
-    wanted = tuple(name for name, _ in moving)
-    if spec.page_size is not None and {"key", "value"} & {*wanted}:
+    moving = [(_ORIGINALS.get(name, name), t) for name, t in zip(call.names, tangents) if type(t) is not ad.Zero]
+    wrt = tuple(name for name, _ in moving)
+    if call.spec.page_size is not None and {"key", "value"} & {*wrt}:
         raise NotImplementedError("key_pages, value_pages: attention has no derivative with respect to pages")
-    kept = [(name, x) for name, x in zip(names, primals) if name not in _ORIGINALS]
-    static["names"] = tuple(name for name, _ in kept)
-    arrays = *(x for _, x in kept), *results, *(t for _, t in moving)
-    t_out, t_lse = tangent_p.bind(*arrays, **static, wanted=wanted, all_columns=True)
+    kept = [(name, x) for name, x in zip(call.names, primals) if name not in _ORIGINALS]
+    call = Call(call.spec, tuple(name for name, _ in kept), call.implementation, wrt)
+    t_out, t_lse = attention_jvp_p.bind(*(x for _, x in kept), *results, *(t for _, t in moving), call=call)
     return results, (t_out, t_lse, ad.Zero(t_lse.aval))
 
 
-def _tangent_transpose(
-    cotangents: Any, *arrays: Array, names: tuple[str, ...], wanted: tuple[str, ...], **static: Any
-) -> list[None]:
-    n = len(names) + len(RESIDUAL_NAMES)
+def _jvp_transpose(cotangents: Any, *arrays: Array, call: Call) -> list[Any]:
+    n = len(call.names) + len(RESULTS)
     known, tangents = arrays[:n], arrays[n:]
-    linear = tuple(name for name, t in zip(wanted, tangents) if ad.is_undefined_primal(t))
+    linear = tuple(name for name, t in zip(call.wrt, tangents) if ad.is_undefined_primal(t))
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
-    results = transpose_p.bind(*known, *cotangents, names=names, wanted=linear, **static)
-    found = dict(zip(linear, results))
-    return [None] * n + [found.get(name) for name in wanted]
+    found = attention_bwd_p.bind(*known, *cotangents, call=dataclasses.replace(call, wrt=linear))
+    return [None] * n + [dict(zip(linear, found)).get(name) for name in call.wrt]
 
 
-def _transpose_jvp(primals: Any, tangents: Any, *, names: tuple[str, ...], **static: Any) -> tuple[Any, Any]:
-    results = transpose_p.bind(*primals, names=names, **static)
-    known = (*names, *BACKWARD_NAMES)
-    moving = [(name, t) for name, t in zip(known, tangents) if type(t) is not ad.Zero]
-    changes = tuple(t for _, t in moving)
-    moved = tuple(name for name, _ in moving)
-    return results, transpose_tangent_p.bind(*primals, *changes, names=names, moving=moved, **static)
+def _bwd_jvp_rule(primals: Any, tangents: Any, *, call: Call) -> tuple[Any, Any]:
+    results = attention_bwd_p.bind(*primals, call=call)
+    moving = [(name, t) for name, t in zip(BWD.arrays(call), tangents) if type(t) is not ad.Zero]
+    call = dataclasses.replace(call, tangent_names=tuple(name for name, _ in moving))
+    return results, attention_bwd_jvp_p.bind(*primals, *(t for _, t in moving), call=call)
 
 
-def _transpose_tangent_transpose(
-    cotangents: Any, *arrays: Array, names: tuple[str, ...], moving: tuple[str, ...], **static: Any
-) -> list[None]:
-    n = len(names) + len(BACKWARD_NAMES)
+def _bwd_jvp_transpose(cotangents: Any, *arrays: Array, call: Call) -> list[Any]:
+    n = len(BWD.arrays(call))
     known, tangents = arrays[:n], arrays[n:]
     linear = [i for i, t in enumerate(tangents) if ad.is_undefined_primal(t)]
 
-    def fun(*varying: Any) -> Any:
-        now = {**dict(enumerate(tangents)), **dict(zip(linear, varying))}
-        return _differentiable_transpose_tangent(*known, *now.values(), names=names, moving=moving, **static)
+    def fun(*moving: Any) -> Any:
+        now = {**dict(enumerate(tangents)), **dict(zip(linear, moving))}
+        return _bwd_jvp(*known, *now.values(), call=call, module=reference)
 
     zeros = [jnp.zeros(tangents[i].aval.shape, tangents[i].aval.dtype) for i in linear]
     # linear in them, so that its derivative anywhere is itself
@@ -514,7 +313,7 @@ def _transpose_tangent_transpose(
     return [None] * n + [found.get(i) for i in range(len(tangents))]
 
 
-def _jvp_by_jax(fun: Callable[..., Any]) -> Callable[..., Any]:
+def jvp_by_jax(fun: Callable[..., Any]) -> Callable[..., Any]:
     """The derivative rule of a primitive that only derivatives meet: `fun` is plain JAX, so JAX differentiates it."""
 
     def rule(primals: Any, tangents: Any, **params: Any) -> tuple[Any, ...]:
@@ -527,129 +326,97 @@ def _jvp_by_jax(fun: Callable[..., Any]) -> Callable[..., Any]:
 # --- registration
 
 
-def _shared_mesh(ctx: Any) -> Any:
-    """The mesh of several devices for which a program is lowered whose sharding is left to the compiler, or None."""
-    module = ctx.module_context
-    mesh = getattr(module.axis_context, "abstract_mesh", None)
-    # none: shard_map's own devices; a program for export is compiled elsewhere, where nobody can be asked
-    return None if mesh is None or mesh.size == 1 or module.lowering_parameters.for_export else mesh
-
-
-def _by_shares(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def _by_shares(kind: Kind, fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     """`fun` of a primitive, each device of the mesh computing its share."""
 
-    def run(*arrays: Array, **params: Any) -> Any:
-        names, results = params["names"], BACKWARD_NAMES[:3]
-        if "wanted" in params:
-            names, results = (*names, *BACKWARD_NAMES), params["wanted"]
+    def run(*arrays: Array, call: Call) -> Any:
+        names, results = kind.arrays(call), call.wrt if kind.gives_cotangents else RESULTS
 
-        def pair(spec: Specification, operands: Operands, rows: Any = (), wanted: tuple[str, ...] | None = None) -> Any:
-            own, names = pack(operands)
-            changed = {"spec": spec, "names": names}
-            if wanted is not None:
-                changed |= {"wanted": wanted, "all_columns": False}
-            return fun(*own, *rows, **{**params, **changed})
+        def pair(spec: Specification, operands: Operands, rows: Any = (), wrt: tuple[str, ...] | None = None) -> Any:
+            own, present = pack(operands)
+            changed = dataclasses.replace(call, spec=spec, names=present, wrt=call.wrt if wrt is None else wrt)
+            return fun(*own, *rows, call=changed)
 
         times = sharding.repeated_heads(names, arrays, mesh)
         own = [sharding.repeat_heads(name, x, times) for name, x in zip(names, arrays)]
-        found = sharding.partitioned(lambda *x: fun(*x, **params), pair, params["spec"], names, results)(*own)
+        found = sharding.partitioned(functools.partial(fun, call=call), pair, call.spec, names, results)(*own)
         return tuple(sharding.fold_heads(name, x, times) for name, x in zip(results, found))
 
     return run
 
 
-def _named(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def run(*args: Any, **params: Any) -> Any:
-        return fun(*args, **params)
+def _lowering(kind: Kind, fun: Callable[..., Any], name: str, shares: bool = True) -> Callable[..., Any]:
+    def run(*args: Any, call: Call) -> Any:
+        return fun(*args, call=call)
 
     run.__name__ = run.__qualname__ = name
-    return run
-
-
-def _lowering(fun: Callable[..., Any], static: Any, name: str, shares: bool = True) -> Callable[..., Any]:
     # jitted, so that a model's many equal layers are traced and lowered once; profilers show the name
-    fun = jax.jit(_named(fun, name), static_argnames=static)
-    lower = mlir.lower_fun(fun, multiple_results=True)
+    jitted = jax.jit(run, static_argnames="call")
+    lower = mlir.lower_fun(jitted, multiple_results=True)
 
     def rule(ctx: Any, *args: Any, **params: Any) -> Any:
         # loops inside start from constants, which shard_map's types would tell from data that varies by device
         avals = [ShapedArray(a.shape, a.dtype) if compat.varying(a) else a for a in ctx.avals_in]
-        mesh = _shared_mesh(ctx) if shares else None
-        chosen = lower if mesh is None else mlir.lower_fun(_by_shares(fun, mesh), multiple_results=True)
+        mesh = compat.shared_mesh(ctx) if shares else None
+        chosen = lower if mesh is None else mlir.lower_fun(_by_shares(kind, jitted, mesh), multiple_results=True)
         return chosen(ctx.replace(avals_in=avals), *args, **params)
 
     return rule
 
 
-def _need_devices(primitive: Any) -> None:
-    """Tells JAX that lowering looks at the devices, which JAX otherwise withholds."""
-    try:
-        from jax._src import dispatch
-
-        dispatch.prim_requires_devices_during_lowering.add(primitive)
-    except (ImportError, AttributeError):  # sharded arrays are gathered then
-        pass
-
-
-def _primitive(name: str, fun: Callable[..., Any], shapes: Any, batch: Any, static: Any, on_metal: Any = None) -> Any:
-    """A primitive that runs `fun` on every platform, and `on_metal` on `cpu` where Metal can be used.
-
-    Args:
-      static: names of its parameters; each primitive has `implementation` among them.
-    """
-    primitive = Primitive(name)
+def _primitive(kind: Kind, fun: Callable[..., Any], shapes: Any, on_metal: Any = None) -> Any:
+    """A primitive that runs `fun` on every platform, and `on_metal` on `cpu` where Metal can be used."""
+    primitive = Primitive(kind.name)
     primitive.multiple_results = True
-    compiled = jax.jit(primitive.bind, static_argnames=static)
+    compiled = jax.jit(primitive.bind, static_argnames="call")
 
-    def run(*arrays: Array, **params: Any) -> Any:
+    def run(*arrays: Array, call: Call) -> Any:
         config: Any = jax.config
         if not config.jax_disable_jit:
-            return compiled(*arrays, **params)
-        return (on_metal if on_metal and params["implementation"] == "metal" else fun)(*arrays, **params)
+            return compiled(*arrays, call=call)
+        return (on_metal if on_metal and call.implementation == "metal" else fun)(*arrays, call=call)
 
     primitive.def_impl(run)
     primitive.def_abstract_eval(shapes)
-    batching.primitive_batchers[primitive] = _batched(batch, shapes)
-    lowered = _lowering(fun, static, f"{name}_blockwise", shares=on_metal is not None)
+    batching.primitive_batchers[primitive] = _batching(kind, primitive, shapes)
+    lowered = _lowering(kind, fun, f"{kind.name}_blockwise", shares=on_metal is not None)
 
-    def tell(ctx: Any, params: Any, implementation: str, reason: str = "") -> None:
-        spec, operands = params["spec"], unpack(ctx.avals_in[: len(params["names"])], params["names"])
-        details = params.get("wanted"), params.get("differentiated", False)
-        make = lambda: (_choice(name, spec, operands, *details, implementation, reason), (spec, operands))
-        recording.choose(make)
+    def tell(ctx: Any, call: Call, implementation: str, reason: str = "") -> None:
+        operands = unpack(ctx.avals_in[: len(call.names)], call.names)
+        recording.choose(lambda: (_choice(kind, call, operands, implementation, reason), (call.spec, operands)))
 
-    def portable(ctx: Any, *args: Any, why_not_metal: str, **params: Any) -> Any:
-        tell(ctx, params, "blockwise", why_not_metal)
-        return lowered(ctx, *args, **params)
+    def portable(ctx: Any, *args: Any, call: Call, why_not_metal: str) -> Any:
+        tell(ctx, call, "blockwise", why_not_metal)
+        return lowered(ctx, *args, call=call)
 
-    def elsewhere(ctx: Any, *args: Any, **params: Any) -> Any:
-        if params["implementation"] == "metal":
+    def elsewhere(ctx: Any, *args: Any, call: Call) -> Any:
+        platforms = ", ".join(getattr(ctx, "platforms", None) or ctx.module_context.platforms)
+        if call.implementation == "metal":
             raise NotImplementedError(
                 "implementation='metal' runs on JAX's platform cpu of an Apple silicon host, and is being compiled for "
-                f"{_platforms(ctx)}"
+                f"{platforms}"
             )
-        return portable(ctx, *args, why_not_metal=f"compiled for {_platforms(ctx)}", **params)
+        return portable(ctx, *args, call=call, why_not_metal=f"compiled for {platforms}")
 
     if on_metal is None:
-        only = functools.partial(portable, why_not_metal="Metal has no forward mode")
-        mlir.register_lowering(primitive, only)
+        mlir.register_lowering(primitive, functools.partial(portable, why_not_metal="Metal has no forward mode"))
         return primitive
-    _need_devices(primitive)
-    native = _lowering(on_metal, static, f"{name}_metal")
+    compat.need_devices(primitive)
+    native = _lowering(kind, on_metal, f"{kind.name}_metal")
 
-    def on_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
-        named = params["implementation"] == "metal"
-        why_not = "" if named else _why_not_metal(ctx, params)
+    def on_cpu(ctx: Any, *args: Any, call: Call) -> Any:
+        named = call.implementation == "metal"
+        why_not = "" if named else _why_not_metal(ctx, call)
         if why_not:
-            return portable(ctx, *args, why_not_metal=why_not, **params)
+            return portable(ctx, *args, call=call, why_not_metal=why_not)
         try:
-            found = native(ctx, *args, **params)
+            found = native(ctx, *args, call=call)
         except metal.Failed as error:
             if named:
                 raise RuntimeError(f"implementation='metal': {error}") from error
             metal.runtime.warn_once(str(error))
-            return portable(ctx, *args, why_not_metal=str(error), **params)
-        tell(ctx, params, "metal")
+            return portable(ctx, *args, call=call, why_not_metal=str(error))
+        tell(ctx, call, "metal")
         return found
 
     mlir.register_lowering(primitive, elsewhere)
@@ -657,16 +424,11 @@ def _primitive(name: str, fun: Callable[..., Any], shapes: Any, batch: Any, stat
     return primitive
 
 
-def _platforms(ctx: Any) -> str:
-    return ", ".join(getattr(ctx, "platforms", None) or ctx.module_context.platforms)
-
-
-def _why_not_metal(ctx: Any, params: Any) -> str:
+def _why_not_metal(ctx: Any, call: Call) -> str:
     """Why an attention that did not name Metal runs elsewhere; empty where Metal takes it."""
-    if params["implementation"] is not None:
+    if call.implementation is not None:
         return "by name"
-    operands = unpack(ctx.avals_in[: len(params["names"])], params["names"])
-    declined = metal.declined(params["spec"], operands)
+    declined = metal.declined(call.spec, unpack(ctx.avals_in[: len(call.names)], call.names))
     if declined:
         return declined
     found = metal.runtime.get()
@@ -675,74 +437,29 @@ def _why_not_metal(ctx: Any, params: Any) -> str:
     return found.reason
 
 
-_CALLS = {
-    "jax_mfa_attention": "forward",
-    "jax_mfa_attention_transpose": "backward",
-    "jax_mfa_attention_tangent": "forward mode",
-    "jax_mfa_attention_transpose_tangent": "forward mode of backward",
-}
-
-
-def _choice(
-    name: str,
-    spec: Specification,
-    operands: Operands,
-    wanted: tuple[str, ...] | None,
-    differentiated: bool,
-    implementation: str,
-    reason: str,
-) -> recording.Choice:
+def _choice(kind: Kind, call: Call, operands: Operands, implementation: str, reason: str) -> recording.Choice:
     """What is told of an attention in a program; its operands are abstract."""
-    call = _CALLS[name]
+    spec = call.spec
     if implementation == "metal":
-        plan = metal.plan_of(spec, operands, call, metal.tiles_of(spec, operands, call), wanted)
+        wrt = call.wrt if kind.gives_cotangents else None
+        plan = metal.plan_of(spec, operands, kind.text, metal.tiles_of(spec, operands, kind.text), wrt)
         text = ", ".join(f"{d.kernel.name} x {d.threadgroups}" for d in plan.dispatches)
     else:
-        text = str(blockwise.tiling_of(spec, operands, "backward" in call, differentiated))
-    return recording.Choice(call, spec.summary(stored(spec, operands)), implementation, text, reason)
+        text = str(blockwise.tiling_of(spec, operands, "backward" in kind.text, call.differentiated))
+    return recording.Choice(kind.text, spec.summary(stored(spec, operands)), implementation, text, reason)
 
 
-_STATIC = ("spec", "names", "implementation")
-# the last says whether the operands hold all columns that their rows see: not where a ring takes some of them at a time
-_DERIVATIVE = (*_STATIC, "wanted", "all_columns")
-attention_p = _primitive(
-    "jax_mfa_attention",
-    _attention,
-    _attention_shapes,
-    _attention_batching,
-    (*_STATIC, "differentiated"),
-    _attention_on_metal,
-)
-transpose_p = _primitive(
-    "jax_mfa_attention_transpose",
-    _transpose,
-    _transpose_shapes,
-    _transpose_batching,
-    _DERIVATIVE,
-    _transpose_on_metal,
-)
-tangent_p = _primitive("jax_mfa_attention_tangent", _tangent, _tangent_shapes, _tangent_batching, _DERIVATIVE)
+attention_p = _primitive(FORWARD, _attention, _row_shapes, _attention_on_metal)
+attention_bwd_p = _primitive(BWD, _bwd, _cotangent_shapes, functools.partial(_bwd, module=metal))
+attention_jvp_p = _primitive(JVP, _jvp, _tangent_shapes)
+attention_bwd_jvp_p = _primitive(BWD_JVP, _bwd_jvp, _cotangent_shapes)
 ad.primitive_jvps[attention_p] = _attention_jvp
-ad.primitive_transposes[tangent_p] = _tangent_transpose
-ad.primitive_jvps[tangent_p] = _jvp_by_jax(_differentiable_tangent)
-transpose_tangent_p = _primitive(
-    "jax_mfa_attention_transpose_tangent",
-    _transpose_tangent,
-    _transpose_tangent_shapes,
-    _transpose_tangent_batching,
-    (*_DERIVATIVE, "moving"),
-)
-ad.primitive_jvps[transpose_p] = _transpose_jvp
-ad.primitive_jvps[transpose_tangent_p] = _jvp_by_jax(_differentiable_transpose_tangent)
-ad.primitive_transposes[transpose_tangent_p] = _transpose_tangent_transpose
-
-
-def _vary_alike(arrays: Any) -> Any:
-    """Under `shard_map`, marks every array as varying along each mesh axis that any of them varies along."""
-    return compat.vary(arrays, compat.varying_of(arrays))
-
-
-compat.register_with_shard_map(attention_p, transpose_p, tangent_p, transpose_tangent_p, name_p)
+ad.primitive_transposes[attention_jvp_p] = _jvp_transpose
+ad.primitive_jvps[attention_jvp_p] = jvp_by_jax(functools.partial(_jvp, module=reference))
+ad.primitive_jvps[attention_bwd_p] = _bwd_jvp_rule
+ad.primitive_jvps[attention_bwd_jvp_p] = jvp_by_jax(functools.partial(_bwd_jvp, module=reference))
+ad.primitive_transposes[attention_bwd_jvp_p] = _bwd_jvp_transpose
+compat.register_with_shard_map(attention_p, attention_bwd_p, attention_jvp_p, attention_bwd_jvp_p, name_p)
 
 
 def attention(spec: Specification, operands: Operands, implementation: str | None = None) -> Any:
@@ -751,36 +468,34 @@ def attention(spec: Specification, operands: Operands, implementation: str | Non
     `implementation` is "metal", "blockwise", or None for the best of the two at the place where it is compiled.
     """
     arrays, names = pack(operands)
-    static = {"spec": spec, "names": names, "implementation": implementation}
-    return attention_p.bind(*_vary_alike(arrays), **static, differentiated=False)
+    return attention_p.bind(*compat.vary_alike(arrays), call=Call(spec, names, implementation))
 
 
-def attention_transpose(
-    spec: Specification, operands: Operands, rows: Any, wanted: tuple[str, ...], implementation: str | None = None
+def attention_bwd(
+    spec: Specification, operands: Operands, rows: Any, wrt: tuple[str, ...], implementation: str | None = None
 ) -> Any:
-    """Cotangents of the wanted operands (see `blockwise.backward`).
+    """Cotangents of the operands `wrt` (see `blockwise.backward`).
 
-    `rows` are out, row_max, row_sum, d_out and d_lse. Where rows see more columns than the operands hold, they are
-    those of all columns, and the cotangents the part that these columns have.
+    `rows` are out, row_max, row_sum, d_out and d_lse. Where rows see more keys than the operands hold, they are those
+    of all keys, and the cotangents the part that these keys have.
     """
     arrays, names = pack(operands)
-    static = {"spec": spec, "names": names, "implementation": implementation, "wanted": wanted, "all_columns": False}
-    return transpose_p.bind(*_vary_alike((*arrays, *rows)), **static)
+    return attention_bwd_p.bind(*compat.vary_alike((*arrays, *rows)), call=Call(spec, names, implementation, wrt))
 
 
-def attention_tangent(
+def attention_jvp(
     spec: Specification,
     operands: Operands,
     results: Any,
-    wanted: tuple[str, ...],
+    wrt: tuple[str, ...],
     tangents: Any,
     implementation: str | None = None,
 ) -> Any:
     """What output and log-sum-exp change by (see `blockwise.tangent`).
 
-    `results` are out, row_max and row_sum. Where rows see more columns than the operands hold, they are those of all
-    columns, and what is found is the part that these columns have.
+    `results` are out, row_max and row_sum. Where rows see more keys than the operands hold, they are those of all keys,
+    and what is found is the part that these keys have.
     """
     arrays, names = pack(operands)
-    static = {"spec": spec, "names": names, "implementation": implementation, "wanted": wanted, "all_columns": False}
-    return tangent_p.bind(*_vary_alike((*arrays, *results, *tangents)), **static)
+    arrays = compat.vary_alike((*arrays, *results, *tangents))
+    return attention_jvp_p.bind(*arrays, call=Call(spec, names, implementation, wrt))

@@ -9,6 +9,7 @@ queries and keys, V head size of values and of the output.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -232,3 +233,13 @@ def expand(spec: Specification, operands: Operands) -> tuple[Specification, Oper
     batch = operands.query.shape[0]
     full = Operands(*(expand_rows(x, r, batch) for x, r in zip(operands, spec.repeats)))
     return dataclasses.replace(spec, repeats=(1,) * len(Operands._fields)), full
+
+
+def pack(operands: Operands) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """The operands that are present, and their names."""
+    names = tuple(name for name, x in zip(Operands._fields, operands) if x is not None)
+    return tuple(getattr(operands, name) for name in names), names
+
+
+def unpack(arrays: Sequence[Any], names: tuple[str, ...]) -> Operands:
+    return Operands(**dict(zip(names, arrays)))

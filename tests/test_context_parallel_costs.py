@@ -57,7 +57,7 @@ def permuted(jaxpr, elements=0):
 
 
 def test_keys_are_on_their_way_before_the_kernel_starts():
-    for gradient, kernel in ((False, "jax_mfa_attention"), (True, "jax_mfa_attention_transpose")):
+    for gradient, kernel in ((False, "jax_mfa_attention"), (True, "jax_mfa_attention_bwd")):
         jaxpr, *_ = traced(8, gradient)
         loops = []
         for e, _ in equations(jaxpr):

@@ -22,7 +22,9 @@ def asked(implementation):
     """What a call's program leaves to lowering: a name, or None for the choice between Metal and blockwise."""
     run = lambda *x: jax_mfa.dot_product_attention(*x, implementation=implementation)
     equations = jax.make_jaxpr(run)(Q, K, V).jaxpr.eqns
-    return [x.params["implementation"] for x in equations if x.primitive.name == "jax_mfa_attention"] or ["reference"]
+    return [x.params["call"].implementation for x in equations if x.primitive.name == "jax_mfa_attention"] or [
+        "reference"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ Q, K, V = qkv()
 def taken(function, *arguments) -> list:
     """The implementations that the attention in a function's program asks for; "stock" for JAX's own."""
     equations = jax.make_jaxpr(lambda *x: function(*x))(*arguments).jaxpr.eqns  # JAX traces a function once
-    return [x.params["implementation"] for x in equations if x.primitive.name == "jax_mfa_attention"] or ["stock"]
+    return [x.params["call"].implementation for x in equations if x.primitive.name == "jax_mfa_attention"] or ["stock"]
 
 
 def call(q, k, v, **keywords):

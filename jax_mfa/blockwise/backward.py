@@ -26,7 +26,6 @@ def backward(
     d_out: Array,
     d_lse: Array,
     wrt: tuple[str, ...],
-    all_columns: bool = True,
 ) -> tuple[Array, ...]:
     """Cotangents of the operands named in `wrt`, each of its operand's shape and dtype.
 

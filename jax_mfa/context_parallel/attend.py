@@ -20,10 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mfa import compat, primitives
+from jax_mfa import compat, partial, primitives
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.problem import DIFFERENTIABLE, Operands, accumulation_dtype, counted_from
+from jax_mfa.problem import DIFFERENTIABLE, Operands, accumulation_dtype, counted_from, pack, unpack
 
 
 def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Any, ...]:
@@ -53,7 +53,7 @@ def _whole_or_ring(ring: Ring, o: Operands) -> tuple[Array, Array]:
         return jnp.zeros((b, t, n, o.value.shape[-1]), o.query.dtype), jnp.full((b, t, n), -np.inf, acc)
     attend = functools.partial(primitives.attention, implementation=ring.implementation)
     out, row_max, row_sum = _ring_attention(ring, o) if ring.devices > 1 else attend(ring.spec, o)
-    return out, primitives.log_sum_exp(row_max, row_sum)
+    return out, partial.log_sum_exp(row_max, row_sum)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,9 +81,9 @@ def _ring_jvp(ring: Ring, primals: Any, tangents: Any) -> tuple[tuple[Any, ...],
     results = _ring_attention(ring, operands)
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, primitives.RESIDUAL_NAMES))
     wanted = tuple(name for name in DIFFERENTIABLE if getattr(moving, name) is not None)
-    arrays, names = primitives.pack(operands)
+    arrays, names = pack(operands)
     changes = (getattr(moving, name) for name in wanted)
-    arrays = primitives._vary_alike((*arrays, *results, *changes))
+    arrays = compat.vary_alike((*arrays, *results, *changes))
     t_out, t_lse = ring_tangent_p.bind(*arrays, ring=ring, names=names, wanted=wanted, maps=())
     zeros = jnp.zeros_like(results[2])
     zeros = jnp.where(results[2] == 0, zeros, zeros)  # `shard_map` sees them vary as the sums do
@@ -92,15 +92,15 @@ def _ring_jvp(ring: Ring, primals: Any, tangents: Any) -> tuple[tuple[Any, ...],
 
 def _tangent(ring: Ring, names: tuple[str, ...], wanted: tuple[str, ...], *arrays: Array) -> tuple[Any, Any]:
     n, known = len(names), len(names) + len(primitives.RESIDUAL_NAMES)
-    operands = primitives.unpack(arrays[:n], names)
-    differentiate = functools.partial(primitives.attention_tangent, implementation=ring.implementation)
+    operands = unpack(arrays[:n], names)
+    differentiate = functools.partial(primitives.attention_jvp, implementation=ring.implementation)
     return rings.tangent(ring, operands, arrays[n:known], wanted, arrays[known:], differentiate, _vary(operands))
 
 
 def _transpose(ring: Ring, names: tuple[str, ...], wanted: tuple[str, ...], *arrays: Array) -> tuple[Any, ...]:
     n = len(names)
-    operands = primitives.unpack(arrays[:n], names)
-    transpose = functools.partial(primitives.attention_transpose, implementation=ring.implementation)
+    operands = unpack(arrays[:n], names)
+    transpose = functools.partial(primitives.attention_bwd, implementation=ring.implementation)
     return rings.backward(ring, operands, arrays[n:], wanted, transpose, _vary(operands))
 
 
@@ -120,7 +120,7 @@ def _ring_tangent_transpose(
 ) -> list[None]:
     n = len(names) + len(primitives.RESIDUAL_NAMES)
     linear = tuple(name for name, x in zip(wanted, arrays[n:]) if ad.is_undefined_primal(x))
-    arrays = primitives._vary_alike((*arrays[:n], *(ad.instantiate_zeros(x) for x in cotangents)))
+    arrays = compat.vary_alike((*arrays[:n], *(ad.instantiate_zeros(x) for x in cotangents)))
     results = _of_each(functools.partial(_transpose, ring, names, linear), maps, 2)(*arrays)
     found = dict(zip(linear, results))
     return [None] * n + [found.get(name) for name in wanted]
@@ -131,7 +131,7 @@ def _ring_tangent_batching(
 ) -> tuple[Any, tuple[int, int]]:
     n = len(names) + len(primitives.RESIDUAL_NAMES)
     size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
-    changes = [primitives._mapped(x, d, size) for x, d in zip(arrays[n:], dims[n:])]
+    changes = [primitives.mapped_in_front(x, d, size) for x, d in zip(arrays[n:], dims[n:])]
     maps = (*maps, tuple(dims[:n]))
     return ring_tangent_p.bind(*arrays[:n], *changes, ring=ring, names=names, wanted=wanted, maps=maps), (0, 0)
 
@@ -155,7 +155,7 @@ ring_tangent_p.def_impl(_ring_tangent)
 ring_tangent_p.def_abstract_eval(_ring_tangent_shapes)
 mlir.register_lowering(ring_tangent_p, mlir.lower_fun(_ring_tangent, multiple_results=True))
 batching.primitive_batchers[ring_tangent_p] = _ring_tangent_batching
-ad.primitive_jvps[ring_tangent_p] = primitives._jvp_by_jax(_ring_tangent)
+ad.primitive_jvps[ring_tangent_p] = primitives.jvp_by_jax(_ring_tangent)
 ad.primitive_transposes[ring_tangent_p] = _ring_tangent_transpose
 compat.register_with_shard_map(ring_tangent_p)
 

@@ -197,7 +197,7 @@ def _of_own_columns(
 
 def _differentiable(out: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array, Array]:
     """The same numbers, of which the sum has the derivative: a row's maximum and sum have none of their own."""
-    lse = primitives.log_sum_exp(row_max, row_sum)
+    lse = partial.log_sum_exp(row_max, row_sum)
     lse = jnp.where(jnp.isfinite(lse), lse, 0)
     return out, lax.stop_gradient(row_max), lax.stop_gradient(row_sum) * jnp.exp(lse - lax.stop_gradient(lse))
 
