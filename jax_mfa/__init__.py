@@ -12,10 +12,10 @@ from jax_mfa.block_mask import BlockMask
 from jax_mfa.context_parallel.api import (
     SequenceSharding,
     context_parallel_attention,
-    explain_context_parallel,
     ring_attention,
     ulysses_attention,
 )
+from jax_mfa.context_parallel.choice import explain_context_parallel
 from jax_mfa.context_parallel.decode import sharded_append, sharded_decode_attention
 from jax_mfa.context_parallel.order import unzigzag, zigzag
 from jax_mfa.kv_cache import contiguous as cache

@@ -216,18 +216,6 @@ def dot_product_attention(
     return_residual: Literal[True],
     **keywords: Unpack[_Keywords[ArrayLike]],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
-@overload
-def dot_product_attention(
-    query: Float[Columns, "*B T N H"],
-    key: Float[Columns, "*B S K H"],
-    value: Float[Columns, "*B S K V"],
-    bias: Bias | None = None,
-    mask: Mask | None = None,
-    *,
-    implementation: Implementation | None = None,
-    return_residual: bool,
-    **keywords: Unpack[_Keywords[ArrayLike]],
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def dot_product_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
@@ -368,19 +356,6 @@ def decode_attention(
     return_residual: Literal[True],
     **keywords: Unpack[_Features[ArrayLike]],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
-@overload
-def decode_attention(
-    query: Float[Columns, "*B T N H"],
-    key: Float[Columns, "*B S K H"],
-    value: Float[Columns, "*B S K V"],
-    lengths: Integer[ArrayLike, "*#B"] | Lists,
-    *,
-    bias: Bias | None = None,
-    mask: Mask | None = None,
-    implementation: Implementation | None = None,
-    return_residual: bool,
-    **keywords: Unpack[_Features[ArrayLike]],
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def decode_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],

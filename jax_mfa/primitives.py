@@ -159,9 +159,8 @@ def _tangent_shapes(*avals: Any, call: Call) -> tuple[Any, Any]:
 
 
 def _cotangent_shapes(*avals: Any, call: Call) -> tuple[Any, ...]:
-    o = stored(call.spec, unpack(avals[: len(call.names)], call.names))
-    found = (getattr(o, name) for name in call.wrt)
-    return tuple(o.query.update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in found)
+    o = stored(call.spec, unpack(avals[: len(call.names)], call.names))._asdict()
+    return tuple(o["query"].update(shape=o[x].shape, dtype=o[x].dtype, weak_type=False) for x in call.wrt)
 
 
 # --- vmap

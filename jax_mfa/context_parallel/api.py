@@ -21,18 +21,18 @@ from jax_mfa import api, checks, compat
 from jax_mfa.api import Implementation
 from jax_mfa.arguments import specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.context_parallel import attend, axes
+from jax_mfa.context_parallel import attend
 from jax_mfa.context_parallel import layout as layouts
 from jax_mfa.context_parallel import order as orders
-from jax_mfa.context_parallel.choice import Choice, Form, choose
-from jax_mfa.context_parallel.costs import Machine, Problem
+from jax_mfa.context_parallel.choice import Form, chosen, machine_or_usual
+from jax_mfa.context_parallel.costs import Machine
 from jax_mfa.context_parallel.layout import Layout
 from jax_mfa.context_parallel.order import Order
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.problem import MAX_POSITION, Operands, Specification
+from jax_mfa.problem import MAX_POSITION
 
 if TYPE_CHECKING:
-    from jax_mfa.typing import Bias, Bool, Float, Integer, Mask
+    from jax_mfa.typing import Bool, Float, Integer
 
 
 class _OverDevices(api._Keywords[ArrayLike], total=False):
@@ -77,17 +77,6 @@ def ring_attention(
     return_residual: Literal[True],
     **keywords: Unpack[_Ring],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
-@overload
-def ring_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: bool,
-    **keywords: Unpack[_Ring],
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def ring_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -171,17 +160,6 @@ def ulysses_attention(
     return_residual: Literal[True],
     **keywords: Unpack[_OverDevices],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
-@overload
-def ulysses_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: bool,
-    **keywords: Unpack[_OverDevices],
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def ulysses_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -237,17 +215,6 @@ def context_parallel_attention(
     return_residual: Literal[True],
     **keywords: Unpack[_ContextParallel],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
-@overload
-def context_parallel_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: bool,
-    **keywords: Unpack[_ContextParallel],
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def context_parallel_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -286,10 +253,10 @@ def context_parallel_attention(
     if form is not None and (not isinstance(form, str) or form not in forms):
         raise ValueError(f"form must be None or one of {forms} for axis_name = {axis_name!r}, got {checks.seen(form)}")
     if machine is not None:
-        _machine(machine)
+        machine_or_usual(machine)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
     if form is None:
-        form = forms[0] if pair else _chosen(axis_name, mesh, order, machine, head_axis, batch_axis, arguments).form
+        form = forms[0] if pair else chosen(axis_name, mesh, order, machine, head_axis, batch_axis, arguments).form
     ring, heads = axis_name if pair else (axis_name, None) if form == "ring" else (None, axis_name)
     layout = Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis)
     return _call(layout, arguments, mesh, positions, implementation, return_residual)
@@ -340,81 +307,6 @@ class SequenceSharding:
         if self.mesh is None:
             return layout.own_positions(length)
         return jnp.asarray(orders.permutation(self.order, length, layout.sizes(self.mesh)[0]), jnp.int32)
-
-
-def explain_context_parallel(
-    query: Float[api.AbstractArray, "*B T N H"],
-    key: Float[api.AbstractArray, "*B S K H"],
-    value: Float[api.AbstractArray, "*B S K V"],
-    bias: Bias | jax.ShapeDtypeStruct | None = None,
-    mask: Mask | jax.ShapeDtypeStruct | None = None,
-    *,
-    devices: int,
-    heads_devices: int | None = None,
-    order: Order = "contiguous",
-    machine: Machine | None = None,
-    **keywords: Unpack[api._Keywords[api.AbstractArray]],
-) -> Choice:
-    """Which form `context_parallel_attention` takes for whole arrays, and why, with the bytes that are sent.
-
-    Args:
-      query, key, value, bias, mask, **keywords: as in `dot_product_attention`, of whole sequences; arrays may be
-        `jax.ShapeDtypeStruct`s.
-      devices: over which the sequence is split; heads_devices: so many of them along a second axis, for heads.
-      order, machine: as in `context_parallel_attention`.
-
-    Returns:
-      A `Choice`; print it.
-
-    Raises:
-      ValueError, TypeError: as `dot_product_attention`; also where no form fits.
-    """
-    checks.integer("devices", devices, least=1)
-    if heads_devices is not None and devices % checks.integer("heads_devices", heads_devices, least=1):
-        raise ValueError(f"heads_devices must divide devices = {devices}, got {heads_devices}")
-    layouts.refuse_quantised("explain_context_parallel", query=query, key=key, value=value)
-    spec, o = specify_abstract(query=query, key=key, value=value, bias=bias, mask=mask, **keywords)
-    orders.check(order)
-    return choose(_problem(spec, o), devices, order, _machine(machine), heads_devices)
-
-
-def _machine(machine: Any) -> Machine:
-    if not isinstance(machine, (Machine, type(None))):
-        raise TypeError(f"machine must be None or a Machine, got {checks.seen(machine)}")
-    return machine or Machine()
-
-
-def _problem(spec: Specification, o: Operands, parts: int = 1) -> Problem:
-    """The sizes of a problem, of whose sequences the operands hold one of so many parts."""
-    batch, t, n, h = o.query.shape
-    s, k, v = o.value.shape[1:]
-    return Problem(batch, parts * t, parts * s, n, k, h, v, o.query.dtype.itemsize, spec)
-
-
-def _chosen(
-    axis: Any,
-    mesh: Any,
-    order: str,
-    machine: Machine | None,
-    head_axis: Any,
-    batch_axis: Any,
-    arguments: dict[str, Any],
-) -> Choice:
-    """The form for what a device holds, or without a mesh for whole arrays."""
-    given = {name: x for name, x in arguments.items() if x is not None}
-    layouts.refuse_quantised("context_parallel_attention", **arguments)
-    if mesh is None:
-        devices = axes.axis_size(axis, "axis_name")
-        return choose(_problem(*specify(**given, parts=devices), parts=devices), devices, order, _machine(machine))
-    size = lambda axis, name: 1 if axis is None else axes.mesh_axis_size(mesh, axis, name)
-    problem = _problem(*specify(**given))
-    problem = dataclasses.replace(
-        problem,
-        batch=problem.batch // size(batch_axis, "batch_axis"),
-        heads=problem.heads // size(head_axis, "head_axis"),
-        key_heads=max(problem.key_heads // size(head_axis, "head_axis"), 1),
-    )
-    return choose(problem, size(axis, "axis_name"), order, _machine(machine))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -54,16 +54,6 @@ def sharded_decode_attention(
     return_residual: Literal[True],
     **keywords: Unpack[_OverDevices],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
-@overload
-def sharded_decode_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    lengths: Integer[ArrayLike, "*#B"] | Lists,
-    *,
-    return_residual: bool,
-    **keywords: Unpack[_OverDevices],
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def sharded_decode_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],

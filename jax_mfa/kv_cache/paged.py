@@ -69,17 +69,6 @@ def paged_attention(
     return_residual: Literal[True],
     **keywords: Unpack[_Keywords],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
-@overload
-def paged_attention(
-    query: Float[Columns, "*B T N H"],
-    key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
-    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
-    block_tables: Integer[ArrayLike, "B pages"] | Lists,
-    context_lens: Integer[ArrayLike, "B"] | Lists,
-    *,
-    return_residual: bool,
-    **keywords: Unpack[_Keywords],
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def paged_attention(
     query: Float[Columns, "*B T N H"],
     key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
