@@ -293,11 +293,14 @@ def test_a_stop_string_ends_any_text_where_it_first_stands():
         tokens = rng.choice(likely, rng.integers(2, 14)).tolist()
         plain = text.detokenizer.stream()
         whole = "".join(map(plain.push, tokens)) + plain.end()
-        start = rng.integers(0, len(whole))
-        stop = whole[start : start + rng.integers(1, 5)]
-        writer = Writer(text, Request([1], 99), [stop])
+        starts = rng.integers(0, len(whole), 3)
+        stops = [whole[x : x + rng.integers(1, 5)] for x in starts]  # one may begin first and another be complete first
+        writer = Writer(text, Request([1], 99), [*stops, f"{stops[0]}\0"])
         pieces = [writer.take([x]) for x in tokens]
-        assert "".join(pieces) + writer.end() == writer.written == whole[: whole.index(stop)], (tokens, stop)
+        assert "".join(pieces) + writer.end() == writer.written == whole[: min(map(whole.index, stops))], (
+            tokens,
+            stops,
+        )
         found += writer.stopped
     assert found == 400
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import re
 from typing import Any
@@ -32,7 +33,7 @@ class Refusal(Exception):
 def parsed(body: bytes) -> dict[str, Any]:
     """The object in a body of JSON, whose texts all are Unicode."""
     try:
-        found = json.loads(body.decode(), parse_constant=_no_number)
+        found = json.loads(body.decode(), parse_constant=float, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is no JSON: {error}") from None
     if not isinstance(found, dict):
@@ -48,11 +49,14 @@ def parsed(body: bytes) -> dict[str, Any]:
                 left += [(y, depth + 1) for y in inside]
             elif isinstance(x, str) and HALF.search(x):
                 raise Refusal(400, f"{name} must be text in Unicode, without halves of surrogate pairs", name)
+            elif isinstance(x, float) and not math.isfinite(x):
+                raise Refusal(400, f"{name} must have finite numbers alone, got {x}", name)
     return found
 
 
-def _no_number(name: str):
-    raise ValueError(f"{name} is no number of it")
+def _integer(digits: str) -> float:
+    """An integer; infinity where it has more digits than Python may be told to read."""
+    return int(digits) if len(digits) <= 640 else float(digits)
 
 
 class Fields:
@@ -128,7 +132,7 @@ def asked(fields: Fields, model: str) -> Asked:
     return Asked(limits[0] or limits[1], sampling, choices, tuple(stops), stream, usage)
 
 
-def prompts(fields: Fields, text: Text) -> list[list[int]]:
+def prompts(fields: Fields, text: Text, vocabulary: int) -> list[list[int]]:
     """Of a completion: a text, tokens, or a list of either."""
     x = fields.take("prompt", (str, list), None, "a string, a list of tokens, or a list of these")
     tokens = lambda y: isinstance(y, list) and y and all(isinstance(i, int) and not isinstance(i, bool) for i in y)
@@ -141,6 +145,9 @@ def prompts(fields: Fields, text: Text) -> list[list[int]]:
         raise Refusal(400, f"prompt does not fit the tokenizer: {error}", "prompt") from None
     if not all(found):
         raise Refusal(400, "prompt must not be empty", "prompt")
+    outside = [i for y in found for i in y if not 0 <= i < vocabulary]
+    if outside:
+        raise Refusal(400, f"tokens of prompt must lie in 0..{vocabulary - 1}, got {outside[0]}", "prompt")
     return found
 
 

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from generation.bodies import Asked, Fields, Refusal, asked, conversation, parsed, prompts
 from generation.scheduler import Request
-from generation.service import FAILED, Busy, Closing, Event, Job, Service
+from generation.service import Busy, Closing, Event, Job, Service
 from generation.text import Writer
 from generation.tokenizer import Text
 
@@ -49,8 +49,9 @@ class Limits:
 
 
 class Form(NamedTuple):
-    """Of the choices in an answer, and of the pieces of these in a stream."""
+    """Of the choices in an answer, and of the pieces of these in a stream; `asks` is the field that they answer."""
 
+    asks: str
     prefix: str
     kind: str
     piece_kind: str
@@ -72,8 +73,8 @@ def _delta(text, finish, first):
     return {"delta": delta, "logprobs": None, "finish_reason": finish}
 
 
-COMPLETION = Form("cmpl", "text_completion", "text_completion", _plain, _plain)
-CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk", _message, _delta)
+COMPLETION = Form("prompt", "cmpl", "text_completion", "text_completion", _plain, _plain)
+CHAT = Form("messages", "chatcmpl", "chat.completion", "chat.completion.chunk", _message, _delta)
 
 
 # --- the application
@@ -110,7 +111,7 @@ class Interface:
 
     async def health(self, request: HTTPRequest) -> Response:
         failed = self.service.failed
-        return PlainTextResponse(f"{FAILED}\n" if failed else "ok\n", 503 if failed else 200)
+        return PlainTextResponse(f"{failed or 'ok'}\n", 503 if failed else 200)
 
     async def show_metrics(self, request: HTTPRequest) -> Response:
         self._admit(request)
@@ -127,7 +128,7 @@ class Interface:
 
     async def completions(self, request: HTTPRequest) -> Response:
         fields = await self._fields(request)
-        given = prompts(fields, self.text)
+        given = prompts(fields, self.text, self.service.engine.runner.config.vocabulary)
         facts = asked(fields, self.model)
         fields.end()
         return await self._answer(request, given, facts, 16, COMPLETION)
@@ -178,12 +179,14 @@ class Interface:
                     frozenset(self.service.engine.runner.config.end_tokens),
                 )  # fmt: skip
             except ValueError as error:
-                raise Refusal(400, str(error)) from None
+                raise Refusal(400, f"{form.asks}: {error}", form.asks) from None
             jobs.append(Job(own, Writer(self.text, own, facts.stops), deliver))
         try:
             self.service.submit(jobs)
         except ValueError as error:
-            raise Refusal(400, str(error), code="context_length_exceeded") from None
+            fits = max(map(len, given)) < self.service.engine.runner.most_length
+            name = "max_tokens" if fits else form.asks
+            raise Refusal(400, f"{name}: {error}", name, "context_length_exceeded") from None
         except Busy as busy:
             raise Refusal(429, str(busy), code="cache_full", **{"retry-after": str(busy.retry_after)}) from None
         except Closing as closing:
@@ -365,7 +368,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end, which is asked ten times a second."""
-        return await super().on_tick(counter) or self.interface.service.failed
+        return await super().on_tick(counter) or bool(self.interface.service.failed)
 
     async def shutdown(self, sockets=None) -> None:
         grace = self.interface.limits.grace

@@ -31,9 +31,6 @@ class Closing(Exception):
     """No request is taken any more."""
 
 
-FAILED = "the engine failed"
-
-
 @dataclasses.dataclass(frozen=True)
 class Event:
     """Text of a job, perhaps none, and how it ended, if it did: "stop", "length", "cancelled", "closing", "error"."""
@@ -67,7 +64,7 @@ class Service:
         self._wake = threading.Condition()
         self._coming: list[tuple[str, Job]] = []
         self._deadline: float | None = None
-        self.failed = False  # the thread has ended of a fault
+        self.failed = ""  # of what fault the thread has ended
         self._seconds = 1.0  # that a request takes, of late
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -85,7 +82,7 @@ class Service:
             self.engine.check(job.request)
         with self._wake:
             if self.failed or self._deadline is not None:
-                raise Closing(FAILED if self.failed else "the server is shutting down")
+                raise Closing(self.failed or "the server is shutting down")
             scheduler = self.engine.scheduler
             waiting = len(scheduler.waiting) + sum(what == "submit" for what, _ in self._coming)
             room = self.most_waiting + max(scheduler.most_requests - len(scheduler.running), 0)
@@ -118,13 +115,13 @@ class Service:
             while self._step():
                 pass
         except BaseException as error:  # a panic in Rust is no Exception
-            LOG.critical(FAILED, exc_info=True)
+            LOG.critical("the engine failed", exc_info=True)
             with self._wake:
-                self.failed = True
+                self.failed = f"the engine failed: {type(error).__name__}: {error}"
                 jobs = [*self._jobs.values(), *(job for what, job in self._coming if what == "submit")]
                 self._jobs, self._coming = {}, []
             for job in jobs:
-                self._tell(Event(job, "", "error", f"{FAILED}: {type(error).__name__}: {error}"))
+                self._tell(Event(job, "", "error", self.failed))
 
     def _step(self) -> bool:
         """One step of the engine, and what has come since the last; False when there is nothing more to do."""

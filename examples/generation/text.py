@@ -33,20 +33,17 @@ class Writer:
 
     def end(self) -> str:
         """What was held back, when no more comes. Sets `stopped` where a stop string stands in it."""
-        given = self._give(self._stream.end())
-        held, self._held = self._held, ""
-        self.written += held
-        return given + held
+        return self._give(self._stream.end(), last=True)
 
-    def _give(self, new: str) -> str:
+    def _give(self, new: str, last: bool = False) -> str:
         if self.stopped:
             return ""
         held = self._held + new
-        found = [at for at in (held.find(x) for x in self.stops) if at >= 0]
-        if found:
-            self.stopped, given, self._held = True, held[: min(found)], ""
-        else:
-            keep = max((overlap(held, x) for x in self.stops), default=0)
-            given, self._held = held[: len(held) - keep], held[len(held) - keep :]
+        found = min((at for at in map(held.find, self.stops) if at >= 0), default=len(held))
+        # a stop string that is not complete yet comes first if it begins before one that is
+        begun = len(held) - max((overlap(held, x) for x in self.stops if not last), default=0)
+        self.stopped = found < len(held) and found <= begun
+        given = held[: min(found, begun)]
+        self._held = "" if self.stopped else held[len(given) :]
         self.written += given
         return given
