@@ -98,3 +98,9 @@ def test_named_templates_and_files(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
     chat = Chat(tmp_path, {"chat_template": "config", "bos_token": {"content": "<b>", "lstrip": False}})
     assert chat.render(HELLO) == "file" and chat.render(HELLO, tools=[]) == "é<b>"
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<older>"}}')
+    assert Chat(tmp_path, {"bos_token": "<b>"}).tokens == {"bos_token": "<older>"}
+    assert Chat(tmp_path, {"bos_token": "<b>", "added_tokens_decoder": {}}).tokens == {"bos_token": "<b>"}
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"cannot read .*chat_template\.jinja"):
+        Chat(tmp_path, {})

@@ -214,7 +214,7 @@ def test_any_configuration_is_read_or_refused_by_name():
             read += 1
         except ValueError as error:
             assert any(name in str(error) for name in [*names, "max_window_layers"]), facts
-    assert 100 < read < 1400
+    assert 50 < read < 1400
 
 
 def test_an_index_and_its_files_must_agree(tmp_path):
@@ -233,7 +233,7 @@ def test_an_index_and_its_files_must_agree(tmp_path):
         return listed
 
     listed = write(halves)
-    with pytest.raises(ValueError, match=r"holds model\.safetensors beside the files that .*index\.json names"):
+    with pytest.raises(ValueError, match=r"holds model\.safetensors, which .*index\.json there does not name"):
         weights.load(tmp_path)  # an export into a folder of parts
     (tmp_path / "model.safetensors").unlink()
     for a, b in zip(jax.tree.leaves(nnx.state(weights.load(tmp_path))), jax.tree.leaves(nnx.state(decoder()))):
@@ -251,7 +251,7 @@ def test_an_index_and_its_files_must_agree(tmp_path):
     with pytest.raises(ValueError, match=r"index\.json must have a weight_map"):
         weights.load(tmp_path)
     (tmp_path / weights.INDEX).unlink()
-    with pytest.raises(ValueError, match=f"holds {first} beside the files that a model without an index has"):
+    with pytest.raises(ValueError, match=f"holds {first}, but no .*index.json that names it"):
         weights.load(tmp_path)
 
 

@@ -7,9 +7,12 @@ A folder's templates are `chat_template.jinja` and those of `additional_chat_tem
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from pathlib import Path
 from typing import Any
+
+from generation import config as configs
 
 SPECIAL = tuple(f"{x}_token" for x in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 REASONING = "reasoning_content", "thinking", "reasoning"
@@ -26,11 +29,14 @@ class Chat:
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any]):
-        self.tokens = {name: text for name in SPECIAL if (text := _text(facts.get(name))) is not None}
+        older = folder / "special_tokens_map.json"
+        known = configs.read_json(older) if "added_tokens_decoder" not in facts and older.is_file() else {}
+        known = facts | known
+        self.tokens = {name: text for name in SPECIAL if (text := _text(known.get(name))) is not None}
         files = {x.stem: x for x in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
         if (folder / "chat_template.jinja").is_file():
             files["default"] = folder / "chat_template.jinja"
-        found = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        found = {name: _read(path) for name, path in files.items()}
         given = facts.get("chat_template")
         if not found and given is not None:
             try:
@@ -67,10 +73,17 @@ class Chat:
         facts = {"messages": list(map(_message, messages)), "tools": tools, "documents": documents}
         facts = {**self.tokens, **variables, **facts, "add_generation_prompt": add_generation_prompt}
         try:
-            return _environment().from_string(self.templates[name]).render(facts)
+            return _compiled(self.templates[name]).render(facts)
         except Exception as error:  # whatever a stranger's program may raise
             said = str(error) if type(error) is jinja2.TemplateError else f"{type(error).__name__}: {error}"
             raise ValueError(f"messages do not fit the chat template: {said}") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
 
 
 def _text(token: Any) -> str | None:
@@ -86,6 +99,12 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
+@functools.lru_cache(16)
+def _compiled(template: str) -> Any:
+    return _environment().from_string(template)
+
+
+@functools.cache
 def _environment() -> Any:
     import jinja2.ext
     import jinja2.nodes

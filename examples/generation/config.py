@@ -94,7 +94,7 @@ def from_json(facts: dict[str, Any]) -> Config:
         raise ValueError(f"{activation_field} must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if gemma and _flag(facts, "use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention must be false, got True")
-    dtype = facts.get("dtype") or facts.get("torch_dtype") or "float32"
+    dtype = _default(facts, "dtype", _default(facts, "torch_dtype", "float32"))
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     bias, context = _flag(facts, "attention_bias"), number("max_position_embeddings")
@@ -210,10 +210,10 @@ def _default(facts: dict[str, Any], name: str, otherwise: Any) -> Any:
 
 
 def _number(facts: dict[str, Any], name: str, otherwise: Any = None, kind: type = float, least: int = 1) -> Any:
-    """A whole number from `least` on, or where `kind` is float, a finite one above 0."""
+    """A whole number from `least` on, or where `kind` is float, one above 0 whose powers are finite."""
     found = _default(facts, name, otherwise)
     fits = isinstance(found, (int, kind)) and not isinstance(found, bool)
-    if not fits or not (0 < found < 1e300 if kind is float else least <= found < 2**31):
+    if not fits or not (1e-300 < found < 1e300 if kind is float else least <= found < 2**31):
         raise ValueError(f"{name} must be a {'positive' if least else 'non-negative'} {kind.__name__}, got {found!r}")
     return found
 
@@ -236,7 +236,7 @@ def _rope(facts: dict[str, Any], context: int) -> tuple[float, tuple[tuple[str, 
     if _default({**facts, **scaling}, "partial_rotary_factor", 1) != 1:
         raise ValueError("partial_rotary_factor must be 1: the decoder rotates all channels")
     theta = _number({"rope_theta": _default(scaling, "rope_theta", facts.get("rope_theta"))}, "rope_theta", 10_000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = _default(scaling, "rope_type", _default(scaling, "type", "default"))
     name = "original_max_position_embeddings"
     scaling = {**scaling, name: _default(facts, name, _default(scaling, name, context))}
     needed = {
@@ -246,11 +246,10 @@ def _rope(facts: dict[str, Any], context: int) -> tuple[float, tuple[tuple[str, 
     }
     if not isinstance(kind, str) or kind not in needed:
         raise ValueError(f"{field} must be of the type {', '.join(needed)}, got {kind!r}")
-    for name in needed[kind]:
-        x = scaling.get(name)
-        if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < math.inf:
-            raise ValueError(f"{field} must have a number {name} above 0, got {x!r}")
-    values = tuple((name, scaling[name]) for name in needed[kind])
+    try:
+        values = tuple((name, _number(scaling, name)) for name in needed[kind])
+    except ValueError as error:
+        raise ValueError(f"{field} must have a number {error}") from None
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise ValueError(f"{field} must have low_freq_factor below high_freq_factor, got {scaling!r}")
     return float(theta), () if kind == "default" else (("rope_type", kind), *values)
@@ -280,6 +279,6 @@ def _cap(facts: dict[str, Any], name: str, otherwise: float) -> float | None:
 
 def _tokens(x: Any) -> tuple[int, ...]:
     found = [] if x is None else x if isinstance(x, list) else [x]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in found):
         raise ValueError(f"eos_token_id must be a token, a list of tokens, or null, got {x!r}")
     return tuple(found)

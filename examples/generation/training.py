@@ -79,7 +79,14 @@ def split(text: str) -> tuple[str, str]:
 
 def make(folder: Path, size: Size, seed: int = 0, text: str | None = None, jit=jax.jit) -> None:
     """Trains a model and its draft, and writes both: `folder` and `folder/draft`. The folder is there whole or not at
-    all."""
+    all.
+
+    Raises:
+      ValueError: before the training, where the folder is there and not empty.
+    """
+    there = sorted(x.name for x in folder.iterdir()) if folder.exists() else []
+    if there:
+        raise ValueError(f"{folder} must be new or empty, it holds {there[0]}")
     train_text, _ = split(local_text() if text is None else text)
     tokenizer = tokenizers.train(train_text, size.vocabulary)
     data = np.array(tokenizer.encode(train_text).ids, np.int32)

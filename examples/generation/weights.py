@@ -60,7 +60,13 @@ def load(folder: Path, dtype: Any = None) -> Decoder:
 
 
 def save(folder: Path, decoder: Decoder) -> None:
-    """Writes `model.safetensors`."""
+    """Writes `model.safetensors`.
+
+    Raises:
+      ValueError: where an index there would have other files loaded.
+    """
+    if (folder / INDEX).exists():
+        raise ValueError(f"{folder / INDEX} names the files of another model")
     flat = nnx.to_flat_state(nnx.state(decoder, nnx.Param))
     tensors = {name_of(path): x[...].T if path[-1] == "kernel" else x[...] for path, x in flat}
     save_file(jax.tree.map(jnp.asarray, tensors), folder / "model.safetensors", metadata={"format": "pt"})
@@ -77,8 +83,8 @@ def _tensors(folder: Path) -> Iterator[tuple[str, jax.Array]]:
     names = {"model.safetensors"} if listed is None else set(listed.values())
     parts = {x.name for x in folder.iterdir() if PART.fullmatch(x.name)}
     for name in sorted(parts - names):
-        those = "a model without an index has" if listed is None else f"{INDEX} names"
-        raise ValueError(f"{folder} holds {name} beside the files that {those}: it is of one model only")
+        why = f"but no {INDEX} that names it" if listed is None else f"which {INDEX} there does not name"
+        raise ValueError(f"{folder} holds {name}, {why}")
     found: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(_opened(folder, name)) for name in sorted(names)}
@@ -111,7 +117,7 @@ def _index(folder: Path) -> dict[str, str] | None:
 def _opened(folder: Path, name: str) -> Any:
     path = folder / name
     if path.parent != folder or not path.is_file():
-        raise ValueError(f"cannot read {path}: there is no such file")
+        raise ValueError(f"cannot read {path}: there is no such file beside config.json or {INDEX}")
     with _readable(path):
         return safe_open(path, framework="flax")
 
