@@ -171,7 +171,7 @@ def test_files_that_cannot_be_written_cost_no_figures(tmp_path, capsys):
 )
 def test_output_is_ascii_where_the_terminal_is(settings, ascii):
     code = """
-from jax_mfa import bench_models, command_line
+from jax_mfa.cli import bench_models, command_line
 command_line.fit_output_to_the_terminal()
 row = dict(name="naïve → x", problem="B1", kind="forward", implementation="ours", temporary_bytes={}, failures={})
 print(bench_models.table([dict(row, seconds={"jax.nn": 2}, ratios={"jax.nn": 2})]))
