@@ -46,7 +46,7 @@ RESULTS = ("out", "row_max", "row_sum")
 COTANGENTS = ("d_out", "d_lse")
 # what the backward pass needs of the forward pass, for policies of `jax.checkpoint`: saved, no kernel runs twice
 RESIDUAL_NAMES = ("jax_mfa_out", "jax_mfa_lse", "jax_mfa_lse")
-_ORIGINALS = {f"{name}_original": name for name in ("key", "value")}
+_ORIGINALS = {"key_original": "key", "value_original": "value"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,8 +337,9 @@ def _by_shares(kind: Kind, fun: Callable[..., Any], mesh: Any) -> Callable[..., 
             return fun(*own, *rows, call=changed)
 
         times = sharding.repeated_heads(names, arrays, mesh)
-        own = [sharding.repeat_heads(name, x, times) for name, x in zip(names, arrays)]
-        found = sharding.partitioned(functools.partial(fun, call=call), pair, call.spec, names, results)(*own)
+        own = (sharding.repeat_heads(name, x, times) for name, x in zip(names, arrays))
+        # no `functools.partial`, whose keywords JAX would make positions of
+        found = sharding.partitioned(lambda *x: fun(*x, call=call), pair, call.spec, names, results)(*own)
         return tuple(sharding.fold_heads(name, x, times) for name, x in zip(results, found))
 
     return run
@@ -430,8 +431,7 @@ def _why_not_metal(ctx: Any, call: Call) -> str:
     declined = metal.declined(call.spec, unpack(ctx.avals_in[: len(call.names)], call.names))
     if declined:
         return declined
-    found = metal.runtime.get()
-    if found.reason and not found.expected:
+    if (found := metal.runtime.get()).reason and not found.expected:
         metal.runtime.warn_once(found.reason)
     return found.reason
 

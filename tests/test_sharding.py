@@ -369,8 +369,8 @@ def test_every_function_takes_explicitly_sharded_arrays_whether_their_mesh_is_se
     wanted = jax.tree.leaves(run(*split(arrays)))
     mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     along = {"b": "data", "n": "heads", "k": "heads"}
-    for set_mesh in (contextlib.nullcontext(), jax.sharding.set_mesh(mesh)):
-        with set_mesh:
+    for entered in (contextlib.nullcontext, lambda: jax.sharding.set_mesh(mesh)):
+        with entered():
             spec = lambda name: P(*(along.get(x) for x in letters[name]))
             given = {name: jax.device_put(x, NamedSharding(mesh, spec(name))) for name, x in arrays.items()}
             got = run(*split(given))
