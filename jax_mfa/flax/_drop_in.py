@@ -7,8 +7,8 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,109 @@ def seed_of(rng: Array) -> Array:
     return jax.random.bits(rng, (2,), jnp.uint32)
 
 
+class Dropout(NamedTuple):
+    """Flax's arguments of dropout, in flax's order."""
+
+    broadcast_dropout: bool
+    dropout_rng: Array | None
+    dropout_rate: float
+    deterministic: bool
+
+    def drops(self) -> bool:
+        """Whether dropout is on, which needs a random key whoever runs the call.
+
+        Raises:
+          TypeError, ValueError: naming the argument.
+        """
+        if not 0 <= checks.number("dropout_rate", self.dropout_rate) < 1:
+            raise ValueError(f"dropout_rate must be in the range [0, 1), got {self.dropout_rate}")
+        on = not self.deterministic and self.dropout_rate > 0
+        if on and self.dropout_rng is None:
+            raise ValueError(f"dropout_rng is required with dropout_rate = {self.dropout_rate}, got None")
+        return on
+
+
+def attention(
+    stock: Callable[..., Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
+    dropout: Dropout,
+    *,
+    is_causal: bool,
+    precision: Any,
+    module: Any,
+    implementation: Implementation | None,
+    sequence_axis: Any,
+    **replaced: Any,
+) -> Array:
+    """Attention with flax's conventions: by jax_mfa, or by flax's own function where only that can run the call.
+
+    Args:
+      stock: flax's own function.
+      query, key, value, bias, mask, dropout, precision, module: as flax's function takes them, after promotion.
+      is_causal, implementation, sequence_axis: as `attention_fn` takes them.
+      **replaced: flax's arguments that replace the arithmetic, by name.
+
+    Raises:
+      NotImplementedError: where only flax's own function can run a call and an implementation or mesh axis is named.
+    """
+    mask = None if mask is None else as_bool(mask)
+    drops = dropout.drops()
+    arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    reason = _why_stock(arrays, drops and dropout.broadcast_dropout, precision, module, replaced)
+    if reason is None:
+        keywords: dict[str, Any] = {"is_causal": is_causal, "implementation": implementation}
+        if drops and dropout.dropout_rng is not None:
+            keywords |= {"dropout_rate": dropout.dropout_rate, "dropout_seed": seed_of(dropout.dropout_rng)}
+        if bias is not None:
+            bias = as_array("bias", bias, "fibc", "numbers")
+            if not jnp.issubdtype(bias.dtype, jnp.floating):
+                bias = bias.astype(accumulation_dtype(query.dtype))
+        attend = dot_product_attention if sequence_axis is None else sharding_of(sequence_axis).attend
+        return attend(query, key, value, bias, mask, **keywords)
+
+    for name, named in (("sequence_axis", sequence_axis), ("implementation", implementation)):
+        if named is not None:
+            raise NotImplementedError(f"{name}={named!r} cannot run this call, only flax's own attention can: {reason}")
+    logger.info("flax's own attention runs this call: %s", reason)
+    if reason == BROADCAST_DROPOUT:
+        _warn_of_broadcast_dropout()
+    if is_causal:  # as a mask: flax before 0.11 does not know the rule
+        causal = jnp.asarray(np.tri(query.shape[-3], key.shape[-3], dtype=bool))
+        mask = causal if mask is None else mask & causal.reshape((1,) * (mask.ndim - 2) + causal.shape)
+    keywords = {"precision": precision, "module": module, **dropout._asdict(), **replaced}
+    out = stock(query, key, value, bias=bias, mask=mask, **keywords)
+    return out if mask is None else _blank_unseeing(out, mask)
+
+
+def _why_stock(
+    arrays: Mapping[str, Any], broadcast_dropout: bool, precision: Any, module: Any, replaced: Mapping[str, Any]
+) -> str | None:
+    """Why flax's own function must run a call, starting with the argument's name; None where jax_mfa can."""
+    if module is not None:
+        return "module: weights can be sown only where the whole matrix exists"
+    for name, replacement in replaced.items():
+        if replacement is not None:
+            return f"{name}: the arithmetic is replaced"
+    if broadcast_dropout:
+        return BROADCAST_DROPOUT
+    if not _precision_met(precision):
+        return f"precision: {precision}"
+    for name in ("query", "key", "value"):
+        if (dtype := arrays[name].dtype.name) not in DTYPES:
+            return f"{name}: dtype {dtype}"
+    query, key = arrays["query"], arrays["key"]
+    if query.ndim >= 3 and key.ndim >= 3:
+        scores = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+        for name in ("bias", "mask"):
+            if arrays[name] is not None and _widens(arrays[name], scores):
+                return f"{name}: shape {list(jnp.shape(arrays[name]))} widens scores of shape {list(scores)}"
+    return None
+
+
 def _widens(x: ArrayLike, scores: tuple[int, ...]) -> bool:
     """Whether `x` gives scores more axes, or longer ones, than query and key do."""
     try:
@@ -82,71 +185,10 @@ def _precision_met(precision: Any) -> bool:
     return levels == {jax.lax.Precision.DEFAULT} or jax.default_backend() == "cpu"
 
 
-def drops(deterministic: bool, dropout_rate: float, dropout_rng: Array | None) -> bool:
-    """Whether dropout is on, which needs a random key whoever runs the call."""
-    if not 0 <= checks.number("dropout_rate", dropout_rate) < 1:
-        raise ValueError(f"dropout_rate must be in the range [0, 1), got {dropout_rate}")
-    on = not deterministic and dropout_rate > 0
-    if on and dropout_rng is None:
-        raise ValueError(f"dropout_rng is required with dropout_rate = {dropout_rate}, got None")
-    return on
-
-
-def why_stock(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: ArrayLike | None,
-    mask: ArrayLike | None,
-    *,
-    broadcast_dropout: bool,
-    dropping: bool,
-    precision: Any,
-    module: Any,
-    custom: Mapping[str, Any],
-) -> str | None:
-    """Why flax's own function must run a call, starting with the argument's name; None where jax_mfa can.
-
-    Args:
-      query, key, value, bias, mask: as flax's function takes them, after promotion.
-      broadcast_dropout, precision, module: as flax's function takes them.
-      dropping: whether dropout is on.
-      custom: flax's arguments that replace the arithmetic, by name.
-    """
-    if module is not None:
-        return "module: weights can be sown only where the whole matrix exists"
-    for name, replacement in custom.items():
-        if replacement is not None:
-            return f"{name}: the arithmetic is replaced"
-    if dropping and broadcast_dropout:
-        return BROADCAST_DROPOUT
-    if not _precision_met(precision):
-        return f"precision: {precision}"
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dtype.name not in DTYPES:
-            return f"{name}: dtype {x.dtype.name}"
-    if query.ndim >= 3 and key.ndim >= 3:
-        scores = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-        for name, term in (("bias", bias), ("mask", mask)):
-            if term is not None and _widens(term, scores):
-                return f"{name}: shape {list(jnp.shape(term))} widens scores of shape {list(scores)}"
-    return None
-
-
-def give_way(reason: str, implementation: Implementation | None, sequence_axis: Any) -> None:
-    """Records that flax's own function runs; refuses where the caller named an implementation or a mesh axis."""
-    if sequence_axis is not None:
-        raise NotImplementedError(
-            f"sequence_axis={sequence_axis!r} cannot run this call, only flax's own attention of whole sequences can: "
-            f"{reason}"
-        )
-    if implementation is not None:
-        raise NotImplementedError(
-            f"implementation={implementation!r} cannot run this call, only flax's own attention can: {reason}"
-        )
-    logger.info("flax's own attention runs this call: %s", reason)
-    if reason == BROADCAST_DROPOUT:
-        _warn_of_broadcast_dropout()
+def _blank_unseeing(out: Array, mask: Array) -> Array:
+    """`out` with zeros in the rows that `mask` leaves nothing to see, so that both routes agree on them."""
+    mask = mask.reshape((1,) * (out.ndim - mask.ndim) + mask.shape)
+    return jnp.where(jnp.swapaxes(mask.any(-1), -1, -2)[..., None], out, jnp.zeros_like(out))
 
 
 @functools.cache
@@ -157,48 +199,3 @@ def _warn_of_broadcast_dropout() -> None:
         "pass broadcast_dropout=False to the module to train with dropout in O(T + S)",
         stacklevel=4,  # the caller of attention_fn
     )
-
-
-def with_causal(mask: ArrayLike | None, is_causal: bool, query: Array, key: Array) -> ArrayLike | None:
-    """`mask` with the causal rule in it, for a function of flax that may not know the rule."""
-    if not is_causal:
-        return mask
-    t, s = query.shape[-3], key.shape[-3]
-    rank = max(2, 0 if mask is None else np.ndim(mask))
-    causal = jnp.asarray(np.tri(t, s, dtype=bool)).reshape((1,) * (rank - 2) + (t, s))
-    return causal if mask is None else jnp.logical_and(as_bool(mask), causal)
-
-
-def blank_unseeing(out: Array, mask: ArrayLike | None) -> Array:
-    """`out` with zeros in the rows that `mask` leaves nothing to see, so that both routes agree on them."""
-    if mask is None:
-        return out
-    mask = as_bool(mask)
-    mask = mask.reshape((1,) * (out.ndim - mask.ndim) + mask.shape)
-    return jnp.where(jnp.swapaxes(mask.any(-1), -1, -2)[..., None], out, jnp.zeros_like(out))
-
-
-def attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: ArrayLike | None,
-    mask: ArrayLike | None,
-    *,
-    dropout_rng: Array | None,
-    dropout_rate: float,
-    is_causal: bool,
-    implementation: Implementation | None,
-    sequence_axis: Any,
-) -> Array:
-    """jax_mfa's attention with flax's conventions for bias, mask and dropout."""
-    dropout: dict[str, Any] = {}
-    if dropout_rng is not None and dropout_rate > 0:
-        dropout = {"dropout_rate": dropout_rate, "dropout_seed": seed_of(dropout_rng)}
-    if bias is not None:
-        bias = as_array("bias", bias, "fibc", "numbers")
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            bias = bias.astype(accumulation_dtype(query.dtype))
-    mask = None if mask is None else as_bool(mask)
-    attention = dot_product_attention if sequence_axis is None else sharding_of(sequence_axis).attend
-    return attention(query, key, value, bias, mask, is_causal=is_causal, implementation=implementation, **dropout)

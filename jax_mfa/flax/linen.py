@@ -93,56 +93,23 @@ def attention_fn(
       NotImplementedError: where only flax's own function can run a call and an implementation is named.
     """
     q, k, v = _promote_dtype(*_drop_in.promotable(query, key, value, dtype), dtype=dtype)
-    dropping = _drop_in.drops(deterministic, dropout_rate, dropout_rng)
-    reason = _drop_in.why_stock(
+    return _drop_in.attention(
+        functools.partial(_stock_attention, force_fp32_for_softmax=force_fp32_for_softmax),
         q,
         k,
         v,
         bias,
         mask,
-        broadcast_dropout=broadcast_dropout,
-        dropping=dropping,
+        _drop_in.Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic),
+        is_causal=is_causal,
         precision=precision,
         module=module,
-        custom={
-            "einsum_dot_general": einsum_dot_general,
-            "qk_attn_weights_einsum": qk_attn_weights_einsum,
-            "attn_weights_value_einsum": attn_weights_value_einsum,
-        },
-    )
-    if reason is None:
-        return _drop_in.attend(
-            q,
-            k,
-            v,
-            bias,
-            mask,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate if dropping else 0.0,
-            is_causal=is_causal,
-            implementation=implementation,
-            sequence_axis=sequence_axis,
-        )
-    _drop_in.give_way(reason, implementation, sequence_axis)
-    mask = _drop_in.with_causal(mask, is_causal, q, k)
-    out = _stock_attention(
-        q,
-        k,
-        v,
-        bias=bias,
-        mask=mask,
-        broadcast_dropout=broadcast_dropout,
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        deterministic=deterministic,
-        precision=precision,
-        module=module,
-        force_fp32_for_softmax=force_fp32_for_softmax,
+        implementation=implementation,
+        sequence_axis=sequence_axis,
         einsum_dot_general=einsum_dot_general,
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
     )
-    return _drop_in.blank_unseeing(out, mask)
 
 
 class FlashMultiHeadAttention(nn.Module):

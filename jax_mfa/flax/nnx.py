@@ -54,44 +54,22 @@ def attention_fn(
 ) -> Shaped[Array, "*B T N V"]:
     """`flax.nnx.dot_product_attention` through jax_mfa: the `attention_fn` of `nnx.MultiHeadAttention`.
 
-    `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`; `functools.partial` sets rope and implementation. Results
-    equal flax's but for two things: a row whose mask allows nothing gives zeros, where flax gives the mean of the
-    values; and the softmax is always taken in float32 (float64 for float64).
-
-    Flax's own function runs, with O(T·S) memory, what only it can do: sown weights (`module`), broadcast dropout,
-    complex dtypes and others that jax_mfa has not, a bias or mask with a larger batch than the queries, and, on
-    platforms other than CPU, a precision above the default. Note that flax's module asks for broadcast dropout by
-    default: set `broadcast_dropout=False` to train with dropout in O(T + S) memory; the first such call warns. The
-    logger "jax_mfa.flax" says, at level INFO, which calls those are.
+    `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`; `functools.partial` sets rope and implementation. Results,
+    what flax's own function runs instead, arguments and errors are those of `jax_mfa.flax.linen.attention_fn`, which
+    also replaces einsums.
 
     Args:
-      query: `[..., T, N, H]`.
-      key: `[..., S, K, H]`; K divides N.
-      value: `[..., S, K, V]`.
-      bias: broadcastable to `[..., N, T, S]`; added to the scaled scores.
-      mask: bool or numbers, broadcastable to `[..., N, T, S]`; what is not zero is visible. An additive mask belongs
-        in bias.
-      broadcast_dropout: one dropout mask for all batches and heads; flax's own function.
-      dropout_rng: random key; where dropout is on without broadcast, it seeds jax_mfa's counter-based mask.
-      dropout_rate: probability of dropping a weight.
-      deterministic: no dropout.
-      dtype: of the computation; by default promoted from query, key and value.
-      precision: of the products.
-      module: module that sows the weights; flax's own function.
       promote_dtype: takes (query, key, value) and dtype, returns them in one dtype.
-      is_causal: row t sees columns s ≤ t. Not for flax's decode mode, which masks by itself.
       rope: an `nnx.RoPE`, which turns query and key; not for flax's decode mode, which keeps keys unturned.
       input_positions: `[T]` or `[..., T]`, for rope; by default 0, 1, 2, …
-      implementation: as in `jax_mfa.dot_product_attention`. A named one never gives way to flax's own function.
-      sequence_axis: the mesh axis over whose devices sequences are split, within `shard_map`; or a
-        `jax_mfa.SequenceSharding`. It never gives way either.
+      others: as in `jax_mfa.flax.linen.attention_fn`.
 
     Returns:
       `[..., T, N, V]` of the computation's dtype.
 
     Raises:
-      ValueError, TypeError: as `jax_mfa.dot_product_attention` does; also for dropout without dropout_rng.
-      NotImplementedError: where only flax's own function can run a call and an implementation is named.
+      ValueError, TypeError, NotImplementedError: as `jax_mfa.flax.linen.attention_fn` does; also for input_positions
+        without rope.
     """
     query, key, value = _drop_in.promotable(query, key, value, dtype)
     if rope is not None:
@@ -101,49 +79,20 @@ def attention_fn(
     elif input_positions is not None:
         raise ValueError("input_positions must be given with rope: nothing else here asks for positions")
     q, k, v = promote_dtype((query, key, value), dtype=dtype)
-    dropping = _drop_in.drops(deterministic, dropout_rate, dropout_rng)
-    reason = _drop_in.why_stock(
+    return _drop_in.attention(
+        _stock_attention,
         q,
         k,
         v,
         bias,
         mask,
-        broadcast_dropout=broadcast_dropout,
-        dropping=dropping,
+        _drop_in.Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic),
+        is_causal=is_causal,
         precision=precision,
         module=module,
-        custom={},
+        implementation=implementation,
+        sequence_axis=sequence_axis,
     )
-    if reason is None:
-        return _drop_in.attend(
-            q,
-            k,
-            v,
-            bias,
-            mask,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate if dropping else 0.0,
-            is_causal=is_causal,
-            implementation=implementation,
-            sequence_axis=sequence_axis,
-        )
-    _drop_in.give_way(reason, implementation, sequence_axis)
-    # neither promote_dtype nor is_causal is passed on: flax before 0.11 does not know them
-    mask = _drop_in.with_causal(mask, is_causal, q, k)
-    out = _stock_attention(
-        q,
-        k,
-        v,
-        bias=bias,
-        mask=mask,
-        broadcast_dropout=broadcast_dropout,
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        deterministic=deterministic,
-        precision=precision,
-        module=module,
-    )
-    return _drop_in.blank_unseeing(out, mask)
 
 
 def _turned(rope: Callable[..., Array], x: ArrayLike, positions: ArrayLike | None) -> Array:
