@@ -1,7 +1,7 @@
 """jax_mfa in flax: `attention_fn` for flax's own multi-head modules, and modules of its own, for linen and nnx alike.
 
 `linen` and `nnx` hold the same two names, `attention_fn` and `FlashMultiHeadAttention`. What they share, `_drop_in` for
-the first and `_multi_head` for the second, knows arrays only: no flax module, no variable, no random stream.
+the first and `_multi_head` for the second, knows arrays and a module's attributes: no variable, no random stream.
 """
 
 try:

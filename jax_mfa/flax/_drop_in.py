@@ -72,11 +72,7 @@ class Dropout(NamedTuple):
     deterministic: bool
 
     def drops(self) -> bool:
-        """Whether dropout is on, which needs a random key whoever runs the call.
-
-        Raises:
-          TypeError, ValueError: naming the argument.
-        """
+        """Whether dropout is on. Raises `TypeError` or `ValueError` for a bad rate or a missing random key."""
         if not 0 <= checks.number("dropout_rate", self.dropout_rate) < 1:
             raise ValueError(f"dropout_rate must be in the range [0, 1), got {self.dropout_rate}")
         on = not self.deterministic and self.dropout_rate > 0

@@ -1,5 +1,6 @@
 """The arithmetic of `FlashMultiHeadAttention` between its projections, the same for linen and nnx: head sizes, rotary
-embedding, the decode cache. Knows arrays only; the modules own the parameters, variables and random streams.
+embedding, the decode cache. Knows arrays, and of a module the attributes that both have; the modules own the
+parameters, variables and random streams.
 
 Dimension letters as in `jax_mfa.problem`: B batch (here any leading axes), T query length, S key length, N query
 heads, K key/value heads, H head size; M the length of a cache.
@@ -8,7 +9,8 @@ heads, K key/value heads, H head size; M the length of a cache.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,53 +20,36 @@ from jax.typing import ArrayLike
 from jax_mfa import checks
 from jax_mfa.api import dot_product_attention
 from jax_mfa.arguments import as_array, known_lengths
-from jax_mfa.flax._drop_in import as_bool, sharding_of
+from jax_mfa.context_parallel.api import SequenceSharding
+from jax_mfa.flax._drop_in import as_bool, seed_of, sharding_of
 from jax_mfa.kv_cache import contiguous as decode_cache
 from jax_mfa.problem import accumulation_dtype
 
 if TYPE_CHECKING:
+    from jax_mfa.flax import linen, nnx
     from jax_mfa.typing import Float, Integer
 
-
-def first_given(name: str, *values: Any) -> Any:
-    """The first of `values` that is not None."""
-    for value in values:
-        if value is not None:
-            return value
-    raise ValueError(f"{name} must be given, to the call or to the module, got None for both")
+    Module: TypeAlias = linen.FlashMultiHeadAttention | nnx.FlashMultiHeadAttention
 
 
-def head_sizes(
-    features: int,
-    num_heads: int,
-    num_key_value_heads: int | None,
-    num_kv_heads: int | None,
-    head_dim: int | None,
-    qkv_features: int | None,
-) -> tuple[int, int]:
-    """K and H of a module, from what its user said about them; num_kv_heads is flax's name of num_key_value_heads.
+def head_sizes(module: Module, features: int) -> tuple[int, int]:
+    """K and H of a module, from what its user said about them, for inputs of so many features.
 
     Raises:
       TypeError: where a number is no integer.
       ValueError: where heads do not divide, or two arguments contradict each other.
     """
-    given = {
-        "num_heads": num_heads,
-        "num_key_value_heads": num_key_value_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "qkv_features": qkv_features,
-    }
-    for name, x in given.items():
-        if x is not None or name == "num_heads":
+    for name in ("num_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "qkv_features"):
+        if (x := getattr(module, name)) is not None or name == "num_heads":
             checks.integer(name, x)
-    if None not in (num_key_value_heads, num_kv_heads) and num_key_value_heads != num_kv_heads:
+    num_heads, head_dim, qkv_features = module.num_heads, module.head_dim, module.qkv_features
+    given = [x for x in (module.num_key_value_heads, module.num_kv_heads) if x is not None]
+    if len(given) == 2 and given[0] != given[1]:
         raise ValueError(
-            "num_key_value_heads and num_kv_heads are two names of one number, "
-            f"got {num_key_value_heads} and {num_kv_heads}"
+            f"num_key_value_heads and num_kv_heads are two names of one number, got {given[0]} and {given[1]}"
         )
-    name = "num_key_value_heads" if num_kv_heads is None else "num_kv_heads"
-    heads = next((x for x in (num_key_value_heads, num_kv_heads) if x is not None), num_heads)
+    heads = given[0] if given else num_heads
+    name = "num_key_value_heads" if module.num_kv_heads is None else "num_kv_heads"
     if num_heads < 1 or heads < 1 or num_heads % heads:
         raise ValueError(f"num_heads must be a positive multiple of {name}, got {num_heads} and {heads}")
     if head_dim is None:
@@ -83,6 +68,18 @@ def head_sizes(
     return heads, head_dim
 
 
+def projection_keywords(module: Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of flax's layers for the projections of the inputs, and for the last projection."""
+    common = {name: getattr(module, name) for name in ("use_bias", "dtype", "param_dtype", "precision")}
+    inner = {**common, "kernel_init": module.kernel_init, "bias_init": module.bias_init}
+    outer = {
+        **common,
+        "kernel_init": module.out_kernel_init or module.kernel_init,
+        "bias_init": module.out_bias_init or module.bias_init,
+    }
+    return inner, outer
+
+
 def module_inputs(
     inputs_q: ArrayLike, inputs_k: ArrayLike | None, inputs_v: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
@@ -97,6 +94,16 @@ def module_inputs(
         if x.ndim < 2:
             raise ValueError(f"{name} must have shape [..., length, features], got {list(x.shape)}")
     return arrays["inputs_q"], arrays["inputs_k"], arrays["inputs_v"]
+
+
+def dropout_keywords(module: Module, deterministic: bool | None, random_key: Callable[[], Array]) -> dict[str, Any]:
+    """The keywords of dropout; none where it is off, by the call's `deterministic` or else the module's."""
+    if module.dropout_rate == 0.0:
+        return {}
+    deterministic = module.deterministic if deterministic is None else deterministic
+    if deterministic is None:
+        raise ValueError("deterministic must be given, to the call or to the module, got None for both")
+    return {} if deterministic else {"dropout_rate": module.dropout_rate, "dropout_seed": seed_of(random_key())}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,10 +171,15 @@ def rotary_embedding(
     return turned if r == h else jnp.concatenate([turned, x[..., r:]], axis=-1)
 
 
-def _positions(offset: Any, positions: Any) -> Any:
-    """`offset + positions`, `[..., length]`, of an integer, or integers with leading axes."""
-    offset = jnp.asarray(offset)
-    return offset[..., None] + positions.reshape((1,) * offset.ndim + positions.shape)
+def _rotated(module: Module, x: Array, offset: Any, sharding: SequenceSharding | None) -> Array:
+    """`x`, `[..., length, heads, H]`, turned where a module says so; its first token has the position `offset`."""
+    if module.rotary_base is None:
+        return x
+    _turned(x.shape[-1], module.rotary_base, module.rotary_fraction, "rotary_")  # checked by the modules' names
+    length, offset = x.shape[-3], jnp.asarray(offset)
+    positions = jnp.arange(length, dtype=jnp.int32) if sharding is None else sharding.positions(length)
+    positions = offset[..., None] + positions.reshape((1,) * offset.ndim + (length,))
+    return rotary_embedding(x, positions, base=module.rotary_base, fraction=module.rotary_fraction)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,50 +194,38 @@ class Cache(NamedTuple):
     index: Any  # int32 [...]: how many tokens each batch row was given; a scalar, for all, in caches of flax's modules
 
 
-def empty_cache(
-    lead: tuple[int, ...],
-    length: int,
-    heads: int,
-    head_dim: int,
-    dtype: Any,
-    ring: bool,
-    local_window_size: int | tuple[int | None, int | None] | None,
-) -> Cache:
-    """A cache for `length` tokens, or a ring of the window's size, with nothing in it."""
-    if checks.boolean("ring_cache", ring):
-        length = decode_cache.ring_columns(local_window_size)
+def empty_cache(module: Module, shape: tuple[int, ...], dtype: Any) -> Cache:
+    """A cache of the shape `[..., M, K, H]` with nothing in it; a ring has as many columns as the module's window."""
+    *lead, length, heads, head_dim = shape
+    if checks.boolean("ring_cache", module.ring_cache):
+        length = decode_cache.ring_columns(module.local_window_size)
     # two arrays, not one twice: a donated cache must not name one buffer twice
     key, value = (jnp.zeros((*lead, length, heads, head_dim), dtype) for _ in range(2))
     return Cache(key, value, jnp.zeros(lead, jnp.int32))
 
 
 def attend(
+    module: Module,
     query: Array,
     key: Array,
     value: Array,
     *,
+    decode: bool,
     cache: Cache | None,
-    ring_cache: bool,
     mask: ArrayLike | None,
     query_offset: Any,
     key_value_seq_lengths: Any,
-    is_causal: bool,
-    rotary_base: float | None,
-    rotary_fraction: float,
-    sequence_axis: Any,
     **keywords: Any,
 ) -> tuple[Array, Cache | None]:
-    """Rotary embedding, cache and attention.
+    """Rotary embedding, cache and attention, as a module's attributes say.
 
     Args:
       query: `[..., T, N, H]`.
       key, value: `[..., S, K, H]`; with a cache those of the T new tokens.
+      decode: whether the module decodes, with a cache or, while one is made, without.
       cache: what came before, or None.
-      ring_cache: whether the cache is a ring.
       mask: as flax means it, of any dtype.
       key_value_seq_lengths: with a cache, how many of the T new tokens count.
-      rotary_base: None for no rotary embedding.
-      sequence_axis: a mesh axis or `SequenceSharding`, where sequences are split over devices.
       **keywords: for `jax_mfa.dot_product_attention`, as are the others.
 
     Returns:
@@ -234,62 +234,54 @@ def attend(
     """
     dtype = jnp.result_type(query, key, value)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
-    mask = None if mask is None else as_bool(mask)
-    tokens = query.shape[-3]
+    keywords |= {
+        "mask": None if mask is None else as_bool(mask),
+        "local_window_size": module.local_window_size,
+        "logits_soft_cap": module.logits_soft_cap,
+        "implementation": module.implementation,
+    }
     key_offset: Any = 0
-    attention: Any = dot_product_attention
-    positions: Any = lambda length: jnp.arange(length, dtype=jnp.int32)
-    if sequence_axis is not None:
-        if cache is not None:
-            raise NotImplementedError(
-                f"sequence_axis={sequence_axis!r} cannot run while decoding: see jax_mfa.sharded_decode_attention"
-            )
-        sharding = sharding_of(sequence_axis)
-        attention, positions = sharding.attend, sharding.positions
     if cache is not None:
-        if key.shape[-3] != tokens:
-            raise ValueError(
-                f"decoding takes one key for each query: inputs_k must have the length {tokens} of inputs_q, "
-                f"got {key.shape[-3]}"
-            )
-        if not (checks.is_integer(query_offset) and query_offset == 0):
-            raise ValueError("query_offset must not be given while decoding: the cache knows its position")
-        if key.shape[:-3] != cache.key.shape[:-3] or key.shape[-2:] != cache.key.shape[-2:]:
-            raise ValueError(
-                f"the cache, of shape {list(cache.key.shape)}, must differ from new keys in its length axis only, "
-                f"got {list(key.shape)}"
-            )
-        if jnp.ndim(cache.index) and jnp.shape(cache.index) != key.shape[:-3]:
-            raise ValueError(
-                f"the index of the cache must have the leading axes {list(key.shape[:-3])} of the cached keys, "
-                f"or be one for all, got {list(jnp.shape(cache.index))}"
-            )
+        _check_decoding(module, cache, query, key, query_offset, key_value_seq_lengths)
         query_offset = key_offset = jnp.broadcast_to(cache.index, key.shape[:-3])
-    if rotary_base is not None:
-        _turned(query.shape[-1], rotary_base, rotary_fraction, "rotary_")  # by the names that modules have for them
-        rotate = lambda x, offset: rotary_embedding(
-            x, _positions(offset, positions(x.shape[-3])), base=rotary_base, fraction=rotary_fraction
-        )
-        query, key = rotate(query, query_offset), rotate(key, key_offset)
+    sharding = None if module.sequence_axis is None else sharding_of(module.sequence_axis)
+    query, key = _rotated(module, query, query_offset, sharding), _rotated(module, key, key_offset, sharding)
     if cache is not None:
-        if key_value_seq_lengths is not None:  # checked here, by the name that modules have for it
-            lengths = key_value_seq_lengths = known_lengths("key_value_seq_lengths", key_value_seq_lengths, tokens)
-            if lengths.shape not in ((), key.shape[:-3]):
-                raise ValueError(
-                    f"key_value_seq_lengths must have shape [...] = {list(key.shape[:-3])}, got {list(lengths.shape)}"
-                )
-        out, *new = decode_cache.attend(
-            query, key, value, *cache, key_value_seq_lengths, ring=ring_cache, mask=mask, **keywords
-        )
+        keywords["ring"] = module.ring_cache
+        out, *new = decode_cache.attend(query, key, value, *cache, key_value_seq_lengths, **keywords)
         return out, Cache(*new)
-    out = attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=is_causal,
-        query_offset=query_offset,
-        key_value_seq_lengths=key_value_seq_lengths,
-        **keywords,
-    )
-    return out, None
+    attention: Any = dot_product_attention if sharding is None else sharding.attend
+    keywords |= {"query_offset": query_offset, "key_value_seq_lengths": key_value_seq_lengths}
+    return attention(query, key, value, is_causal=module.is_causal or decode, **keywords), None
+
+
+def _check_decoding(
+    module: Module, cache: Cache, query: Array, key: Array, query_offset: Any, key_value_seq_lengths: Any
+) -> None:
+    """Raises where a cache cannot take new keys, by the names that modules have for the arguments."""
+    lead, tokens = key.shape[:-3], query.shape[-3]
+    if module.sequence_axis is not None:
+        raise NotImplementedError(
+            f"sequence_axis={module.sequence_axis!r} cannot run while decoding: see jax_mfa.sharded_decode_attention"
+        )
+    if key.shape[-3] != tokens:
+        raise ValueError(
+            f"decoding takes one key for each query: inputs_k must have the length {tokens} of inputs_q, "
+            f"got {key.shape[-3]}"
+        )
+    if not (checks.is_integer(query_offset) and query_offset == 0):
+        raise ValueError("query_offset must not be given while decoding: the cache knows its position")
+    if lead != cache.key.shape[:-3] or key.shape[-2:] != cache.key.shape[-2:]:
+        raise ValueError(
+            f"the cache, of shape {list(cache.key.shape)}, must differ from new keys in its length axis only, "
+            f"got {list(key.shape)}"
+        )
+    if jnp.shape(cache.index) not in ((), lead):
+        raise ValueError(
+            f"the index of the cache must have the leading axes {list(lead)} of the cached keys, "
+            f"or be one for all, got {list(jnp.shape(cache.index))}"
+        )
+    if key_value_seq_lengths is not None:
+        lengths = known_lengths("key_value_seq_lengths", key_value_seq_lengths, tokens)
+        if lengths.shape not in ((), lead):
+            raise ValueError(f"key_value_seq_lengths must have shape [...] = {list(lead)}, got {list(lengths.shape)}")

@@ -230,69 +230,39 @@ class FlashMultiHeadAttention(nn.Module):
           ValueError, TypeError: naming the argument, what was seen and what was expected.
         """
         x_q, x_k, x_v = _multi_head.module_inputs(inputs_q, inputs_k, inputs_v)
-        heads, head_dim = _multi_head.head_sizes(
-            x_q.shape[-1],
-            self.num_heads,
-            self.num_key_value_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.qkv_features,
-        )
-        common: dict[str, Any] = {
-            "use_bias": self.use_bias,
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "precision": self.precision,
-        }
-        project = functools.partial(
-            nn.DenseGeneral, axis=-1, kernel_init=self.kernel_init, bias_init=self.bias_init, **common
-        )
-        query = project(features=(self.num_heads, head_dim), name="query")(x_q)
-        key = project(features=(heads, head_dim), name="key")(x_k)
-        value = project(features=(heads, head_dim), name="value")(x_v)
+        heads, head_dim = _multi_head.head_sizes(self, x_q.shape[-1])
+        inner, outer = _multi_head.projection_keywords(self)
+        query = nn.DenseGeneral((self.num_heads, head_dim), name="query", **inner)(x_q)
+        key = nn.DenseGeneral((heads, head_dim), name="key", **inner)(x_k)
+        value = nn.DenseGeneral((heads, head_dim), name="value", **inner)(x_v)
         if self.normalize_qk:
             normalize = functools.partial(nn.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
             query, key = normalize(name="query_ln")(query), normalize(name="key_ln")(key)
-        sinks = None
-        if self.use_sinks:
-            sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype)
+        sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype) if self.use_sinks else None
 
         variables, cache = self._cache(key) if self.decode else ([], None)
+        random_key = lambda: self.make_rng("dropout") if dropout_rng is None else dropout_rng
         out, cache = _multi_head.attend(
+            self,
             query,
             key,
             value,
+            decode=self.decode,
             cache=cache,
             bias=bias,
             mask=mask,
             sinks=sinks,
-            is_causal=self.is_causal or self.decode,
-            local_window_size=self.local_window_size,
-            logits_soft_cap=self.logits_soft_cap,
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,
             query_offset=query_offset,
-            rotary_base=self.rotary_base,
-            rotary_fraction=self.rotary_fraction,
-            ring_cache=self.ring_cache,
-            implementation=self.implementation,
-            sequence_axis=self.sequence_axis,
-            **self._dropout(deterministic, dropout_rng),
+            **_multi_head.dropout_keywords(self, deterministic, random_key),
         )
-        if cache is not None:
-            for variable, new in zip(variables, cache):
-                variable.value = new
-
-        return nn.DenseGeneral(
-            features=x_q.shape[-1] if self.out_features is None else self.out_features,
-            axis=(-2, -1),
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            bias_init=self.out_bias_init or self.bias_init,
-            name="out",
-            **common,
-        )(out)
+        for variable, new in zip(variables, cache or ()):
+            variable.value = new
+        features = x_q.shape[-1] if self.out_features is None else self.out_features
+        return nn.DenseGeneral(features, axis=(-2, -1), name="out", **outer)(out)
 
     def _cache(self, key: Array) -> tuple[list[nn.Variable[Any]], _multi_head.Cache | None]:
         """The variables of the cache, and the cache in them; None while `init` makes them."""
@@ -301,18 +271,7 @@ class FlashMultiHeadAttention(nn.Module):
             raise ValueError(
                 "decode=True needs the collection 'cache': make it with `init` on inputs as long as the cache shall be"
             )
-        *lead, length, heads, head_dim = key.shape
-        empty = lambda i: _multi_head.empty_cache(
-            tuple(lead), length, heads, head_dim, key.dtype, self.ring_cache, self.local_window_size
-        )[i]
+        empty = lambda i: _multi_head.empty_cache(self, key.shape, key.dtype)[i]
         names = ("cached_key", "cached_value", "cache_index")
         variables = [self.variable("cache", name, empty, i) for i, name in enumerate(names)]
         return variables, _multi_head.Cache(*(variable.value for variable in variables)) if exists else None
-
-    def _dropout(self, deterministic: bool | None, dropout_rng: Array | None) -> dict[str, Any]:
-        """The keywords of dropout; none where it is off."""
-        if self.dropout_rate == 0.0 or _multi_head.first_given("deterministic", deterministic, self.deterministic):
-            return {}
-        if dropout_rng is None:
-            dropout_rng = self.make_rng("dropout")
-        return {"dropout_rate": self.dropout_rate, "dropout_seed": _drop_in.seed_of(dropout_rng)}
