@@ -123,9 +123,11 @@ def attention(
         attend = dot_product_attention if sequence_axis is None else sharding_of(sequence_axis).attend
         return attend(query, key, value, bias, mask, **keywords)
 
-    for name, named in (("sequence_axis", sequence_axis), ("implementation", implementation)):
-        if named is not None:
-            raise NotImplementedError(f"{name}={named!r} cannot run this call, only flax's own attention can: {reason}")
+    refusal = "cannot run this call, only flax's own attention"
+    if sequence_axis is not None:
+        raise NotImplementedError(f"sequence_axis={sequence_axis!r} {refusal} of whole sequences can: {reason}")
+    if implementation is not None:
+        raise NotImplementedError(f"implementation={implementation!r} {refusal} can: {reason}")
     logger.info("flax's own attention runs this call: %s", reason)
     if reason == BROADCAST_DROPOUT:
         _warn_of_broadcast_dropout()

@@ -175,7 +175,8 @@ def _rotated(module: Module, x: Array, offset: Any, sharding: SequenceSharding |
     """`x`, `[..., length, heads, H]`, turned where a module says so; its first token has the position `offset`."""
     if module.rotary_base is None:
         return x
-    _turned(x.shape[-1], module.rotary_base, module.rotary_fraction, "rotary_")  # checked by the modules' names
+    # name the module's rotary_base and rotary_fraction in errors
+    _turned(x.shape[-1], module.rotary_base, module.rotary_fraction, "rotary_")
     length, offset = x.shape[-3], jnp.asarray(offset)
     positions = jnp.arange(length, dtype=jnp.int32) if sharding is None else sharding.positions(length)
     positions = offset[..., None] + positions.reshape((1,) * offset.ndim + (length,))
