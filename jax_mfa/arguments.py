@@ -6,9 +6,10 @@ expected. Nothing here computes attention or knows which implementation will.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -221,12 +222,63 @@ def specify(
     """Checks the arguments of `jax_mfa.dot_product_attention` and brings them into the layout of `Operands`.
 
     Of sequences in equal `parts`, query, key, value and segment ids hold one; bias, mask, block mask and ranges the
-    rows of one. Their columns, and lengths and offsets, count all parts.
+    queries of one. Their keys, and lengths and offsets, count all parts.
 
     Raises `ValueError` or `TypeError` naming the argument, what was seen and what was expected. Values can be checked
     only where they are known: traced lengths, offsets and ranges are clipped to what is allowed, of traced 64-bit
     segment ids the low 32 bits count.
     """
+    query, key, value = _checked_arrays(query, key, value)
+    sizes = _Sizes.of(query, key, parts)
+    static: dict[str, Any] = {"is_causal": checks.boolean("is_causal", is_causal)}
+    static |= dict(key_storage=storage_of(key), value_storage=storage_of(value), page_size=page_size_of(key))
+    arrays: dict[str, Any] = {}
+    for found, operands in (
+        _scores(sizes, bias, scale, query.shape[-1], logits_soft_cap, alibi_slopes, sinks),
+        _positions(sizes, local_window_size, query_offset, query_seq_lengths, key_value_seq_lengths),
+        _masks(sizes, mask, query_segment_ids, key_value_segment_ids, key_value_ranges, block_mask),
+        _dropout(sizes, dropout_rate, dropout_seed),
+    ):
+        static |= found
+        arrays |= operands
+    query, key, value = (_with_columns(x) for x in (query, key, value))
+    batch = sizes.batch
+    arrays |= {"query": query.reshape(batch, *query.shape[-3:])}
+    arrays |= {**as_operands("key", key, batch), **as_operands("value", value, batch)}
+    return Specification(**static), Operands(**arrays)
+
+
+# --- the parts of `specify`: each gives static facts by the names of `Specification`, and arrays by those of `Operands`
+
+_Found: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Batch axes, queries, keys and query heads of a problem; of sequences in parts, also the length of all parts."""
+
+    lead: tuple[int, ...]
+    t: int
+    s: int
+    n: int
+    all_t: int
+    all_s: int
+    acc: Any  # the dtype of accumulation
+
+    @classmethod
+    def of(cls, query: Any, key: Any, parts: int) -> _Sizes:
+        (*lead, t, n, _), s = query.shape, key.shape[-3]
+        if parts * max(t, s) > MAX_POSITION:
+            raise ValueError(f"query and key must be at most {MAX_POSITION} long, got T = {parts * t}, S = {parts * s}")
+        return cls(tuple(lead), t, s, n, parts * t, parts * s, accumulation_dtype(query.dtype))
+
+    @property
+    def batch(self) -> int:
+        return math.prod(self.lead)
+
+
+def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Query, key and value as arrays (or quantised, or in pages) whose shapes and dtypes fit."""
     query = query.dequantize() if isinstance(query, QuantizedArray) else query
     query = as_array("query", query, "f", "floating [..., T, N, H]")
     key = as_columns("key", key, "floating [..., S, K, H]")
@@ -238,10 +290,9 @@ def specify(
             raise NotImplementedError(
                 f"{name} may have symbolic dimensions only in front, as batch axes, got {list(x.shape)}"
             )
-    lead = query.shape[:-3]
-    t, n, h = query.shape[-3:]
+    n, h = query.shape[-2:]
     for name, x, letters in (("key", key, "[..., S, K, H]"), ("value", value, "[..., S, K, V]")):
-        if x.ndim != query.ndim or x.shape[:-3] != lead:
+        if x.ndim != query.ndim or x.shape[:-3] != query.shape[:-3]:
             raise ValueError(
                 f"{name} must have shape {letters} with the leading axes of query {list(query.shape)}, "
                 f"got {list(x.shape)}"
@@ -258,132 +309,107 @@ def specify(
             f"query, key and value must share one dtype of {', '.join(DTYPES)}, "
             f"got {query.dtype.name}, {key.dtype.name}, {value.dtype.name}"
         )
-    batch = math.prod(lead)
-    acc = accumulation_dtype(query.dtype)
-    all_t, all_s = parts * t, parts * s
-    if max(all_t, all_s) > MAX_POSITION:
-        raise ValueError(f"query and key must be at most {MAX_POSITION} long, got T = {all_t}, S = {all_s}")
+    return query, key, value
 
+
+def _scores(
+    sizes: _Sizes, bias: Any, scale: Any, head_size: int, soft_cap: Any, alibi_slopes: Any, sinks: Any
+) -> _Found:
+    """Whatever changes scores."""
+    acc, arrays = sizes.acc, {}
     if bias is not None:
         bias = as_array("bias", bias, "f", "floating, broadcastable to [..., N, T, S] (a boolean belongs in mask)")
-        bias = _scores_like("bias", bias, lead, n, t, all_s)
-    if mask is not None:
-        mask = as_array("mask", mask, "b", "bool, broadcastable to [..., N, T, S] (an additive mask belongs in bias)")
-        mask = _scores_like("mask", mask, lead, n, t, all_s)
-
-    static_scale = 1.0 / math.sqrt(max(h, 1))
+        arrays["bias"] = _scores_like("bias", bias, sizes.lead, sizes.n, sizes.t, sizes.all_s)
+    static: dict[str, Any] = {"scale": 1.0 / math.sqrt(max(head_size, 1))}
     if isinstance(scale, numbers.Real):
-        static_scale, scale = checks.number("scale", scale, dtype=acc), None
+        static["scale"] = checks.number("scale", scale, dtype=acc)
     elif scale is not None:
         scale = as_array("scale", scale, "f", "a floating scalar")
         if scale.shape != ():
             raise ValueError(f"scale must be a scalar, got shape {list(scale.shape)}")
-        scale = scale.reshape(1).astype(acc)
-
-    if query_seq_lengths is not None:
-        query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, lead, all_t)
-    if key_value_seq_lengths is not None:
-        key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, lead, all_s)
-
-    static_offset, farthest = 0, MAX_POSITION - all_t
-    if checks.is_integer(query_offset):
-        static_offset, query_offset = int(query_offset), None
-        if abs(static_offset) > farthest:
-            raise ValueError(f"query_offset must lie in {-farthest}..{farthest}, got {static_offset}")
-    elif query_offset is not None:
-        query_offset = known_integers("query_offset", query_offset, -farthest, farthest, "an integer or integers [B]")
-        query_offset = clipped(query_offset, -farthest, farthest)
-        query_offset = jnp.asarray(_per_row("query_offset", query_offset, lead, (), "[B]"))
-
-    if logits_soft_cap is not None:
-        logits_soft_cap = checks.number("logits_soft_cap", logits_soft_cap, "a positive static number or None", acc)
-        if logits_soft_cap <= 0:
-            raise ValueError(f"logits_soft_cap must be positive or None, got {logits_soft_cap}")
+        arrays["scale"] = scale.reshape(1).astype(acc)
+    if soft_cap is not None:
+        soft_cap = checks.number("logits_soft_cap", soft_cap, "a positive static number or None", acc)
+        if soft_cap <= 0:
+            raise ValueError(f"logits_soft_cap must be positive or None, got {soft_cap}")
         # below, the cap is flushed to zero, and so are, above, scores over the cap that still count
         low = float(jnp.finfo(acc).tiny)
         high = float(jnp.finfo(acc).eps) / low
-        if not low <= logits_soft_cap <= high:
+        if not low <= soft_cap <= high:
             raise ValueError(
-                f"logits_soft_cap must lie in {low:.2g}..{high:.2g} in {acc.name} or be None, got {logits_soft_cap}"
+                f"logits_soft_cap must lie in {low:.2g}..{high:.2g} in {acc.name} or be None, got {soft_cap}"
             )
+    static["logits_soft_cap"] = soft_cap
+    for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if x is not None:
+            x = as_array(name, x, "f", "floating [N]")
+            arrays[name] = _per_row(name, x, sizes.lead, (sizes.n,), f"[N] = [{sizes.n}] or [..., N]")
+    return static, arrays
 
-    def per_head(name: str, x: Any) -> Any:
-        x = as_array(name, x, "f", "floating [N]")
-        return _per_row(name, x, lead, (n,), f"[N] = [{n}] or [..., N]")
 
-    alibi_slopes = None if alibi_slopes is None else per_head("alibi_slopes", alibi_slopes)
-    sinks = None if sinks is None else per_head("sinks", sinks)
+def _positions(sizes: _Sizes, window: Any, offset: Any, query_lengths: Any, key_lengths: Any) -> _Found:
+    """Where queries stand, how far they see, and where sequences end."""
+    static: dict[str, Any] = {"window": as_window(window)}
+    arrays, farthest = {}, MAX_POSITION - sizes.all_t
+    if query_lengths is not None:
+        arrays["query_lengths"] = _lengths("query_seq_lengths", query_lengths, sizes.lead, sizes.all_t)
+    if key_lengths is not None:
+        arrays["key_lengths"] = _lengths("key_value_seq_lengths", key_lengths, sizes.lead, sizes.all_s)
+    if checks.is_integer(offset):
+        if abs(int(offset)) > farthest:
+            raise ValueError(f"query_offset must lie in {-farthest}..{farthest}, got {offset}")
+        static["query_offset"] = int(offset)
+    elif offset is not None:
+        offset = known_integers("query_offset", offset, -farthest, farthest, "an integer or integers [B]")
+        offset = _per_row("query_offset", clipped(offset, -farthest, farthest), sizes.lead, (), "[B]")
+        arrays["query_offset"] = jnp.asarray(offset)
+    return static, arrays
 
-    if (query_segment_ids is None) != (key_value_segment_ids is None):
-        missing = "query_segment_ids" if query_segment_ids is None else "key_value_segment_ids"
+
+def _masks(sizes: _Sizes, mask: Any, query_ids: Any, key_ids: Any, ranges: Any, block_mask: Any) -> _Found:
+    """Arrays that say which keys a query sees."""
+    static, arrays, lead, n, t, all_s = {}, {}, sizes.lead, sizes.n, sizes.t, sizes.all_s
+    if mask is not None:
+        mask = as_array("mask", mask, "b", "bool, broadcastable to [..., N, T, S] (an additive mask belongs in bias)")
+        arrays["mask"] = _scores_like("mask", mask, lead, n, t, all_s)
+    if (query_ids is None) != (key_ids is None):
+        missing = "query_segment_ids" if query_ids is None else "key_value_segment_ids"
         raise ValueError(f"{missing} must be given too: segment ids need both sides")
-    if query_segment_ids is not None:
-        query_segment_ids = _segment_ids("query_segment_ids", query_segment_ids, lead, t, "[..., T]")
-        key_value_segment_ids = _segment_ids("key_value_segment_ids", key_value_segment_ids, lead, s, "[..., S]")
-
-    if key_value_ranges is not None:
-        key_value_ranges = _as_given("key_value_ranges", key_value_ranges, "i", "integers [..., T, 2]")
-        key_value_ranges = _per_row(
-            "key_value_ranges", clipped(key_value_ranges, 0, all_s), lead, (t, 2), "[..., T, 2]"
-        )
-        key_value_ranges = jnp.asarray(key_value_ranges)
-
-    mask_block = None
+    if query_ids is not None:
+        arrays["query_segment_ids"] = _segment_ids("query_segment_ids", query_ids, lead, t, "[..., T]")
+        arrays["key_segment_ids"] = _segment_ids("key_value_segment_ids", key_ids, lead, sizes.s, "[..., S]")
+    if ranges is not None:
+        ranges = clipped(_as_given("key_value_ranges", ranges, "i", "integers [..., T, 2]"), 0, all_s)
+        arrays["key_ranges"] = jnp.asarray(_per_row("key_value_ranges", ranges, lead, (t, 2), "[..., T, 2]"))
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
             raise TypeError(f"block_mask must be a jax_mfa.BlockMask, got {type(block_mask).__name__}")
-        mask_block = block_mask.block_size
-        tiles = -(-t // mask_block[0]), -(-all_s // mask_block[1])
+        rows, columns = static["mask_block"] = block_mask.block_size
+        tiles = -(-t // rows), -(-all_s // columns)
         blocks = as_array("block_mask", block_mask.blocks, "b", "bool [..., N, T blocks, S blocks]")
         if blocks.ndim < 2 or blocks.shape[-2:] != tiles:
             raise ValueError(
-                f"block_mask with blocks of {mask_block} must end in {list(tiles)} for T = {t}, S = {all_s}, "
+                f"block_mask with blocks of {(rows, columns)} must end in {list(tiles)} for T = {t}, S = {all_s}, "
                 f"got shape {list(blocks.shape)}"
             )
-        block_mask = _scores_like("block_mask", blocks, lead, n, *tiles)
+        arrays["block_mask"] = _scores_like("block_mask", blocks, lead, n, *tiles)
+    return static, arrays
 
-    dropout_rate = checks.number("dropout_rate", dropout_rate, "a static number in [0, 1)")
-    if not 0 <= dropout_rate < 1:
-        raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
-    dropout, seed = None, None if dropout_seed is None else _seed(dropout_seed)
-    if dropout_rate > 0:
-        if seed is None:
-            raise ValueError(f"dropout_seed must be given with dropout_rate = {dropout_rate}, got None")
-        seed = jnp.broadcast_to(seed[None], (batch, 2))
-        index = jnp.arange(batch, dtype=jnp.uint32)[:, None]
-        dropout = jnp.concatenate([seed, index, jnp.zeros((batch, 3), jnp.uint32)], axis=1)
 
-    spec = Specification(
-        is_causal=checks.boolean("is_causal", is_causal),
-        window=as_window(local_window_size),
-        scale=static_scale,
-        query_offset=static_offset,
-        logits_soft_cap=logits_soft_cap,
-        dropout_rate=dropout_rate,
-        mask_block=mask_block,
-        key_storage=storage_of(key),
-        value_storage=storage_of(value),
-        page_size=page_size_of(key),
-    )
-    query, key, value = (_with_columns(x) for x in (query, key, value))
-    operands = Operands(
-        query=query.reshape(batch, *query.shape[-3:]),
-        **{**as_operands("key", key, batch), **as_operands("value", value, batch)},
-        bias=bias,
-        mask=mask,
-        block_mask=block_mask,
-        scale=scale,
-        query_offset=query_offset,
-        query_lengths=query_seq_lengths,
-        key_lengths=key_value_seq_lengths,
-        query_segment_ids=query_segment_ids,
-        key_segment_ids=key_value_segment_ids,
-        key_ranges=key_value_ranges,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout=dropout,
-    )
-    return spec, operands
+def _dropout(sizes: _Sizes, rate: Any, seed: Any) -> _Found:
+    """Rate and seed, the seed also where it is not used."""
+    rate = checks.number("dropout_rate", rate, "a static number in [0, 1)")
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must lie in [0, 1), got {rate}")
+    seed = None if seed is None else _seed(seed)
+    if rate == 0:
+        return {}, {}
+    if seed is None:
+        raise ValueError(f"dropout_seed must be given with dropout_rate = {rate}, got None")
+    index = jnp.arange(sizes.batch, dtype=jnp.uint32)[:, None]
+    seed = jnp.broadcast_to(seed[None], (sizes.batch, 2))
+    words = jnp.concatenate([seed, index, jnp.zeros((sizes.batch, 3), jnp.uint32)], axis=1)
+    return {"dropout_rate": rate}, {"dropout": words}
 
 
 def specify_abstract(**arguments: Any) -> tuple[Specification, Operands]:
