@@ -50,13 +50,13 @@ def backward(
 
     loop = Loop(spec, operands, tiles, once=True)
     # of sums over tiles of queries, or over batch rows, the dtype of accumulation
-    at_once = lambda name: len(loop.queries) <= 1 and spec.has_own_rows(operands, name)
+    at_once = lambda name: loop.tiles_of_queries <= 1 and spec.has_own_rows(operands, name)
     dtypes = {name: getattr(operands, name).dtype if at_once(name) else acc for name in ("key", "value")}
     dtypes["query"] = operands.query.dtype
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
-        q, do = tile.rows("query", operands.query), tile.rows("out", d_out)
-        row_max_i, inverse_i, delta_i = jnp.split(tile.rows("rows", rows), 3, axis=-1)
+        q, do = tile.operand("query").astype(acc), tile.operand("out", d_out).astype(acc)
+        row_max_i, inverse_i, delta_i = jnp.split(tile.operand("rows", rows), 3, axis=-1)
 
         def keys(tile: Tile, carry: Any) -> Any:
             dq, found, spoilt = carry

@@ -34,7 +34,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     loop = Loop(spec, operands, tiles, all_heads=few_queries(spec, operands, differentiated))
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
-        q = tile.rows("query", operands.query)
+        q = tile.operand("query").astype(acc)
 
         def keys(tile: Tile, before: Any) -> Any:
             """Adds a tile of keys: Σ p · value, the largest score, Σ p, and whether a value was not finite."""
@@ -52,7 +52,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
 
         none = jnp.zeros((*q.shape[:-1], 1), acc)
         start = jnp.zeros((*q.shape[:-1], v), acc), none - jnp.inf, none, jnp.zeros((), bool)
-        sums, *parts, spoilt = loop.over_keys(tile, place, keys, None if len(loop.keys) == 1 else start)
+        sums, *parts, spoilt = loop.over_keys(tile, place, keys, None if loop.tiles_of_keys == 1 else start)
 
         out, row_max, row_sum = _normalised(tile, sums, *parts)
         if tile.attempt is not None:  # later attempts add infinities

@@ -34,10 +34,8 @@ def seen(spec: Specification, operands: Operands, tiles: Tiles) -> Any:
         x = expand_rows(x, getattr(repeats, name), batch)
         return x if x.shape[0] == 1 else reduce(x.reshape(-1, tiles.batch, *x.shape[1:]), axis=1)
 
-    def bounds(name: str) -> tuple[Any, Any]:  # least and largest number in each step
-        least, most = (by_step(name, getattr(o, name), reduce) for reduce in (jnp.min, jnp.max))
-        return least, most
-
+    # least and largest entry in each step
+    bounds = lambda name: [by_step(name, getattr(o, name), reduce) for reduce in (jnp.min, jnp.max)]
     by_tile = lambda x, start, block, reduce: reduce(x[:, start.reshape(-1, 1) + np.arange(block)], axis=2)
     low = high = np.full((1, 1, 1), spec.query_offset, np.int32)
     if o.query_offset is not None:
@@ -77,7 +75,7 @@ class Loop:
         """`once`: whether a query may be met once only, and not in both of two tiles that overlap."""
         self.spec, self.operands, self.tiles, self.all_heads = spec, operands, tiles, all_heads
         t, s = operands.query.shape[1], operands.key.shape[1]
-        self.queries, self.keys = tile_starts(t, tiles.block_q), tile_starts(s, tiles.block_kv)
+        self.tiles_of_queries, self.tiles_of_keys = -(-t // tiles.block_q), -(-s // tiles.block_kv)
         self.steps = operands.query.shape[0] // tiles.batch, operands.value.shape[2] // tiles.heads
         self.ragged = bool(s % tiles.block_kv), once and bool(t % tiles.block_q)
 
@@ -101,9 +99,10 @@ class Loop:
         The body gives the next results, and whether a factor of its products is not finite. Where something is hidden
         and a factor was, all tiles are visited twice more, to add what is visible and ∞, and what is −∞: see `Tile`.
         """
-        (batch, heads), count = self.steps, len(self.queries)
-        _ = self._order  # before the loops
+        (batch, heads), count = self.steps, self.tiles_of_queries
         turns = batch * heads * count
+        if self.tiles_of_keys > 1:
+            _ = self._order  # before the loops
 
         def turn(index: Any, results: Any) -> tuple[Any, Any]:
             attempt, index = _divide(index, turns) if self.hides else (None, index)
@@ -131,15 +130,14 @@ class Loop:
 
     def over_keys(self, tile: Tile, place: Any, body: Callable[[Tile, Any], Any], carry: Any) -> Any:
         """`body(tile, carry)` over the tiles of keys that a tile of queries sees."""
-        count = len(self.keys)
 
         def at(j: Any) -> Tile:
             start, own = _start(j, self.tiles.block_kv, self.operands.key.shape[1])
             own = {**tile.own, "S": own} if self.ragged[0] else tile.own
             return dataclasses.replace(tile, starts={**tile.starts, "S": start}, own=own)
 
-        if count <= 1:
-            return body(at(0), carry) if count else carry
+        if self.tiles_of_keys <= 1:
+            return body(at(0), carry) if self.tiles_of_keys else carry
         counts, order = (jnp.asarray(x) for x in self._order)
         b = place[0] if counts.shape[0] > 1 else 0
         look_up = lambda x, *index: part_of(x, index, (1,) * len(index)).reshape(())

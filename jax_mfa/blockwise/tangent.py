@@ -45,19 +45,17 @@ def tangent(
     loop = Loop(spec, operands, tiles)
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
-        q = tile.rows("query", operands.query)
-        row_max_i, inverse_i = tile.rows("row_max", row_max), 1 / tile.rows("row_sum", total)
-        t_q = tile.rows("query", moved["query"]) if "query" in moved else None
+        q = tile.operand("query").astype(acc)
+        row_max_i, inverse_i = tile.operand("row_max", row_max), 1 / tile.operand("row_sum", total)
+        t_q = tile.operand("query", moved["query"]).astype(acc) if "query" in moved else None
 
         def keys(tile: Tile, carry: Any) -> Any:
             t_out, t_lse, spoilt = carry
             k, given = tile.keys("key"), tile.terms()
             products = tile.rows_by_keys(q, k)
-            t_products = jnp.zeros_like(products)
-            if t_q is not None:
-                t_products = t_products + tile.rows_by_keys(t_q, k)
-            if "key" in moved:
-                t_products = t_products + tile.rows_by_keys(q, tile.keys("key", moved["key"]))
+            pairs = [(t_q, k)] if t_q is not None else []
+            pairs += [(q, tile.keys("key", moved["key"]))] if "key" in moved else []
+            t_products = sum((tile.rows_by_keys(*pair) for pair in pairs), jnp.zeros_like(products))
             scores, t_scores = jax.jvp(
                 lambda products, moving: tile.scores(products, {**given, **moving}),
                 (products, {name: x for name, x in given.items() if name in moved}),

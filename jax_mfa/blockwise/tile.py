@@ -97,17 +97,12 @@ class Tile:
         x = x.transpose(0, 2, 1, 3, 4).reshape(r, t, e * g, last)
         return x if len(AXES[name]) == 4 else x[..., 0]
 
-    def rows(self, name: str, x: Any) -> Array:
-        """The tile's part of an array like the operand of this name, aligned, in the dtype of accumulation."""
-        return self.aligned(name, self.cut(name, x)).astype(self.acc)
-
-    def operand(self, name: str) -> Any:
-        """The tile's part of an operand, aligned; None where there is none."""
-        x = getattr(self.operands, name)
-        return None if x is None else self.aligned(name, self.cut(name, x))
+    def operand(self, name: str, x: Any = None) -> Array:
+        """The tile's part of an operand, or of an array like it, aligned."""
+        return self.aligned(name, self.cut(name, getattr(self.operands, name) if x is None else x))
 
     def keys(self, name: str, x: Any = None) -> Array:
-        """The tile's part of the "key" or "value", or of an array like it: [R|1, S, E, H|V]."""
+        """The tile's part of the "key" or "value", or of an array like it, as wide as sums: [R|1, S, E, H|V]."""
         x = getattr(self.operands, name) if x is None else x
         x = self.cut(name, x) if isinstance(x, jax.Array) else x.tile(self)
         return x.astype(self.acc)
@@ -118,8 +113,8 @@ class Tile:
         """Indices of queries [1, 1, T, 1, 1] and keys [1, 1, 1, 1, S], and the positions of the queries."""
         t = self.starts["T"] + jnp.arange(self.tiles.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1, 1)
         s = self.starts["S"] + jnp.arange(self.tiles.block_kv, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
-        offset = self.operand("query_offset")
-        return t, s, t + (self.spec.query_offset if offset is None else offset)
+        traced = self.operands.query_offset is not None
+        return t, s, t + (self.operand("query_offset") if traced else self.spec.query_offset)
 
     @functools.cached_property
     def visible(self) -> Array | None:
@@ -156,9 +151,8 @@ class Tile:
 
     def terms(self, arrays: Any = None) -> dict[str, Any]:
         """The tile's part of what scores depend on beside queries and keys, or of arrays like these, by operand."""
-        if arrays is None:
-            arrays = {name: x for name, x in self.operands._asdict().items() if name in OF_SCORES and x is not None}
-        return {name: self.cut(name, x).astype(self.acc) for name, x in arrays.items()}
+        arrays = {name: getattr(self.operands, name) for name in OF_SCORES} if arrays is None else arrays
+        return {name: self.cut(name, x).astype(self.acc) for name, x in arrays.items() if x is not None}
 
     def scores(self, products: Array, terms: dict[str, Any]) -> Array:
         """Scores, −∞ where hidden, of products of queries and keys."""
