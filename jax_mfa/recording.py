@@ -114,52 +114,45 @@ class Recorder:
 
     def prometheus(self) -> str:
         """The same as Prometheus' text format 0.0.4 (prometheus.io/docs/instrumenting/exposition_formats)."""
-        found, text = self.as_dict(), _Exposition()
-        programs: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        found = self.as_dict()
+        metal = found["metal"]
+        programs: collections.Counter[tuple[str, ...]] = collections.Counter()
         for x in found["choices"]:
             programs[x["call"], x["implementation"], x["reason"]] += x["programs"]
-        text.family("programs_total", "counter", "Attentions in compiled programs.")
-        for (call, implementation, reason), n in programs.items():
-            text.sample("programs_total", n, call=call, implementation=implementation, reason=reason)
-        text.family("compilations_total", "counter", "Compilations.")
-        for name, x in found["compilations"].items():
-            text.sample("compilations_total", x["count"], compiler=name)
-        text.family("compile_seconds_total", "counter", "Time of compilations.")
-        for name, x in found["compilations"].items():
-            text.sample("compile_seconds_total", x["seconds"], compiler=name)
-        metal = found["metal"]
+        by = lambda label, values: [("", {label: key}, x) for key, x in values.items()]
+        compilations = found["compilations"].items()
+        lines = _family(
+            "programs_total",
+            "Attentions in compiled programs.",
+            [("", dict(zip(("call", "implementation", "reason"), key)), n) for key, n in programs.items()],
+        )
+        lines += _family(
+            "compilations_total", "Compilations.", by("compiler", {k: x["count"] for k, x in compilations})
+        )
+        seconds = {k: x["seconds"] for k, x in compilations}
+        lines += _family("compile_seconds_total", "Time of compilations.", by("compiler", seconds))
         if metal:
-            for name, what in (("calls", "Calls of Metal."), ("failures", "Calls of Metal that failed.")):
-                text.family(f"metal_{name}_total", "counter", what)
-                text.sample(f"metal_{name}_total", metal[name])
-            text.family("metal_bytes_total", "counter", "Operands and results, wrapped without a copy or staged.")
-            for route in _ROUTES:
-                text.sample("metal_bytes_total", metal[f"bytes_{route}"], route=route)
-            text.family("metal_kernel_launches_total", "counter", "Launches of each kernel.")
-            for name, n in metal["kernels"].items():
-                text.sample("metal_kernel_launches_total", n, kernel=name)
-            text.family("metal_call_seconds", "histogram", "From a call's start to its results.")
+            for name, text in (("calls", "Calls of Metal."), ("failures", "Calls of Metal that failed.")):
+                lines += _family(f"metal_{name}_total", text, [("", {}, metal[name])])
+            routes = by("route", {route: metal[f"bytes_{route}"] for route in _ROUTES})
+            lines += _family("metal_bytes_total", "Operands and results, wrapped without a copy or staged.", routes)
+            lines += _family("metal_kernel_launches_total", "Launches of each kernel.", by("kernel", metal["kernels"]))
+            samples: list[tuple[str, dict[str, str], float]] = []
             for name, plan in metal["plans"].items():
-                for bound, n in plan["histogram"].items():
-                    text.sample("metal_call_seconds_bucket", n, plan=name, le=bound)
-                text.sample("metal_call_seconds_sum", plan["seconds"], plan=name)
-                text.sample("metal_call_seconds_count", plan["calls"], plan=name)
-        return "\n".join(text.lines) + "\n"
+                samples += [("_bucket", {"plan": name, "le": bound}, n) for bound, n in plan["histogram"].items()]
+                samples += [("_sum", {"plan": name}, plan["seconds"]), ("_count", {"plan": name}, plan["calls"])]
+            lines += _family("metal_call_seconds", "From a call's start to its results.", samples, "histogram")
+        return "\n".join(lines) + "\n"
 
 
-class _Exposition:
-    """Lines of Prometheus' text."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def family(self, name: str, kind: str, what: str) -> None:
-        self.lines += [f"# HELP jax_mfa_{name} {what}", f"# TYPE jax_mfa_{name} {kind}"]
-
-    def sample(self, name: str, value: float, **labels: str) -> None:
+def _family(name: str, text: str, samples: list[tuple[str, dict[str, str], float]], kind: str = "counter") -> list[str]:
+    """Lines of Prometheus' text for samples: the end of each one's name, its labels and its value."""
+    lines = [f"# HELP jax_mfa_{name} {text}", f"# TYPE jax_mfa_{name} {kind}"]
+    for end, labels, value in samples:
         escaped = {k: v.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for k, v in labels.items()}
         listed = ",".join(f'{k}="{v}"' for k, v in escaped.items())
-        self.lines.append(f"jax_mfa_{name}{f'{{{listed}}}' if listed else ''} {value}")
+        lines.append(f"jax_mfa_{name}{end}{f'{{{listed}}}' if listed else ''} {value}")
+    return lines
 
 
 # --- the native module's counters
