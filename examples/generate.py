@@ -300,7 +300,7 @@ def serve(options: argparse.Namespace, folder: Path) -> None:
     print(f"serving     http://{options.host}:{options.port}/v1, model {interface.model}", flush=True)
     Server(interface, options.host, options.port).run()
     if service.failed:
-        sys.exit("error: the engine failed")
+        sys.exit(f"error: {service.failed}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

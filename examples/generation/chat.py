@@ -30,8 +30,8 @@ class Chat:
 
     def __init__(self, folder: Path, facts: dict[str, Any]):
         older = folder / "special_tokens_map.json"
-        known = configs.read_json(older) if "added_tokens_decoder" not in facts and older.is_file() else {}
-        known = facts | known
+        others = configs.read_json(older) if "added_tokens_decoder" not in facts and older.is_file() else {}
+        known = facts | others
         self.tokens = {name: text for name in SPECIAL if (text := _text(known.get(name))) is not None}
         files = {x.stem: x for x in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
         if (folder / "chat_template.jinja").is_file():

@@ -38,8 +38,7 @@ class Text:
             raise ValueError(f"{path} is no tokenizer: {error}") from None
         self.detokenizer = Detokenizer(self.tokenizer)
         settings = folder / "tokenizer_config.json"
-        self.facts = configs.read_json(settings) if settings.is_file() else {}
-        self.templates = Chat(folder, self.facts)
+        self.templates = Chat(folder, configs.read_json(settings) if settings.is_file() else {})
 
     @property
     def size(self) -> int:
