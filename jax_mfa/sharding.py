@@ -39,7 +39,7 @@ _OF_COLUMNS = ("key", "value", "key_segment_ids")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Problem:
+class _Arrays:
     """The arrays of a call: the shape of each, and how often its rows repeat."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -132,19 +132,19 @@ class _Problem:
 class _Division:
     """Which mesh axes split batch rows, which heads, and which lengths."""
 
-    problem: _Problem
+    arrays: _Arrays
     mesh: Mesh
     batch: tuple[str, ...]
     heads: tuple[str, ...]
     length: tuple[str, ...]
 
     def sharding(self, name: str) -> NamedSharding:
-        entries: list[Any] = [None] * len(self.problem.shapes[name])
-        if self.batch and self.problem.has_rows(name):
+        entries: list[Any] = [None] * len(self.arrays.shapes[name])
+        if self.batch and self.arrays.has_rows(name):
             entries[0] = self.batch
-        if self.heads and self.problem.has_heads(name):
+        if self.heads and self.arrays.has_heads(name):
             entries[_HEAD_AXIS[name]] = self.heads
-        if self.length and self.problem.has_tokens(name):
+        if self.length and self.arrays.has_tokens(name):
             entries[_TOKEN_AXIS[name]] = self.length
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
@@ -159,14 +159,14 @@ class _Division:
 
     def shared(self, name: str) -> tuple[str, ...]:
         """The mesh axes over whose devices an array is the same, though their work differs."""
-        rows = () if self.problem.has_rows(name) else self.batch
-        length = () if self.problem.has_tokens(name) else self.length
-        return (*rows, *(() if self.problem.has_heads(name) else self.heads), *length)
+        rows = () if self.arrays.has_rows(name) else self.batch
+        length = () if self.arrays.has_tokens(name) else self.length
+        return (*rows, *(() if self.arrays.has_heads(name) else self.heads), *length)
 
     def over_ring(self, fun: Callable[..., Any], names: tuple[str, ...], results: Any) -> Callable[..., Any]:
         """`fun` of a device's arrays, with the keys of the other devices along the length."""
         devices = math.prod(self.mesh.shape[x] for x in self.length)
-        ring = Ring(self.problem.spec, self.length, devices)
+        ring = Ring(self.arrays.spec, self.length, devices)
 
         def run(*arrays: Array) -> tuple[Any, ...]:
             known = dict(zip(names, arrays))
@@ -202,7 +202,7 @@ def repeated_heads(names: tuple[str, ...], arrays: Any, mesh: Any) -> int:
 
 def repeat_heads(name: str, x: Array, times: int) -> Array:
     """An operand with its key heads repeated."""
-    return jnp.repeat(x, times, axis=2) if name in _OF_KEYS and x.shape[2] > 1 else x
+    return jnp.repeat(x, times, axis=2) if times > 1 and name in _OF_KEYS and x.shape[2] > 1 else x
 
 
 def fold_heads(name: str, x: Array, times: int) -> Array:
@@ -229,12 +229,12 @@ def partitioned(
       results: the same of each result; one named like an operand is its gradient.
     """
 
-    def problem(arrays: Any, found: Any) -> _Problem:
+    def shaped(arrays: Any, found: Any) -> _Arrays:
         shapes = [tuple(x.shape) for x in (*arrays, *found)]
-        return _Problem(dict(zip((*names, *results), shapes)), spec)
+        return _Arrays(dict(zip((*names, *results), shapes)), spec)
 
     def divide(mesh: Any, arrays: Any, found: Any) -> _Division:
-        return problem(arrays, found).divide(mesh, arrays[names.index("query")].sharding)
+        return shaped(arrays, found).divide(mesh, arrays[names.index("query")].sharding)
 
     def partition(mesh: Any, arrays: Any, found: Any) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]:
         division = divide(mesh, arrays, found)
@@ -253,7 +253,7 @@ def partitioned(
         return tuple(division.sharding(name) for name in results)
 
     def rule(mesh: Any, arrays: Any, found: Any) -> tuple[str, dict[str, int]]:
-        return problem(arrays, found).rule(names, results)
+        return shaped(arrays, found).rule(names, results)
 
     whole = custom_partitioning(fun)
     shardy = "sharding_rule" in inspect.signature(whole.def_partition).parameters
