@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mfa
-from jax_mfa.context_parallel import costs, order
+from jax_mfa.context_parallel import costs, layout
 from jax_mfa.context_parallel.costs import Machine
 from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.problem import Specification
@@ -94,7 +94,7 @@ def test_a_window_stops_the_ring(window):
     assert permuted(jaxpr)[0] == 2 * hops
 
 
-@pytest.mark.parametrize("ordered", order.ORDERS)
+@pytest.mark.parametrize("ordered", layout.ORDERS)
 @pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("window", [None, (5, 0)])
 def test_bytes_sent_are_those_of_the_formula(devices, ordered, window):
@@ -109,8 +109,8 @@ def test_bytes_sent_are_those_of_the_formula(devices, ordered, window):
 def test_zigzag_gives_every_device_the_same_work():
     devices, length = 8, 48
     work = {}
-    for ordered in order.ORDERS:
-        places = [order.positions_of(ordered, devices, i, length // devices) for i in range(devices)]
+    for ordered in layout.ORDERS:
+        places = [layout.positions_of(ordered, devices, i, length // devices) for i in range(devices)]
         np.testing.assert_array_equal(np.sort(np.concatenate(places)), np.arange(length))
         work[ordered] = [int((p + 1).sum()) for p in places]
     assert len(set(work["zigzag"])) == 1 and max(work["contiguous"]) > 10 * min(work["contiguous"])
@@ -124,7 +124,7 @@ def test_the_schedule_visits_all_that_is_seen_and_no_more():
     random = np.random.default_rng(0)
     for _ in range(40):
         devices, causal = int(random.integers(2, 9)), bool(random.integers(2))
-        ordered = order.ORDERS[random.integers(2)]
+        ordered = layout.ORDERS[random.integers(2)]
         rows, columns = 2 * int(random.integers(1, 4)), 2 * int(random.integers(1, 4))
         window = tuple(None if random.random() < 0.4 else int(random.integers(9)) for _ in range(2))
         offset = int(random.integers(-9, 9))
@@ -134,8 +134,8 @@ def test_the_schedule_visits_all_that_is_seen_and_no_more():
         needed = set()
         left, right = spec.band
         for i, j in np.ndindex(devices, devices):
-            row = order.positions_of(ordered, devices, i, rows)[:, None] + offset
-            column = order.positions_of(ordered, devices, j, columns)[None]
+            row = layout.positions_of(ordered, devices, i, rows)[:, None] + offset
+            column = layout.positions_of(ordered, devices, j, columns)[None]
             see = (left is None or column >= row - left) & (right is None or column <= row + right)
             if np.any(np.broadcast_to(see, (rows, columns))):
                 needed.add((i - j) % devices)

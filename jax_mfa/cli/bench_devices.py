@@ -23,7 +23,7 @@ from jax_mfa.cli import bench_models
 from jax_mfa.cli.bench_problems import TRAINING, Problem
 from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel.api import context_parallel_attention
-from jax_mfa.context_parallel.order import Order
+from jax_mfa.context_parallel.layout import Order
 from jax_mfa.problem import Specification
 
 FORMS: dict[str, tuple[Any, Order]] = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING, Any, Literal, Required, Unpack, overload
 
 import jax
@@ -23,13 +22,10 @@ from jax_mfa.arguments import specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.context_parallel import attend
 from jax_mfa.context_parallel import layout as layouts
-from jax_mfa.context_parallel import order as orders
-from jax_mfa.context_parallel.choice import Form, chosen, machine_or_usual
-from jax_mfa.context_parallel.costs import Machine
-from jax_mfa.context_parallel.layout import Layout
-from jax_mfa.context_parallel.order import Order
-from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.problem import MAX_POSITION
+from jax_mfa.context_parallel.costs import Form, Machine, chosen
+from jax_mfa.context_parallel.layout import Layout, Order
+from jax_mfa.context_parallel.ring import TRAVELLING, Ring
+from jax_mfa.problem import AXES, MAX_POSITION, Operands, Specification
 
 if TYPE_CHECKING:
     from jax_mfa.typing import Bool, Float, Integer
@@ -248,26 +244,27 @@ def context_parallel_attention(
     Returns, Raises:
       as there; also ValueError for a form that does not fit the axes.
     """
-    pair = _is_pair(axis_name)
-    forms: tuple[Form, ...] = ("hybrid",) if pair else ("ring", "ulysses")
+    ring, heads = _ring_and_heads(axis_name)
+    forms: tuple[Form, ...] = ("ring", "ulysses") if heads is None else ("hybrid",)
     if form is not None and (not isinstance(form, str) or form not in forms):
         raise ValueError(f"form must be None or one of {forms} for axis_name = {axis_name!r}, got {checks.seen(form)}")
-    if machine is not None:
-        machine_or_usual(machine)
+    Machine.of(machine)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    if form is None:
-        form = forms[0] if pair else chosen(axis_name, mesh, order, machine, head_axis, batch_axis, arguments).form
-    ring, heads = axis_name if pair else (axis_name, None) if form == "ring" else (None, axis_name)
     layout = Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis)
+    if form is None and heads is None:
+        form = chosen(arguments, layout, mesh, machine).form
+    if form == "ulysses":
+        layout = dataclasses.replace(layout, ring=None, heads=ring)
     return _call(layout, arguments, mesh, positions, implementation, return_residual)
 
 
-def _is_pair(axis_name: Any) -> bool:
-    """Whether these are two mesh axes, of a ring and of heads."""
-    pair = isinstance(axis_name, (tuple, list))
-    if pair and len(axis_name) != 2:
+def _ring_and_heads(axis_name: Any) -> tuple[Any, Any]:
+    """The mesh axes of the ring and of the exchange of heads, None for a single axis."""
+    if not isinstance(axis_name, (tuple, list)):
+        return axis_name, None
+    if len(axis_name) != 2:
         raise ValueError(f"axis_name must be a mesh axis or a pair (ring, heads) of them, got {axis_name!r}")
-    return pair
+    return axis_name[0], axis_name[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,20 +293,19 @@ class SequenceSharding:
 
     def attend(self, *args: Any, **keywords: Any) -> Any:
         """`context_parallel_attention` of these arguments."""
-        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return context_parallel_attention(*args, **{**facts, **keywords})
+        return context_parallel_attention(*args, **{**vars(self), **keywords})
 
     def positions(self, length: int) -> Any:
         """The positions of the tokens that a device holds, int32 `[length]`; with a mesh those of all tokens."""
-        ring, heads = self.axis_name if _is_pair(self.axis_name) else (self.axis_name, None)
-        layout = Layout("SequenceSharding", ring, heads, self.order, self.batch_axis, self.head_axis)
+        axes = _ring_and_heads(self.axis_name)
+        layout = Layout("SequenceSharding", *axes, self.order, self.batch_axis, self.head_axis)
         checks.integer("length", length, 0, MAX_POSITION)
         if self.mesh is None:
             return layout.own_positions(length)
-        return jnp.asarray(orders.permutation(self.order, length, layout.sizes(self.mesh)[0]), jnp.int32)
+        return jnp.asarray(layouts.permutation(self.order, length, layout.sizes(self.mesh)[0]), jnp.int32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --- calls of what a device holds, and of whole arrays
 
 
 def _call(
@@ -320,130 +316,118 @@ def _call(
     implementation: Implementation | None,
     return_residual: bool,
 ) -> Any:
-    api._refuse_unknown(layout.function, {k: x for k, x in arguments.items() if k not in _ARRAYS}, {})
-    api.names_of(implementation)  # what is no name is said first
-    layouts.refuse_quantised(layout.function, **arguments)
+    arrays = ("query", "key", "value", "bias", "mask")
+    api._refuse_unknown(layout.function, {name: x for name, x in arguments.items() if name not in arrays}, {})
+    api.names_of(implementation)  # refuses unknown names before arrays are looked at
+    layouts.refuse_quantised(layout.function, arguments)
     checks.boolean("return_residual", return_residual)
     if mesh is None:
-        out, lse = _of_own_share(layout, arguments, positions, implementation)
+        out, lse = _of_own_share(layout, implementation, arguments, positions)
     else:
-        out, lse = _of_whole_arrays(layout, mesh, arguments, positions, implementation)
+        out, lse = _of_whole_arrays(layout, implementation, arguments, positions, mesh)
     return (out, lse) if return_residual else out
 
 
-_ARRAYS = ("query", "key", "value", "bias", "mask")
+def _of_own_share(
+    layout: Layout, implementation: Implementation | None, arguments: dict[str, Any], positions: Any
+) -> tuple[Array, Array]:
+    """Output and log-sum-exp of what one device holds."""
+    ring, heads = sizes = layout.sizes()
+    layout.check_that_keys_are_split(arguments)
+    spec, operands = specify(**arguments, parts=ring * heads)
+    (_, t, n, _), (_, s, k, _) = operands.query.shape, operands.key.shape
+    layout.check_lengths(sizes, ring * heads * t, ring * heads * s, spec.mask_block)
+    layout.check_heads(heads, n, k)
+    taken = decided(layout.function, implementation, spec, operands)
+    operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
+    out, lse = attend.attention(Ring(spec, layout.ring, ring, layout.order, taken), layout.heads, operands)
+    if positions is not None:
+        right = layout.has_positions(positions, t)
+        out, lse = (jnp.where(right, x, jnp.asarray(jnp.nan, x.dtype)) for x in (out, lse))
+    rows, v = np.shape(arguments["query"])[:-1], np.shape(arguments["value"])[-1]
+    return out[..., :v].reshape(*rows, v), lse.reshape(rows)
+
+
+def decided(
+    function: str, implementation: Implementation | None, spec: Specification, operands: Operands
+) -> str | None:
+    """The implementation to take, None where lowering decides. Refuses the reference, which keeps nothing to merge."""
+    taken = api._decided(implementation, spec, operands)
+    if taken == "reference":
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot run {function}: the reference keeps nothing to merge"
+        )
+    return taken
+
+
 _STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate")
 
 
-def _of_own_share(
-    layout: Layout, arguments: dict[str, Any], positions: Any, implementation: Implementation | None
-) -> tuple[Array, Array]:
-    """Output and log-sum-exp of what one device holds."""
-    sizes = layout.sizes()
-    layouts.check_that_keys_are_split(layout, arguments)
-    parts = math.prod(sizes)
-    spec, operands = specify(**arguments, parts=parts)
-    t, s = operands.query.shape[1], operands.key.shape[1]
-    layouts.check_lengths(layout, sizes, parts * t, parts * s)
-    layouts.check_heads(layout, sizes[1], operands)
-    layouts.check_blocks(layout, sizes, spec.mask_block, t, s)
-    chosen = layouts.decided(layout.function, implementation, spec, operands)
-    operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
-    ring = Ring(spec, layout.ring, sizes[0], layout.order, chosen)
-    out, lse = attend.attention(ring, layout.heads, operands)
-    shape = np.shape(arguments["query"])[:-1]
-    out = out[..., : np.shape(arguments["value"])[-1]]
-    if positions is not None:
-        right = layouts.in_order(layout, positions, t)
-        out, lse = (jnp.where(right, x, jnp.asarray(jnp.nan, x.dtype)) for x in (out, lse))
-    return out.reshape(*shape, out.shape[-1]), lse.reshape(shape)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole arrays
-
-
 def _of_whole_arrays(
-    layout: Layout, mesh: Any, arguments: dict[str, Any], positions: Any, implementation: Implementation | None
-) -> Any:
-    sizes = layout.sizes(mesh)
-    query, key = arguments["query"], arguments["key"]
-    spec, _ = specify_abstract(**arguments)  # says what is wrong with them, as long as values are known
-    t, s = np.shape(query)[-3], np.shape(key)[-3]
-    layouts.check_lengths(layout, sizes, t, s)
-    layouts.check_blocks(layout, sizes, spec.mask_block, *(x // math.prod(sizes) for x in (t, s)))
+    layout: Layout, implementation: Implementation | None, arguments: dict[str, Any], positions: Any, mesh: Any
+) -> tuple[Array, Array]:
+    """Output and log-sum-exp of whole arrays, each of which is split as its axes say."""
+    ring, _ = sizes = layout.sizes(mesh)
+    spec, _ = specify_abstract(**arguments)  # finds faults of values, which are known only here
+    *lead, t, _, _ = np.shape(arguments["query"])
+    layout.check_lengths(sizes, t, np.shape(arguments["key"])[-3], spec.mask_block)
     if positions is not None:
-        layouts.in_order(layout, positions, t, sizes[0])
-    arguments = {name: x for name, x in {**arguments, "positions": positions}.items() if x is not None}
-    lead = np.shape(query)[:-3]
-    placed, specs, static = {}, {}, []
-    for name, x in arguments.items():
-        if name in _STATIC:
-            x = tuple(x) if isinstance(x, list) else x
-        elif isinstance(x, (list, tuple)):
-            x = jnp.asarray(x)
-        if name not in _STATIC and (hasattr(x, "dtype") or isinstance(x, BlockMask)):
-            placed[name] = x
-            specs[name] = jax.tree.map(functools.partial(_split, layout, name, lead), x)
-        else:
-            static.append((name, x))
-    rows = _split(layout, "query", lead, query)
+        layout.has_positions(positions, t, ring)
+    static: dict[str, Any] = {}
+    placed: dict[str, Any] = {}
+    for name, x in {**arguments, "positions": positions}.items():
+        if isinstance(x, (list, tuple)):
+            x = tuple(x) if name in _STATIC else jnp.asarray(x)
+        is_array = name not in _STATIC and (hasattr(x, "dtype") or isinstance(x, BlockMask))
+        (placed if is_array else static)[name] = x
+    specs = {name: jax.tree.map(functools.partial(_split, layout, name, lead), x) for name, x in placed.items()}
     leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return _program(layout, mesh, tuple(static), tree, tuple(leaves), rows, implementation)(placed)
+    return _program(layout, implementation, mesh, tuple(static.items()), tree, tuple(leaves), specs["query"])(placed)
 
 
 @functools.lru_cache(maxsize=256)
 def _program(
     layout: Layout,
+    implementation: Implementation | None,
     mesh: Any,
     static: tuple[Any, ...],
     tree: Any,
     specs: tuple[Any, ...],
     rows: PartitionSpec,
-    implementation: Implementation | None,
 ) -> Any:
     """A jitted function of arrays by name, kept so that calls outside of `jit` need not compile each time."""
 
     def run(placed: Any) -> tuple[Array, Array]:
         arguments = {**dict(static), **placed}
-        return _of_own_share(layout, arguments, arguments.pop("positions", None), implementation)
+        return _of_own_share(layout, implementation, arguments, arguments.pop("positions"))
 
     specs = jax.tree.unflatten(tree, specs)
     return jax.jit(compat.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1]))))
 
 
-# what the last axes of an argument are: r rows and c columns of the sequence, n heads, x anything that is not split;
-# an argument of size 1 along them serves all
-_AXES_OF = {
-    "query": "rnx",
-    "key": "cnx",
-    "value": "cnx",
-    "bias": "nrx",
-    "mask": "nrx",
-    "block_mask": "nrx",
-    "query_seq_lengths": "",
-    "key_value_seq_lengths": "",
-    "query_offset": "",
-    "alibi_slopes": "n",
-    "sinks": "n",
-    "query_segment_ids": "r",
-    "key_value_segment_ids": "c",
-    "key_value_ranges": "rx",
-    "positions": "r",
+# the operand that an argument becomes, where it has another name
+_OPERANDS = {
+    "query_seq_lengths": "query_lengths",
+    "key_value_seq_lengths": "key_lengths",
+    "key_value_segment_ids": "key_segment_ids",
+    "key_value_ranges": "key_ranges",
 }
 
 
-def _split(layout: Layout, name: str, lead: tuple[int, ...], x: Any) -> PartitionSpec:
-    """How an argument is split over the mesh."""
-    shape = np.shape(x)
-    if name not in _AXES_OF:
+def _split(layout: Layout, name: str, lead: list[int], x: Any) -> PartitionSpec:
+    """How an argument is split over the mesh, by the letters of its last axes; one of size 1 serves all devices."""
+    shape, operand = np.shape(x), _OPERANDS.get(name, name)
+    letters = "T" if name == "positions" else AXES.get(operand, "")[1:]
+    if not shape or (operand not in AXES and not letters):
         return PartitionSpec()
-    letters = _AXES_OF[name][-len(shape) :] if shape and _AXES_OF[name] else ""
+    letters = letters[-len(shape) :]
     entries: list[Any] = [None] * (len(shape) - len(letters))
     if entries and len(entries) == len(lead) and shape[0] == lead[0] > 1:
         entries[0] = layout.batch_axis
-    whole = name in ("query", "key", "value")  # what is too short there is an error, and never shared
-    for letter, size in zip(letters, shape[len(entries) :]):
-        axis = {"r": layout.sequence, "c": layout.sequence, "n": layout.head_axis, "x": None}[letter]
-        entries.append(axis if size > 1 or whole else None)
+    along = {"T": layout.sequence, "t": layout.sequence, "N": layout.head_axis, "K": layout.head_axis}
+    if operand in TRAVELLING:
+        along["S"] = layout.sequence
+    whole = name in ("query", "key", "value")  # an axis that is too short there is an error, and never shared
+    sizes = shape[len(entries) :]
+    entries += [along.get(letter) if size > 1 or whole else None for letter, size in zip(letters, sizes)]
     return PartitionSpec(*entries)

@@ -23,10 +23,10 @@ from jax.interpreters import ad, batching, mlir
 from jax_mfa import compat, partial, primitives
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.problem import DIFFERENTIABLE, Operands, accumulation_dtype, counted_from, pack, unpack
+from jax_mfa.problem import AXES, DIFFERENTIABLE, Operands, accumulation_dtype, counted_from, pack, unpack
 
 
-def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Any, ...]:
+def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Array, Array]:
     """A device's rows of attention over the whole sequence.
 
     Args:
@@ -41,8 +41,8 @@ def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Any, ...
     operands = compat.vary(operands, axes)
     if heads_axis is None:
         return _whole_or_ring(ring, operands)
-    exchange = Exchange(heads_axis, lax.psum(1, heads_axis), operands.query.shape[2], operands.key.shape[2])
-    out, lse = _whole_or_ring(ring, exchange.operands(operands, ring.spec.mask_block))
+    exchange = Exchange(heads_axis, lax.psum(1, heads_axis), ring.spec.mask_block)
+    out, lse = _whole_or_ring(ring, exchange.operands(operands))
     return exchange.rows(out), exchange.rows(lse)
 
 
@@ -56,23 +56,44 @@ def _whole_or_ring(ring: Ring, o: Operands) -> tuple[Array, Array]:
     return out, partial.log_sum_exp(row_max, row_sum)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The ring's derivatives
+# --- the ring's derivatives
 
 
-def _vary(operands: Operands) -> Any:
-    return functools.partial(compat.vary, axes=compat.varying_of(operands))
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static facts of the primitive.
 
+    Attributes:
+      names: of the operands that there are; wanted: of those that have tangents.
+      maps: for each `vmap` around it the mapped axes of operands and results; tangents are mapped along the first.
+    """
 
-def _forward(ring: Ring, operands: Operands) -> tuple[Array, Array, Array]:
-    attend = lambda spec, operands: primitives.attention(spec, operands, ring.implementation)
-    return rings.forward(ring, operands, attend, _vary(operands))
+    ring: Ring
+    names: tuple[str, ...]
+    wanted: tuple[str, ...]
+    maps: tuple[Any, ...] = ()
+
+    @property
+    def known(self) -> int:
+        """How many arrays are operands or results; tangents follow."""
+        return len(self.names) + len(primitives.RESULTS)
+
+    def run(self, fun: Callable[..., Any], *arrays: Array) -> Any:
+        """`fun(ring, operands, results, wanted, others)` under the `vmap`s."""
+
+        def one(*arrays: Array) -> Any:
+            operands, n = unpack(arrays[: len(self.names)], self.names), len(self.names)
+            return fun(self.ring, operands, arrays[n : self.known], self.wanted, arrays[self.known :])
+
+        for dims in self.maps:
+            one = jax.vmap(one, in_axes=(*dims, *(0,) * (len(arrays) - self.known)))
+        return one(*arrays)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _ring_attention(ring: Ring, operands: Operands) -> tuple[Array, Array, Array]:
     """Output, maximum and sum of each row; these have derivatives as in `primitives`."""
-    return _forward(ring, operands)
+    return rings.forward(ring, operands, functools.partial(primitives.attention, implementation=ring.implementation))
 
 
 @_ring_attention.defjvp  # without symbolic zeros, which `shard_map` does not know
@@ -82,86 +103,67 @@ def _ring_jvp(ring: Ring, primals: Any, tangents: Any) -> tuple[tuple[Any, ...],
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, primitives.RESIDUAL_NAMES))
     wanted = tuple(name for name in DIFFERENTIABLE if getattr(moving, name) is not None)
     arrays, names = pack(operands)
-    changes = (getattr(moving, name) for name in wanted)
-    arrays = compat.vary_alike((*arrays, *results, *changes))
-    t_out, t_lse = ring_tangent_p.bind(*arrays, ring=ring, names=names, wanted=wanted, maps=())
+    arrays = compat.vary_alike((*arrays, *results, *(getattr(moving, name) for name in wanted)))
+    t_out, t_lse = ring_tangent_p.bind(*arrays, call=_Call(ring, names, wanted))
     zeros = jnp.zeros_like(results[2])
     zeros = jnp.where(results[2] == 0, zeros, zeros)  # `shard_map` sees them vary as the sums do
     return results, (t_out, t_lse, zeros)
 
 
-def _tangent(ring: Ring, names: tuple[str, ...], wanted: tuple[str, ...], *arrays: Array) -> tuple[Any, Any]:
-    n, known = len(names), len(names) + len(primitives.RESIDUAL_NAMES)
-    operands = unpack(arrays[:n], names)
+def _tangent(ring: Ring, o: Operands, results: Any, wanted: tuple[str, ...], tangents: Any) -> tuple[Any, Any]:
     differentiate = functools.partial(primitives.attention_jvp, implementation=ring.implementation)
-    return rings.tangent(ring, operands, arrays[n:known], wanted, arrays[known:], differentiate, _vary(operands))
+    return rings.tangent(ring, o, results, wanted, tangents, differentiate)
 
 
-def _transpose(ring: Ring, names: tuple[str, ...], wanted: tuple[str, ...], *arrays: Array) -> tuple[Any, ...]:
-    n = len(names)
-    operands = unpack(arrays[:n], names)
+def _backward(ring: Ring, o: Operands, results: Any, wanted: tuple[str, ...], cotangents: Any) -> tuple[Any, ...]:
     transpose = functools.partial(primitives.attention_bwd, implementation=ring.implementation)
-    return rings.backward(ring, operands, arrays[n:], wanted, transpose, _vary(operands))
+    return rings.backward(ring, o, (*results, *cotangents), wanted, transpose)
 
 
-def _of_each(fun: Callable[..., Any], maps: Any, count: int) -> Callable[..., Any]:
-    """`fun` under `vmap`s, given for each the mapped axes of its first arrays; those of `count` more are the first."""
-    for dims in maps:
-        fun = jax.vmap(fun, in_axes=(*dims, *(0,) * count))
-    return fun
+def _run_tangent(*arrays: Array, call: _Call) -> Any:
+    return call.run(_tangent, *arrays)
 
 
-def _ring_tangent(*arrays: Array, ring: Any, names: tuple[str, ...], wanted: tuple[str, ...], maps: Any) -> Any:
-    return _of_each(functools.partial(_tangent, ring, names, wanted), maps, len(wanted))(*arrays)
-
-
-def _ring_tangent_transpose(
-    cotangents: Any, *arrays: Array, ring: Any, names: tuple[str, ...], wanted: tuple[str, ...], maps: Any
-) -> list[None]:
-    n = len(names) + len(primitives.RESIDUAL_NAMES)
-    linear = tuple(name for name, x in zip(wanted, arrays[n:]) if ad.is_undefined_primal(x))
+def _transpose(cotangents: Any, *arrays: Array, call: _Call) -> list[Any]:
+    n = call.known
+    linear = tuple(name for name, x in zip(call.wanted, arrays[n:]) if ad.is_undefined_primal(x))
     arrays = compat.vary_alike((*arrays[:n], *(ad.instantiate_zeros(x) for x in cotangents)))
-    results = _of_each(functools.partial(_transpose, ring, names, linear), maps, 2)(*arrays)
-    found = dict(zip(linear, results))
-    return [None] * n + [found.get(name) for name in wanted]
+    found = dict(zip(linear, dataclasses.replace(call, wanted=linear).run(_backward, *arrays)))
+    return [None] * n + [found.get(name) for name in call.wanted]
 
 
-def _ring_tangent_batching(
-    arrays: Any, dims: Any, *, ring: Any, names: tuple[str, ...], wanted: tuple[str, ...], maps: Any
-) -> tuple[Any, tuple[int, int]]:
-    n = len(names) + len(primitives.RESIDUAL_NAMES)
+def _batching(arrays: Any, dims: Any, *, call: _Call) -> tuple[Any, tuple[int, int]]:
+    n = call.known
     size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
-    changes = [primitives.mapped_in_front(x, d, size) for x, d in zip(arrays[n:], dims[n:])]
-    maps = (*maps, tuple(dims[:n]))
-    return ring_tangent_p.bind(*arrays[:n], *changes, ring=ring, names=names, wanted=wanted, maps=maps), (0, 0)
+    tangents = [primitives.mapped_in_front(x, d, size) for x, d in zip(arrays[n:], dims[n:])]
+    call = dataclasses.replace(call, maps=(*call.maps, tuple(dims[:n])))
+    return ring_tangent_p.bind(*arrays[:n], *tangents, call=call), (0, 0)
 
 
-def _ring_tangent_shapes(*avals: Any, names: tuple[str, ...], maps: Any, **_: Any) -> tuple[Any, Any]:
+def _shapes(*avals: Any, call: _Call) -> tuple[Any, Any]:
     def of_result(i: int) -> Any:
         shape = list(avals[i].shape)
-        for dims in reversed(maps):
+        for dims in reversed(call.maps):
             if dims[i] is not None:
                 del shape[dims[i]]
-        return avals[i].update(shape=(*avals[-1].shape[: len(maps)], *shape), weak_type=False)
+        return avals[i].update(shape=(*avals[-1].shape[: len(call.maps)], *shape), weak_type=False)
 
-    return of_result(len(names)), of_result(len(names) + 1)
+    return of_result(len(call.names)), of_result(len(call.names) + 1)
 
 
-# (operands, results, tangents of the wanted operands) → tangents of (out, lse). `maps`: for each `vmap` around it the
-# mapped axes of operands and results; tangents are mapped along the first.
+# (operands, results, tangents of the wanted operands) → tangents of (out, lse)
 ring_tangent_p = Primitive("jax_mfa_ring_tangent")
 ring_tangent_p.multiple_results = True
-ring_tangent_p.def_impl(_ring_tangent)
-ring_tangent_p.def_abstract_eval(_ring_tangent_shapes)
-mlir.register_lowering(ring_tangent_p, mlir.lower_fun(_ring_tangent, multiple_results=True))
-batching.primitive_batchers[ring_tangent_p] = _ring_tangent_batching
-ad.primitive_jvps[ring_tangent_p] = primitives.jvp_by_jax(_ring_tangent)
-ad.primitive_transposes[ring_tangent_p] = _ring_tangent_transpose
+ring_tangent_p.def_impl(_run_tangent)
+ring_tangent_p.def_abstract_eval(_shapes)
+mlir.register_lowering(ring_tangent_p, mlir.lower_fun(_run_tangent, multiple_results=True))
+batching.primitive_batchers[ring_tangent_p] = _batching
+ad.primitive_jvps[ring_tangent_p] = primitives.jvp_by_jax(_run_tangent)
+ad.primitive_transposes[ring_tangent_p] = _transpose
 compat.register_with_shard_map(ring_tangent_p)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows for heads
+# --- rows for heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,69 +174,43 @@ class Exchange:
     Attributes:
       axis: of the mesh.
       devices: along it.
-      heads: N, of the query.
-      key_heads: K. Fewer than devices are sent more than once.
+      mask_block: rows and columns of an entry of the block mask, None without one.
     """
 
     axis: Any
     devices: int
-    heads: int
-    key_heads: int
+    mask_block: tuple[int, int] | None
 
     def rows(self, x: Any) -> Any:
         """`[B, all T, own N, ...]` as `[B, own T, all N, ...]`."""
         return lax.all_to_all(x, self.axis, 1, 2, tiled=True)
 
-    def by_head(self, x: Any) -> Any:
-        """`[B, own T, all N, ...]` as `[B, all T, own N, ...]`."""
-        return lax.all_to_all(x, self.axis, 2, 1, tiled=True)
+    def operands(self, o: Operands) -> Operands:
+        """`[B, own T, all N, ...]` as `[B, all T, own N, ...]`, of each operand what it has of these."""
+        if o.key.shape[2] % self.devices:  # fewer key heads than devices are sent more than once
+            key, value = (jnp.repeat(x, self.devices // x.shape[2], axis=2) for x in (o.key, o.value))
+            o = o._replace(key=key, value=value)
+        if o.dropout is not None:
+            first = lax.axis_index(self.axis) * (o.query.shape[2] // self.devices)
+            o = o._replace(dropout=counted_from(o.dropout, head=first))
+        rows = o.query.shape[1]
+        own_rows = {"T": rows, "t": rows // (self.mask_block or (1, 1))[0]}
+        return Operands(*(None if x is None else self._exchanged(name, x, own_rows) for name, x in o._asdict().items()))
 
-    def of_keys(self, x: Any) -> Any:
-        if self.key_heads % self.devices:
-            x = jnp.repeat(x, self.devices // self.key_heads, axis=2)
-        return self.by_head(x)
-
-    def all_rows(self, x: Any, axis: int) -> Any:
-        """What has no heads: all parts of it, one after the other."""
-        return None if x is None else lax.all_gather(x, self.axis, axis=axis, tiled=True)
-
-    def own_heads(self, x: Any, axis: int = 1) -> Array | None:
-        """A device's share of what has heads but no rows."""
-        if x is None or x.shape[axis] == 1 < self.heads:
-            return x
-        size = x.shape[axis] // self.devices
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, axis)
-
-    def scores_like(self, x: Any, own_rows: int) -> Array | None:
-        """`[rows, 1|N, 1|T, columns]`, where a device has so many rows; one alone may be its own, or that of all."""
-        if x is None:
-            return None
-        by_head, by_row = x.shape[1] > 1, x.shape[2] == own_rows
-        if by_head and by_row:
-            return lax.all_to_all(x, self.axis, 1, 2, tiled=True)
+    def _exchanged(self, name: str, x: Any, own_rows: dict[str, int]) -> Array:
+        """All tokens, and a device's share of the heads, where an array has any; one row or head may serve all."""
+        letters, whole = AXES[name], name in ("query", "key", "value")
+        tokens, heads = (next((i for i, x in enumerate(letters) if x in kind), 0) for kind in ("TtS", "NK"))
+        by_row = tokens and x.shape[tokens] == own_rows.get(letters[tokens], x.shape[tokens])
+        by_head = heads and (x.shape[heads] > 1 or whole)
+        if by_row and by_head:
+            return lax.all_to_all(x, self.axis, heads, tokens, tiled=True)
         if by_row:
-            return self.all_rows(x, 2)
-        return self.own_heads(x)
-
-    def operands(self, o: Operands, mask_block: tuple[int, int] | None) -> Operands:
-        dropout, own_rows = o.dropout, o.query.shape[1]
-        if dropout is not None:
-            first = lax.axis_index(self.axis) * (self.heads // self.devices)
-            dropout = counted_from(dropout, head=first)
-        return o._replace(
-            query=self.by_head(o.query),
-            key=self.of_keys(o.key),
-            value=self.of_keys(o.value),
-            bias=self.scores_like(o.bias, own_rows),
-            mask=self.scores_like(o.mask, own_rows),
-            block_mask=self.scores_like(o.block_mask, own_rows // (mask_block or (1, 1))[0]),
-            query_segment_ids=self.all_rows(o.query_segment_ids, 1),
-            key_segment_ids=self.all_rows(o.key_segment_ids, 1),
-            key_ranges=self.all_rows(o.key_ranges, 1),
-            alibi_slopes=self.own_heads(o.alibi_slopes),
-            sinks=self.own_heads(o.sinks),
-            dropout=dropout,
-        )
+            return lax.all_gather(x, self.axis, axis=tokens, tiled=True)
+        if by_head:
+            size = x.shape[heads] // self.devices
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, heads)
+        return x
 
 
 def numbered(operands: Operands, batch_axis: Any, head_axis: Any) -> Operands:

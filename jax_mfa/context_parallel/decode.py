@@ -17,8 +17,8 @@ from jax.typing import ArrayLike
 from jax_mfa import api, checks, compat, partial, primitives
 from jax_mfa.api import Implementation
 from jax_mfa.arguments import as_array, known_lengths, specify
-from jax_mfa.context_parallel import axes
-from jax_mfa.context_parallel.layout import decided, refuse_quantised
+from jax_mfa.context_parallel.api import decided
+from jax_mfa.context_parallel.layout import axis_size, refuse_quantised
 from jax_mfa.kv_cache import contiguous as cache
 from jax_mfa.problem import accumulation_dtype, counted_from
 
@@ -89,37 +89,30 @@ def sharded_decode_attention(
       ValueError, TypeError: as `decode_attention`; also for an axis that is not there, or a cache that does not divide.
       NotImplementedError: where a named implementation cannot run the call.
     """
-    for name in sorted(keywords):
-        if name not in _TAKEN:
-            raise TypeError(
-                f"sharded_decode_attention() got an unexpected keyword argument {name!r}: it takes {_TAKEN}"
-            )
-    refuse_quantised("sharded_decode_attention", query=query, key=key, value=value)
+    for name in sorted(keywords.keys() - _TAKEN):
+        raise TypeError(f"sharded_decode_attention() got an unexpected keyword argument {name!r}: it takes {_TAKEN}")
+    given = {"query": query, "key": key, "value": value}
+    refuse_quantised("sharded_decode_attention", given)
     checks.boolean("return_residual", return_residual)
     api.names_of(implementation)
-    given = {"query": query, "key": key, "value": value}
     query, key, value = (as_array(name, x, "f", "floating [..., length, heads, size]") for name, x in given.items())
     if min(x.ndim for x in (query, key, value)) < 3:
-        specify(query, key, value)  # says what is wrong with them
-    columns, devices = key.shape[-3], _devices(mesh, axis_name)
+        specify(query, key, value)  # names the array without length, heads and size
+    columns, devices = key.shape[-3], axis_size(axis_name, "axis_name", mesh)
     filled = known_lengths("lengths", lengths, columns * devices if mesh is None else columns)
-    if filled.shape not in ((), np.shape(query)[:-3]):
-        raise ValueError(f"lengths must have shape [B] = {list(np.shape(query)[:-3])}, got {list(filled.shape)}")
-    if mesh is None:
-        out, lse = _of_own_columns(query, key, value, filled, axis_name, devices, implementation, keywords)
-        return (out, lse) if return_residual else out
-    _check_columns("key", columns, devices)
+    if filled.shape not in ((), query.shape[:-3]):
+        raise ValueError(f"lengths must have shape [B] = {list(query.shape[:-3])}, got {list(filled.shape)}")
     arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
 
-    def run(query: Any, key: Any, value: Any, filled: Array, arrays: Any) -> tuple[Array, Array]:
+    def run(query: Any, key: Any, value: Any, filled: Any, arrays: Any) -> tuple[Array, Array]:
         return _of_own_columns(query, key, value, filled, axis_name, devices, implementation, {**static, **arrays})
 
-    split = _columns_of(key, axis_name)
-    whole = PartitionSpec()
-    out, lse = compat.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))(
-        *(jnp.asarray(x) for x in (query, key, value, filled)), arrays
-    )
+    if mesh is not None:
+        _check_columns("key", columns, devices)
+        split, whole = _columns_of(key, axis_name), PartitionSpec()
+        run = compat.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))
+    out, lse = run(query, key, value, jnp.asarray(filled, jnp.int32), arrays)
     return (out, lse) if return_residual else out
 
 
@@ -131,11 +124,6 @@ _TAKEN = (
 
 def _columns_of(x: Any, axis: Any) -> PartitionSpec:
     return PartitionSpec(*(None,) * (np.ndim(x) - 3), axis)
-
-
-def _devices(mesh: Any, axis: Any) -> int:
-    size = axes.axis_size if mesh is None else functools.partial(axes.mesh_axis_size, mesh)
-    return size(axis, "axis_name")
 
 
 def _check_columns(name: str, columns: int, devices: int) -> None:
@@ -153,36 +141,27 @@ def _of_own_columns(
     implementation: Implementation | None,
     keywords: Mapping[str, Any],
 ) -> tuple[Array, Array]:
-    columns, tokens = np.shape(key)[-3], np.shape(query)[-3]
-    first = lax.axis_index(axis) * columns
-    filled = jnp.asarray(filled, jnp.int32)
-    spec, operands = specify(
-        query,
-        key,
-        value,
-        is_causal=True,
-        query_offset=filled - tokens - first,
-        key_value_seq_lengths=jnp.clip(filled - first, 0, columns),
-        **keywords,
-    )
-    shape = np.shape(query)[:-1]
-    if 0 in (*shape, columns):  # nobody looks, or there is nothing to see
-        out = jnp.zeros((*shape, np.shape(value)[-1]), operands.query.dtype)
-        return out, jnp.full(shape, -jnp.inf, accumulation_dtype(out.dtype))
-    if operands.dropout is not None:
-        # rows count from 0 on, as on one device
+    """Output and log-sum-exp of all columns, of which a device holds some."""
+    rows, columns, tokens, v = query.shape[:-1], key.shape[-3], query.shape[-3], value.shape[-1]
+    device = lax.axis_index(axis)
+    first = device * columns
+    visible = {"query_offset": filled - tokens - first, "key_value_seq_lengths": jnp.clip(filled - first, 0, columns)}
+    spec, operands = specify(query, key, value, is_causal=True, **visible, **keywords)
+    acc = accumulation_dtype(operands.query.dtype)
+    if 0 in (*rows, columns):  # nobody looks, or there is nothing to see
+        return jnp.zeros((*rows, v), operands.query.dtype), jnp.full(rows, -jnp.inf, acc)
+    if operands.dropout is not None:  # rows count from 0 on, as on one device
         operands = operands._replace(dropout=counted_from(operands.dropout, column=first))
-    chosen = decided("sharded_decode_attention", implementation, spec, operands)
-    results = primitives.attention(spec, operands._replace(sinks=None), chosen)
-    out, row_max, row_sum = _differentiable(*results)
-    sums, row_max, row_sum = partial.weighed(out, row_max, row_sum, accumulation_dtype(operands.query.dtype))
-    # one number each beside the sums; every device fills a place of its own
+    taken = decided("sharded_decode_attention", implementation, spec, operands)
+    out, row_max, row_sum = primitives.attention(spec, operands._replace(sinks=None), taken)
+    sums, row_max, row_sum = partial.weighed(*_differentiable(out, row_max, row_sum), acc)
+    # maximum and sum beside the sums of values, in a place for each device: one all-reduce gathers all
     own = jnp.concatenate([sums, row_max[..., None], row_sum[..., None]], axis=-1)[None]
     places = jnp.zeros((devices, *own.shape[1:]), own.dtype)
-    found = lax.psum(lax.dynamic_update_slice_in_dim(places, own, lax.axis_index(axis), 0), axis)
-    parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in found]
+    places = lax.psum(lax.dynamic_update_slice_in_dim(places, own, device, 0), axis)
+    parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in places]
     out, row_max, row_sum = partial.finished(spec, operands, functools.reduce(partial.merged, parts))
-    return out[..., : np.shape(value)[-1]].reshape(*shape, -1), (row_max + jnp.log(row_sum)).reshape(shape)
+    return out[..., :v].reshape(*rows, v), (row_max + jnp.log(row_sum)).reshape(rows)
 
 
 def _differentiable(out: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array, Array]:
@@ -219,19 +198,18 @@ def sharded_append(
       ValueError, TypeError: as `cache.append`; also for an axis that is not there, and a cache that does not divide.
     """
     arrays = cache._arrays(key_cache, value_cache, key, value)
-    columns, devices = arrays[0].shape[-3], _devices(mesh, axis_name)
-    grown = lambda x: (
-        x if mesh is not None else jax.ShapeDtypeStruct((*x.shape[:-3], devices * columns, *x.shape[-2:]), x.dtype)
-    )
-    start, count = cache._counts(grown(arrays[0]), grown(arrays[1]), arrays[2], arrays[3], lengths, None, False)
+    columns, devices = arrays[0].shape[-3], axis_size(axis_name, "axis_name", mesh)
+    parts = devices if mesh is None else 1
+    caches = [jax.ShapeDtypeStruct((*x.shape[:-3], parts * columns, *x.shape[-2:]), x.dtype) for x in arrays[:2]]
+    start, count = cache._counts(caches[0], caches[1], arrays[2], arrays[3], lengths, None, False)
 
     def run(key_cache: Array, value_cache: Array, key: Any, value: Any, start: Any, count: Any) -> tuple[Any, ...]:
         first = lax.axis_index(axis_name) * key_cache.shape[-3]
         *caches, _ = cache._append(key_cache, value_cache, key, value, start - first, count, False)
         return *caches, start + count
 
-    if mesh is None:
-        return run(*arrays, start, count)
-    _check_columns("key_cache", columns, devices)
-    split, all_of = _columns_of(key_cache, axis_name), PartitionSpec()
-    return compat.shard_map(run, mesh, (split, split, *(all_of,) * 4), (split, split, all_of))(*arrays, start, count)
+    if mesh is not None:
+        _check_columns("key_cache", columns, devices)
+        split, all_of = _columns_of(arrays[0], axis_name), PartitionSpec()
+        run = compat.shard_map(run, mesh, (split, split, *(all_of,) * 4), (split, split, all_of))
+    return run(*arrays, start, count)
