@@ -129,9 +129,9 @@ def ring_attention(
         divide, keys that are not split as queries are, and positions that are not those of the order.
       NotImplementedError: where a named implementation cannot run the call.
     """
-    layout = Layout("ring_attention", axis_name, None, order, batch_axis, head_axis)
+    layout = Layout("ring_attention", axis_name, None, order, batch_axis, head_axis, mesh)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+    return _call(layout, implementation, positions, arguments, return_residual)
 
 
 @overload
@@ -184,9 +184,9 @@ def ulysses_attention(
     Returns, Raises:
       as there; also ValueError where the heads do not divide.
     """
-    layout = Layout("ulysses_attention", None, axis_name, "contiguous", batch_axis, head_axis)
+    layout = Layout("ulysses_attention", None, axis_name, "contiguous", batch_axis, head_axis, mesh)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+    return _call(layout, implementation, positions, arguments, return_residual)
 
 
 @overload
@@ -245,21 +245,21 @@ def context_parallel_attention(
       as there; also ValueError for a form that does not fit the axes.
     """
     ring, heads = _ring_and_heads(axis_name)
-    forms: tuple[Form, ...] = ("ring", "ulysses") if heads is None else ("hybrid",)
+    forms: tuple[Form, ...] = ("hybrid",) if isinstance(axis_name, (tuple, list)) else ("ring", "ulysses")
     if form is not None and (not isinstance(form, str) or form not in forms):
         raise ValueError(f"form must be None or one of {forms} for axis_name = {axis_name!r}, got {checks.seen(form)}")
     Machine.of(machine)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    layout = Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis)
-    if form is None and heads is None:
-        form = chosen(arguments, layout, mesh, machine).form
+    layout = Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis, mesh)
+    if form is None and len(forms) > 1:
+        form = chosen(arguments, layout, machine).form
     if form == "ulysses":
         layout = dataclasses.replace(layout, ring=None, heads=ring)
-    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+    return _call(layout, implementation, positions, arguments, return_residual)
 
 
 def _ring_and_heads(axis_name: Any) -> tuple[Any, Any]:
-    """The mesh axes of the ring and of the exchange of heads, None for a single axis."""
+    """The mesh axes of the ring and of the exchange of heads, which is None for a single axis."""
     if not isinstance(axis_name, (tuple, list)):
         return axis_name, None
     if len(axis_name) != 2:
@@ -298,46 +298,32 @@ class SequenceSharding:
     def positions(self, length: int) -> Any:
         """The positions of the tokens that a device holds, int32 `[length]`; with a mesh those of all tokens."""
         axes = _ring_and_heads(self.axis_name)
-        layout = Layout("SequenceSharding", *axes, self.order, self.batch_axis, self.head_axis)
-        checks.integer("length", length, 0, MAX_POSITION)
-        if self.mesh is None:
-            return layout.own_positions(length)
-        return jnp.asarray(layouts.permutation(self.order, length, layout.sizes(self.mesh)[0]), jnp.int32)
+        layout = Layout("SequenceSharding", *axes, self.order, self.batch_axis, self.head_axis, self.mesh)
+        return jnp.asarray(layout.positions(checks.integer("length", length, 0, MAX_POSITION)), jnp.int32)
 
 
 # --- calls of what a device holds, and of whole arrays
 
 
-def _call(
-    layout: Layout,
-    arguments: dict[str, Any],
-    mesh: Any,
-    positions: Any,
-    implementation: Implementation | None,
-    return_residual: bool,
-) -> Any:
+def _call(layout: Layout, implementation: Any, positions: Any, arguments: dict[str, Any], return_residual: bool) -> Any:
     arrays = ("query", "key", "value", "bias", "mask")
     api._refuse_unknown(layout.function, {name: x for name, x in arguments.items() if name not in arrays}, {})
     api.names_of(implementation)  # refuses unknown names before arrays are looked at
     layouts.refuse_quantised(layout.function, arguments)
     checks.boolean("return_residual", return_residual)
-    if mesh is None:
-        out, lse = _of_own_share(layout, implementation, arguments, positions)
-    else:
-        out, lse = _of_whole_arrays(layout, implementation, arguments, positions, mesh)
+    run = _of_own_share if layout.mesh is None else _of_whole_arrays
+    out, lse = run(layout, implementation, positions, **arguments)
     return (out, lse) if return_residual else out
 
 
-def _of_own_share(
-    layout: Layout, implementation: Implementation | None, arguments: dict[str, Any], positions: Any
-) -> tuple[Array, Array]:
+def _of_own_share(layout: Layout, implementation: Any, positions: Any, **arguments: Any) -> tuple[Array, Array]:
     """Output and log-sum-exp of what one device holds."""
-    ring, heads = sizes = layout.sizes()
+    *_, ring, heads = layout.sizes()
     layout.check_that_keys_are_split(arguments)
     spec, operands = specify(**arguments, parts=ring * heads)
-    (_, t, n, _), (_, s, k, _) = operands.query.shape, operands.key.shape
-    layout.check_lengths(sizes, ring * heads * t, ring * heads * s, spec.mask_block)
-    layout.check_heads(heads, n, k)
+    t, s = operands.query.shape[1], operands.key.shape[1]
+    layout.check_lengths(ring * heads * t, ring * heads * s, spec.mask_block)
+    layout.check_heads(operands.query.shape[2], operands.key.shape[2])
     taken = decided(layout.function, implementation, spec, operands)
     operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
     out, lse = attend.attention(Ring(spec, layout.ring, ring, layout.order, taken), layout.heads, operands)
@@ -348,9 +334,7 @@ def _of_own_share(
     return out[..., :v].reshape(*rows, v), lse.reshape(rows)
 
 
-def decided(
-    function: str, implementation: Implementation | None, spec: Specification, operands: Operands
-) -> str | None:
+def decided(function: str, implementation: Any, spec: Specification, operands: Operands) -> str | None:
     """The implementation to take, None where lowering decides. Refuses the reference, which keeps nothing to merge."""
     taken = api._decided(implementation, spec, operands)
     if taken == "reference":
@@ -363,16 +347,14 @@ def decided(
 _STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate")
 
 
-def _of_whole_arrays(
-    layout: Layout, implementation: Implementation | None, arguments: dict[str, Any], positions: Any, mesh: Any
-) -> tuple[Array, Array]:
+def _of_whole_arrays(layout: Layout, implementation: Any, positions: Any, **arguments: Any) -> tuple[Array, Array]:
     """Output and log-sum-exp of whole arrays, each of which is split as its axes say."""
-    ring, _ = sizes = layout.sizes(mesh)
+    layout.sizes()  # refuses unknown axes before arrays are looked at
     spec, _ = specify_abstract(**arguments)  # finds faults of values, which are known only here
     *lead, t, _, _ = np.shape(arguments["query"])
-    layout.check_lengths(sizes, t, np.shape(arguments["key"])[-3], spec.mask_block)
+    layout.check_lengths(t, np.shape(arguments["key"])[-3], spec.mask_block)
     if positions is not None:
-        layout.has_positions(positions, t, ring)
+        layout.has_positions(positions, t)
     static: dict[str, Any] = {}
     placed: dict[str, Any] = {}
     for name, x in {**arguments, "positions": positions}.items():
@@ -380,51 +362,39 @@ def _of_whole_arrays(
             x = tuple(x) if name in _STATIC else jnp.asarray(x)
         is_array = name not in _STATIC and (hasattr(x, "dtype") or isinstance(x, BlockMask))
         (placed if is_array else static)[name] = x
-    specs = {name: jax.tree.map(functools.partial(_split, layout, name, lead), x) for name, x in placed.items()}
-    leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return _program(layout, implementation, mesh, tuple(static.items()), tree, tuple(leaves), specs["query"])(placed)
+    specs = tuple((name, _split(layout, name, lead, np.shape(getattr(x, "blocks", x)))) for name, x in placed.items())
+    return _program(layout, implementation, tuple(static.items()), specs)(placed)
 
 
 @functools.lru_cache(maxsize=256)
-def _program(
-    layout: Layout,
-    implementation: Implementation | None,
-    mesh: Any,
-    static: tuple[Any, ...],
-    tree: Any,
-    specs: tuple[Any, ...],
-    rows: PartitionSpec,
-) -> Any:
+def _program(layout: Layout, implementation: Any, static: tuple[Any, ...], specs: tuple[Any, ...]) -> Any:
     """A jitted function of arrays by name, kept so that calls outside of `jit` need not compile each time."""
-
-    def run(placed: Any) -> tuple[Array, Array]:
-        arguments = {**dict(static), **placed}
-        return _of_own_share(layout, implementation, arguments, arguments.pop("positions"))
-
-    specs = jax.tree.unflatten(tree, specs)
-    return jax.jit(compat.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1]))))
+    own, split = dataclasses.replace(layout, mesh=None), dict(specs)
+    run = lambda placed: _of_own_share(own, implementation, **dict(static), **placed)
+    rows = split["query"]
+    return jax.jit(compat.shard_map(run, layout.mesh, (split,), (rows, PartitionSpec(*rows[:-1]))))
 
 
-# the operand that an argument becomes, where it has another name
+# names of operands, for arguments that are called otherwise
 _OPERANDS = {
     "query_seq_lengths": "query_lengths",
     "key_value_seq_lengths": "key_lengths",
     "key_value_segment_ids": "key_segment_ids",
     "key_value_ranges": "key_ranges",
+    "positions": "query_segment_ids",  # also an integer of each row
 }
 
 
-def _split(layout: Layout, name: str, lead: list[int], x: Any) -> PartitionSpec:
-    """How an argument is split over the mesh, by the letters of its last axes; one of size 1 serves all devices."""
-    shape, operand = np.shape(x), _OPERANDS.get(name, name)
-    letters = "T" if name == "positions" else AXES.get(operand, "")[1:]
-    if not shape or (operand not in AXES and not letters):
+def _split(layout: Layout, name: str, lead: list[int], shape: tuple[int, ...]) -> PartitionSpec:
+    """How an argument is split over the mesh, by the letters of its last axes; an axis of size 1 serves all devices."""
+    operand = _OPERANDS.get(name, name)
+    if operand not in AXES or not shape:
         return PartitionSpec()
-    letters = letters[-len(shape) :]
+    letters = AXES[operand][1:][-len(shape) :]
     entries: list[Any] = [None] * (len(shape) - len(letters))
     if entries and len(entries) == len(lead) and shape[0] == lead[0] > 1:
         entries[0] = layout.batch_axis
-    along = {"T": layout.sequence, "t": layout.sequence, "N": layout.head_axis, "K": layout.head_axis}
+    along = {**dict.fromkeys("Tt", layout.sequence), **dict.fromkeys("NK", layout.head_axis)}
     if operand in TRAVELLING:
         along["S"] = layout.sequence
     whole = name in ("query", "key", "value")  # an axis that is too short there is an error, and never shared

@@ -78,12 +78,14 @@ class _Call:
         """How many arrays are operands or results; tangents follow."""
         return len(self.names) + len(primitives.RESULTS)
 
-    def run(self, fun: Callable[..., Any], *arrays: Array) -> Any:
-        """`fun(ring, operands, results, wanted, others)` under the `vmap`s."""
+    def run(self, walk: Callable[..., Any], compute: Callable[..., Any], *arrays: Array) -> Any:
+        """`rings.tangent` or `rings.backward` of operands, results, and (co)tangents, under the `vmap`s."""
+        compute = functools.partial(compute, implementation=self.ring.implementation)
 
         def one(*arrays: Array) -> Any:
-            operands, n = unpack(arrays[: len(self.names)], self.names), len(self.names)
-            return fun(self.ring, operands, arrays[n : self.known], self.wanted, arrays[self.known :])
+            n, known = len(self.names), self.known
+            operands, results, others = unpack(arrays[:n], self.names), arrays[n:known], arrays[known:]
+            return walk(self.ring, operands, results, self.wanted, others, compute)
 
         for dims in self.maps:
             one = jax.vmap(one, in_axes=(*dims, *(0,) * (len(arrays) - self.known)))
@@ -110,26 +112,16 @@ def _ring_jvp(ring: Ring, primals: Any, tangents: Any) -> tuple[tuple[Any, ...],
     return results, (t_out, t_lse, zeros)
 
 
-def _tangent(ring: Ring, o: Operands, results: Any, wanted: tuple[str, ...], tangents: Any) -> tuple[Any, Any]:
-    differentiate = functools.partial(primitives.attention_jvp, implementation=ring.implementation)
-    return rings.tangent(ring, o, results, wanted, tangents, differentiate)
-
-
-def _backward(ring: Ring, o: Operands, results: Any, wanted: tuple[str, ...], cotangents: Any) -> tuple[Any, ...]:
-    transpose = functools.partial(primitives.attention_bwd, implementation=ring.implementation)
-    return rings.backward(ring, o, (*results, *cotangents), wanted, transpose)
-
-
-def _run_tangent(*arrays: Array, call: _Call) -> Any:
-    return call.run(_tangent, *arrays)
+def _tangent(*arrays: Array, call: _Call) -> Any:
+    return call.run(rings.tangent, primitives.attention_jvp, *arrays)
 
 
 def _transpose(cotangents: Any, *arrays: Array, call: _Call) -> list[Any]:
     n = call.known
     linear = tuple(name for name, x in zip(call.wanted, arrays[n:]) if ad.is_undefined_primal(x))
     arrays = compat.vary_alike((*arrays[:n], *(ad.instantiate_zeros(x) for x in cotangents)))
-    found = dict(zip(linear, dataclasses.replace(call, wanted=linear).run(_backward, *arrays)))
-    return [None] * n + [found.get(name) for name in call.wanted]
+    found = dataclasses.replace(call, wanted=linear).run(rings.backward, primitives.attention_bwd, *arrays)
+    return [None] * n + [dict(zip(linear, found)).get(name) for name in call.wanted]
 
 
 def _batching(arrays: Any, dims: Any, *, call: _Call) -> tuple[Any, tuple[int, int]]:
@@ -154,11 +146,11 @@ def _shapes(*avals: Any, call: _Call) -> tuple[Any, Any]:
 # (operands, results, tangents of the wanted operands) → tangents of (out, lse)
 ring_tangent_p = Primitive("jax_mfa_ring_tangent")
 ring_tangent_p.multiple_results = True
-ring_tangent_p.def_impl(_run_tangent)
+ring_tangent_p.def_impl(_tangent)
 ring_tangent_p.def_abstract_eval(_shapes)
-mlir.register_lowering(ring_tangent_p, mlir.lower_fun(_run_tangent, multiple_results=True))
+mlir.register_lowering(ring_tangent_p, mlir.lower_fun(_tangent, multiple_results=True))
 batching.primitive_batchers[ring_tangent_p] = _batching
-ad.primitive_jvps[ring_tangent_p] = primitives.jvp_by_jax(_run_tangent)
+ad.primitive_jvps[ring_tangent_p] = primitives.jvp_by_jax(_tangent)
 ad.primitive_transposes[ring_tangent_p] = _transpose
 compat.register_with_shard_map(ring_tangent_p)
 
@@ -190,12 +182,10 @@ class Exchange:
         if o.key.shape[2] % self.devices:  # fewer key heads than devices are sent more than once
             key, value = (jnp.repeat(x, self.devices // x.shape[2], axis=2) for x in (o.key, o.value))
             o = o._replace(key=key, value=value)
-        if o.dropout is not None:
-            first = lax.axis_index(self.axis) * (o.query.shape[2] // self.devices)
-            o = o._replace(dropout=counted_from(o.dropout, head=first))
         rows = o.query.shape[1]
         own_rows = {"T": rows, "t": rows // (self.mask_block or (1, 1))[0]}
-        return Operands(*(None if x is None else self._exchanged(name, x, own_rows) for name, x in o._asdict().items()))
+        exchanged = {name: self._exchanged(name, x, own_rows) for name, x in o._asdict().items() if x is not None}
+        return numbered(Operands(**exchanged), None, self.axis)
 
     def _exchanged(self, name: str, x: Any, own_rows: dict[str, int]) -> Array:
         """All tokens, and a device's share of the heads, where an array has any; one row or head may serve all."""
@@ -214,12 +204,10 @@ class Exchange:
 
 
 def numbered(operands: Operands, batch_axis: Any, head_axis: Any) -> Operands:
-    """Operands whose dropout has the bits of one device, where batch rows and heads are split over mesh axes too."""
-    dropout = operands.dropout
-    if dropout is None:
+    """Operands whose dropout has the bits of one device, where mesh axes split batch rows and heads too."""
+    if operands.dropout is None:
         return operands
     batch, _, heads, _ = operands.query.shape
-    for name, axis, size in (("batch", batch_axis, batch), ("head", head_axis, heads)):
-        if axis is not None:
-            dropout = counted_from(dropout, **{name: lax.axis_index(axis) * size})
-    return operands._replace(dropout=dropout)
+    split = {"batch": (batch_axis, batch), "head": (head_axis, heads)}
+    first = {name: lax.axis_index(axis) * size for name, (axis, size) in split.items() if axis is not None}
+    return operands._replace(dropout=counted_from(operands.dropout, **first))

@@ -15,7 +15,7 @@ from jax_mfa import api, checks
 from jax_mfa.arguments import specify, specify_abstract
 from jax_mfa.context_parallel import layout as layouts
 from jax_mfa.context_parallel.layout import Order
-from jax_mfa.context_parallel.ring import Ring, Schedule
+from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.problem import Operands, Specification
 
 if TYPE_CHECKING:
@@ -103,26 +103,20 @@ def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str
         ahead = 2 * keys + wide * out + wide_copies / layouts.chunks_of(order)
         behind = 2 * keys + wide * (3 * keys + query) + wide_copies
     schedule = Ring(p.spec, None, n, order).schedule(p.rows // n, p.columns // n)
-    travelling = keys * schedule.permutes
+    hops, travelling = schedule.hops, keys * schedule.permutes
+    sums_sent = hops + (hops > 1) + ((schedule.start + hops) % n != 0)  # with the keys, to the last stop, and home
     balance = 1.0
     if n > 1 and order != "zigzag" and p.spec.band[1] is not None:  # causality alone is uneven
         # at each step some device computes all of its scores, but for the first, where all see half of theirs
-        balance = (schedule.hops + 0.5) / max(p.visible * n, 1e-9)
+        balance = (hops + 0.5) / max(p.visible * n, 1e-9)
     return Cost(
         forward_bytes=exchanged + exchanged_lse + travelling,
-        backward_bytes=exchanged + travelling + wide * keys * passengers(schedule, n),
+        backward_bytes=exchanged + travelling + wide * keys * sums_sent,
         forward_memory=arguments + copies + ahead + 2 * row_sums,
         backward_memory=2 * arguments + 2 * copies + behind + 4 * row_sums,
-        steps=schedule.hops + 1,
+        steps=hops + 1,
         balance=balance,
     )
-
-
-def passengers(schedule: Schedule, devices: int) -> int:
-    """How often the sums of gradients are sent in the backward pass."""
-    hops = schedule.hops
-    way_home = int((schedule.start + hops) % devices != 0)
-    return (hops if hops < 2 else hops + 1) + way_home
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,17 +251,14 @@ def explain_context_parallel(
     return choose(_sizes(spec, operands), devices, order, Machine.of(machine), heads_devices)
 
 
-def chosen(arguments: dict[str, Any], layout: layouts.Layout, mesh: Any, machine: Machine | None) -> Choice:
+def chosen(arguments: dict[str, Any], layout: layouts.Layout, machine: Machine | None) -> Choice:
     """The form over the axis of a ring, for what a device holds, or with a mesh for whole arrays."""
     layouts.refuse_quantised(layout.function, arguments)
-    devices = layout.sizes(mesh)[0]
-    parts, batch, heads = devices, 1, 1
-    if mesh is not None:
-        parts = 1
-        batch = layouts.devices_along(layout.batch_axis, "batch_axis", mesh)
-        heads = layouts.devices_along(layout.head_axis, "head_axis", mesh)
+    batch, heads, devices, _ = layout.sizes()
+    parts = devices if layout.mesh is None else 1
     spec, operands = specify(**{name: x for name, x in arguments.items() if x is not None}, parts=parts)
-    return choose(_sizes(spec, operands, parts, batch, heads), devices, layout.order, Machine.of(machine))
+    problem = _sizes(spec, operands, parts, *((1, 1) if layout.mesh is None else (batch, heads)))
+    return choose(problem, devices, layout.order, Machine.of(machine))
 
 
 def _sizes(spec: Specification, o: Operands, parts: int = 1, batch_parts: int = 1, head_parts: int = 1) -> Problem:

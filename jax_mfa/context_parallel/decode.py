@@ -4,12 +4,10 @@ are merged by their maxima and sums, in one all-reduce of a few numbers for each
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Required, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
@@ -106,40 +104,26 @@ def sharded_decode_attention(
     static = {name: x for name, x in keywords.items() if name not in arrays}
 
     def run(query: Any, key: Any, value: Any, filled: Any, arrays: Any) -> tuple[Array, Array]:
-        return _of_own_columns(query, key, value, filled, axis_name, devices, implementation, {**static, **arrays})
+        return _of_own_columns(axis_name, implementation, query, key, value, filled, {**static, **arrays})
 
     if mesh is not None:
-        _check_columns("key", columns, devices)
-        split, whole = _columns_of(key, axis_name), PartitionSpec()
+        split, whole = _split_columns("key", key, axis_name, devices), PartitionSpec()
         run = compat.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))
     out, lse = run(query, key, value, jnp.asarray(filled, jnp.int32), arrays)
     return (out, lse) if return_residual else out
 
 
-_TAKEN = (
-    *("scale", "local_window_size", "logits_soft_cap", "alibi_slopes", "sinks"),
-    *("dropout_rate", "dropout_seed"),
-)
+_TAKEN = ("scale", "local_window_size", "logits_soft_cap", "alibi_slopes", "sinks", "dropout_rate", "dropout_seed")
 
 
-def _columns_of(x: Any, axis: Any) -> PartitionSpec:
-    return PartitionSpec(*(None,) * (np.ndim(x) - 3), axis)
-
-
-def _check_columns(name: str, columns: int, devices: int) -> None:
-    if columns % devices:
-        raise ValueError(f"{name} must have columns that the {devices} devices divide, got S = {columns}")
+def _split_columns(name: str, x: Array, axis: Any, devices: int) -> PartitionSpec:
+    if x.shape[-3] % devices:
+        raise ValueError(f"{name} must have columns that the {devices} devices divide, got S = {x.shape[-3]}")
+    return PartitionSpec(*(None,) * (x.ndim - 3), axis)
 
 
 def _of_own_columns(
-    query: Any,
-    key: Any,
-    value: Any,
-    filled: Array,
-    axis: Any,
-    devices: int,
-    implementation: Implementation | None,
-    keywords: Mapping[str, Any],
+    axis: Any, implementation: Any, query: Any, key: Any, value: Any, filled: Any, keywords: Any
 ) -> tuple[Array, Array]:
     """Output and log-sum-exp of all columns, of which a device holds some."""
     rows, columns, tokens, v = query.shape[:-1], key.shape[-3], query.shape[-3], value.shape[-1]
@@ -157,7 +141,7 @@ def _of_own_columns(
     sums, row_max, row_sum = partial.weighed(*_differentiable(out, row_max, row_sum), acc)
     # maximum and sum beside the sums of values, in a place for each device: one all-reduce gathers all
     own = jnp.concatenate([sums, row_max[..., None], row_sum[..., None]], axis=-1)[None]
-    places = jnp.zeros((devices, *own.shape[1:]), own.dtype)
+    places = jnp.zeros((axis_size(axis, "axis_name"), *own.shape[1:]), own.dtype)
     places = lax.psum(lax.dynamic_update_slice_in_dim(places, own, device, 0), axis)
     parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in places]
     out, row_max, row_sum = partial.finished(spec, operands, functools.reduce(partial.merged, parts))
@@ -209,7 +193,6 @@ def sharded_append(
         return *caches, start + count
 
     if mesh is not None:
-        _check_columns("key_cache", columns, devices)
-        split, all_of = _columns_of(arrays[0], axis_name), PartitionSpec()
-        run = compat.shard_map(run, mesh, (split, split, *(all_of,) * 4), (split, split, all_of))
+        split, whole = _split_columns("key_cache", arrays[0], axis_name, devices), PartitionSpec()
+        run = compat.shard_map(run, mesh, (split, split, *(whole,) * 4), (split, split, whole))
     return run(*arrays, start, count)

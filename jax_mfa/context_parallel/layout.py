@@ -64,11 +64,6 @@ def axis_size(axis: Any, argument: str, mesh: Any = None) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def devices_along(axis: Any, argument: str, mesh: Any = None) -> int:
-    """As `axis_size`; 1 for no axis."""
-    return 1 if axis is None else axis_size(axis, argument, mesh)
-
-
 # --- order of tokens
 
 
@@ -154,6 +149,7 @@ class Layout:
       ring: mesh axis of the ring, None for no ring; heads: mesh axis of the exchange, likewise.
       order: of the tokens along the ring.
       batch_axis, head_axis: mesh axes that split batch rows and heads, for the bits of dropout and whole arrays.
+      mesh: of a call with whole arrays; None within `shard_map`.
     """
 
     function: str
@@ -162,6 +158,7 @@ class Layout:
     order: str = "contiguous"
     batch_axis: Any = None
     head_axis: Any = None
+    mesh: Any = None
 
     def __post_init__(self) -> None:
         check_order(self.order)
@@ -180,42 +177,40 @@ class Layout:
         axes = [axis for axis in (self.ring, self.heads) if axis is not None]
         return tuple(name for axis in axes for name in names_of(axis, "axis_name"))
 
-    def sizes(self, mesh: Any = None) -> tuple[int, int]:
-        """How many devices ring and exchange of heads have; every axis of the layout must be there, see `axis_size`."""
-        for argument in ("batch_axis", "head_axis"):
-            devices_along(getattr(self, argument), argument, mesh)
-        return devices_along(self.ring, "axis_name", mesh), devices_along(self.heads, "axis_name", mesh)
+    def sizes(self) -> tuple[int, int, int, int]:
+        """How many devices split batch rows, heads, the ring and the exchange of heads; 1 where nothing does.
 
-    def own_positions(self, length: int) -> Any:
-        """The positions of the `length` tokens that a device holds, int32; within `shard_map`."""
-        ring, heads = self.sizes()
-        index = 0 if self.ring is None else lax.axis_index(self.ring)
-        own = positions_of(self.order, ring, index, length * heads)
+        Raises `ValueError` where an axis is not there, see `axis_size`.
+        """
+        along = lambda axis, argument: 1 if axis is None else axis_size(axis, argument, self.mesh)
+        batch, heads = along(self.batch_axis, "batch_axis"), along(self.head_axis, "head_axis")
+        return batch, heads, along(self.ring, "axis_name"), along(self.heads, "axis_name")
+
+    def positions(self, length: int) -> Any:
+        """The positions `[length]` of the tokens that a device holds, int32; with a mesh those of all, of numpy."""
+        *_, ring, heads = self.sizes()
+        if self.mesh is not None:
+            return permutation(self.order, length, ring)
+        own = positions_of(self.order, ring, 0 if self.ring is None else lax.axis_index(self.ring), length * heads)
         return own if self.heads is None else lax.dynamic_slice_in_dim(own, lax.axis_index(self.heads) * length, length)
 
-    def has_positions(self, positions: Any, length: int, devices: int | None = None) -> Any:
-        """Whether positions `[T]` are those of the order: of a device's tokens, or of all tokens over so many devices.
-
-        Raises:
-          ValueError: where positions of all tokens are known to be others; and for another shape.
-        """
+    def has_positions(self, positions: Any, length: int) -> Any:
+        """Whether positions `[T]` are those of the order. Raises `ValueError` where all are known to be others."""
         positions = known_integers("positions", positions, -(2**31), 2**31 - 1, "integers [T]")
         if positions.shape != (length,):
             raise ValueError(f"positions must have shape [T] = [{length}], got {list(positions.shape)}")
-        if devices is None:
-            return (self.own_positions(length) == positions).all()
-        expected, values = permutation(self.order, length, devices), concrete(positions)
+        expected, values = self.positions(length), None if self.mesh is None else concrete(positions)
         if values is not None and (expected != values).any():
             place = np.flatnonzero(expected != values)[0]
             raise ValueError(
-                f"positions must be those of order={self.order!r} over {devices} devices: at place {place} token "
-                f"{expected[place]} was expected, got {values[place]} (see jax_mfa.zigzag)"
+                f"positions must be those of order={self.order!r} over {self.sizes()[2]} devices: at place {place} "
+                f"token {expected[place]} was expected, got {values[place]} (see jax_mfa.zigzag)"
             )
-        return True
+        return (expected == positions).all()
 
-    def check_lengths(self, sizes: tuple[int, int], t: int, s: int, mask_block: tuple[int, int] | None) -> None:
+    def check_lengths(self, t: int, s: int, mask_block: tuple[int, int] | None) -> None:
         """Refuses whole sequences of t rows and s columns that devices do not divide, or that cut blocks of a mask."""
-        (ring, heads), chunks = sizes, chunks_of(self.order)
+        (*_, ring, heads), chunks = self.sizes(), chunks_of(self.order)
         devices = ring * heads
         runs = " * 2 runs of tokens" if chunks == 2 else ""
         for name, lengths, size in (("query", "query_seq_lengths", t), ("key", "key_value_seq_lengths", s)):
@@ -235,8 +230,8 @@ class Layout:
                     f"blocks are {list(mask_block)}"
                 )
 
-    def check_heads(self, devices: int, heads: int, key_heads: int) -> None:
-        if refusal := undivided(heads, key_heads, devices):
+    def check_heads(self, heads: int, key_heads: int) -> None:
+        if refusal := undivided(heads, key_heads, self.sizes()[3]):
             raise ValueError(f"{self.function} exchanges heads, and {refusal}; ring_attention takes any")
 
     def check_that_keys_are_split(self, arrays: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,11 @@ from jax_mfa import compat, partial
 from jax_mfa.context_parallel import layout as layouts
 from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, counted_from
 
-TRAVELLING = ("key", "value", "key_segment_ids")  # the operands that are sent around
-_MIXED = ("bias", "mask", "block_mask")  # the operands with own rows, and the columns of all devices
+Compute: TypeAlias = Callable[..., Any]  # attention of some rows and columns, or a derivative; each pass says which
+
+TRAVELLING = ("key", "value", "key_segment_ids")  # operands that are sent around
+# operands with a device's rows and the columns of all: bias and masks
+_OF_SCORES = tuple(name for name in Operands._fields if len({*AXES[name]} & {*"TtSs"}) == 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +140,10 @@ class _Pair:
         row, rows, columns = self.row_chunk * self.rows, self.rows, self.columns
         if name in TRAVELLING:
             return [(1, self.column_chunk * columns, columns)]
-        if name not in _MIXED:
+        if name not in _OF_SCORES:
             return [(1, row, rows)] if "T" in AXES[name] else []
         column = (self.source() * self.ring.chunks + self.column_chunk) * columns  # as all columns are stored
-        x, y = (self.ring.spec.mask_block if name == "block_mask" else None) or (1, 1)
+        x, y = (self.ring.spec.mask_block if "t" in AXES[name] else None) or (1, 1)
         return [(2, row // x, rows // x), (3, column // y, columns // y)]
 
     def cut(self, name: str, x: Any) -> Any:
@@ -255,7 +258,7 @@ def _around(
 # --- the three passes
 
 
-def forward(ring: Ring, operands: Operands, attend: Callable[..., Any]) -> tuple[Array, Array, Array]:
+def forward(ring: Ring, operands: Operands, attend: Compute) -> tuple[Array, Array, Array]:
     """Attention of a device's rows over the columns of all devices, and maximum and sum of each row.
 
     Args:
@@ -284,17 +287,17 @@ def forward(ring: Ring, operands: Operands, attend: Callable[..., Any]) -> tuple
 
 
 def backward(
-    ring: Ring, operands: Operands, rows: tuple[Any, ...], wanted: tuple[str, ...], transpose: Callable[..., Any]
+    ring: Ring, operands: Operands, results: Any, wanted: tuple[str, ...], cotangents: Any, transpose: Compute
 ) -> tuple[Any, ...]:
     """Cotangents of the operands named in `wanted`: of what a device holds of them, or for arrays that serve all rows
     its own rows' part.
 
     Args:
       operands: as in `forward`.
-      rows: out, row_max and row_sum as `forward` gave them, d_out and d_lse.
-      transpose: `(spec, operands, rows, wanted)` to what `blockwise.backward` returns.
+      results: out, row_max and row_sum as `forward` gave them; cotangents: d_out and d_lse.
+      transpose: `(spec, operands, (*results, *cotangents), wanted)` to what `blockwise.backward` returns.
     """
-    o = operands
+    o, rows = operands, (*results, *cotangents)
     acc = accumulation_dtype(o.query.dtype)
     parts = tuple(name for name in wanted if name != "sinks")
 
@@ -313,12 +316,7 @@ def backward(
 
 
 def tangent(
-    ring: Ring,
-    operands: Operands,
-    results: tuple[Any, ...],
-    wanted: tuple[str, ...],
-    tangents: tuple[Any, ...],
-    differentiate: Callable[..., Any],
+    ring: Ring, operands: Operands, results: Any, wanted: tuple[str, ...], tangents: Any, differentiate: Compute
 ) -> tuple[Any, Any]:
     """What output and log-sum-exp change by where the operands named in `wanted` change by `tangents`.
 
