@@ -81,7 +81,7 @@ def test_nothing_is_gathered_and_memory_is_a_share(devices):
     memory = program.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert memory.argument_size_in_bytes == sum(a.size for a in x) * 4 // devices
-    problem = costs.Problem(1, n, n, 2, 1, 64, 64, 4, Specification(is_causal=True))
+    problem = costs.Sizes(1, n, n, 2, 1, 64, 64, 4, Specification(is_causal=True))
     assert total == pytest.approx(costs.cost(problem, devices, 1, "zigzag").backward_memory, rel=0.25)
 
 
@@ -100,7 +100,7 @@ def test_a_window_stops_the_ring(window):
 def test_bytes_sent_are_those_of_the_formula(devices, ordered, window):
     spec = Specification(is_causal=True, window=window or (None, None))
     n = 4 * devices
-    wanted = costs.cost(costs.Problem(1, n, n, 2, 1, 8, 8, 2, spec), devices, 1, ordered)
+    wanted = costs.cost(costs.Sizes(1, n, n, 2, 1, 8, 8, 2, spec), devices, 1, ordered)
     facts = dict(ordered=ordered, dtype="bfloat16", is_causal=True, local_window_size=window)
     assert permuted(traced(devices, **facts)[0])[1] == wanted.forward_bytes
     assert permuted(traced(devices, True, **facts)[0])[1] == wanted.forward_bytes + wanted.backward_bytes
@@ -174,7 +174,7 @@ def test_the_part_of_scores_that_is_visible():
         left, right = spec.band
         distance = np.arange(s)[None] - np.arange(t)[:, None]
         see = (distance >= (-99 if left is None else -left)) & (distance <= (99 if right is None else right))
-        assert costs.Problem(1, t, s, 1, 1, 1, 1, 4, spec).visible == pytest.approx(see.mean())
+        assert costs.Sizes(1, t, s, 1, 1, 1, 1, 4, spec).visible == pytest.approx(see.mean())
 
 
 def test_the_choice_runs():
@@ -188,7 +188,7 @@ def test_the_choice_runs():
 
 def test_the_figures_on_paper_are_those_of_the_formulas():
     text = (pathlib.Path(__file__).parent.parent / "docs" / "context-parallel.md").read_text()
-    million = costs.Problem(1, 10**6, 10**6, 32, 8, 128, 128, 2, Specification(is_causal=True))
+    million = costs.Sizes(1, 10**6, 10**6, 32, 8, 128, 128, 2, Specification(is_causal=True))
     forms = {
         "ring": (8, 1, "contiguous"),
         "ring, zigzag": (8, 1, "zigzag"),

@@ -1,6 +1,6 @@
 """The public functions: attention whose sequences are split over the devices of a mesh.
 
-Each runs within `shard_map`, on what a device holds, or with `mesh=` on whole arrays, which it splits itself.
+Each runs within `shard_map` on a device's own arrays, or with `mesh=` on whole arrays, which it splits itself.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def ring_attention(
     no further than they are seen. Equal to `flash_attention` of the whole arrays, up to rounding: partial outputs are
     rounded to the query's dtype before they are merged in float32.
 
-    Within `shard_map` arrays are what a device holds, and lengths, offsets and ranges count the whole sequence. With
-    `mesh` they are whole arrays.
+    Within `shard_map` arrays are a device's own, and lengths, offsets and ranges count the whole sequence. With `mesh`
+    they are whole arrays.
 
     Args:
       query: `[B, T, N, H]`, with T = all queries / devices within `shard_map`.
@@ -269,7 +269,7 @@ def _ring_and_heads(axis_name: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSharding:
-    """How `context_parallel_attention` finds a sequence split, for what calls it by one argument, such as a module.
+    """How `context_parallel_attention` finds a sequence split, for callers that hold it as one value, such as modules.
 
     Attributes:
       axis_name, form, order, mesh, batch_axis, head_axis: as there.
@@ -302,7 +302,7 @@ class SequenceSharding:
         return jnp.asarray(layout.positions(checks.integer("length", length, 0, MAX_POSITION)), jnp.int32)
 
 
-# --- calls of what a device holds, and of whole arrays
+# --- calls with a device's own arrays, and with whole arrays
 
 
 def _call(layout: Layout, implementation: Any, positions: Any, arguments: dict[str, Any], return_residual: bool) -> Any:
@@ -317,7 +317,7 @@ def _call(layout: Layout, implementation: Any, positions: Any, arguments: dict[s
 
 
 def _of_own_share(layout: Layout, implementation: Any, positions: Any, **arguments: Any) -> tuple[Array, Array]:
-    """Output and log-sum-exp of what one device holds."""
+    """Output and log-sum-exp of a device's own arrays."""
     *_, ring, heads = layout.sizes()
     layout.check_that_keys_are_split(arguments)
     spec, operands = specify(**arguments, parts=ring * heads)

@@ -48,7 +48,7 @@ def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Array, A
 
 def _whole_or_ring(ring: Ring, o: Operands) -> tuple[Array, Array]:
     b, t, n, _ = o.query.shape
-    if 0 in (b, t, n, o.key.shape[1]):  # nobody looks, or there is nothing to see
+    if 0 in (b, t, n, o.key.shape[1]):  # no rows, or no columns
         acc = accumulation_dtype(o.query.dtype)
         return jnp.zeros((b, t, n, o.value.shape[-1]), o.query.dtype), jnp.full((b, t, n), -np.inf, acc)
     attend = functools.partial(primitives.attention, implementation=ring.implementation)
@@ -60,7 +60,7 @@ def _whole_or_ring(ring: Ring, o: Operands) -> tuple[Array, Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _RingCall:
     """The static facts of the primitive.
 
     Attributes:
@@ -106,17 +106,17 @@ def _ring_jvp(ring: Ring, primals: Any, tangents: Any) -> tuple[tuple[Any, ...],
     wanted = tuple(name for name in DIFFERENTIABLE if getattr(moving, name) is not None)
     arrays, names = pack(operands)
     arrays = compat.vary_alike((*arrays, *results, *(getattr(moving, name) for name in wanted)))
-    t_out, t_lse = ring_tangent_p.bind(*arrays, call=_Call(ring, names, wanted))
+    t_out, t_lse = ring_tangent_p.bind(*arrays, call=_RingCall(ring, names, wanted))
     zeros = jnp.zeros_like(results[2])
     zeros = jnp.where(results[2] == 0, zeros, zeros)  # `shard_map` sees them vary as the sums do
     return results, (t_out, t_lse, zeros)
 
 
-def _tangent(*arrays: Array, call: _Call) -> Any:
+def _tangent(*arrays: Array, call: _RingCall) -> Any:
     return call.run(rings.tangent, primitives.attention_jvp, *arrays)
 
 
-def _transpose(cotangents: Any, *arrays: Array, call: _Call) -> list[Any]:
+def _transpose(cotangents: Any, *arrays: Array, call: _RingCall) -> list[Any]:
     n = call.known
     linear = tuple(name for name, x in zip(call.wanted, arrays[n:]) if ad.is_undefined_primal(x))
     arrays = compat.vary_alike((*arrays[:n], *(ad.instantiate_zeros(x) for x in cotangents)))
@@ -124,7 +124,7 @@ def _transpose(cotangents: Any, *arrays: Array, call: _Call) -> list[Any]:
     return [None] * n + [dict(zip(linear, found)).get(name) for name in call.wanted]
 
 
-def _batching(arrays: Any, dims: Any, *, call: _Call) -> tuple[Any, tuple[int, int]]:
+def _batching(arrays: Any, dims: Any, *, call: _RingCall) -> tuple[Any, tuple[int, int]]:
     n = call.known
     size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
     tangents = [primitives.mapped_in_front(x, d, size) for x, d in zip(arrays[n:], dims[n:])]
@@ -132,7 +132,7 @@ def _batching(arrays: Any, dims: Any, *, call: _Call) -> tuple[Any, tuple[int, i
     return ring_tangent_p.bind(*arrays[:n], *tangents, call=call), (0, 0)
 
 
-def _shapes(*avals: Any, call: _Call) -> tuple[Any, Any]:
+def _shapes(*avals: Any, call: _RingCall) -> tuple[Any, Any]:
     def of_result(i: int) -> Any:
         shape = list(avals[i].shape)
         for dims in reversed(call.maps):

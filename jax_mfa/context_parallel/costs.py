@@ -1,6 +1,6 @@
 """Costs of attention over several devices on paper: bytes sent, memory, arithmetic and time; and the fastest form.
 
-All counts are for one device and one call. `python -m jax_mfa bench --devices` prints them beside what was measured.
+All counts are for one device and one call. `python -m jax_mfa bench --devices` prints them beside measurements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ACCUMULATOR = 4  # bytes of a float32
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Sizes:
     """A problem's sizes, of the whole sequence: B, T, S, N, K, H, V as everywhere, and bytes of an element."""
 
     batch: int
@@ -69,7 +69,7 @@ class Cost:
     Attributes:
       forward_bytes, backward_bytes: sent.
       forward_memory, backward_memory: bytes that are kept in a pass forward, and forward and back: arguments, results,
-        what arrives and float32 sums, and the float32 layouts of `blockwise`; its tiles of scores come on top.
+        arriving keys and float32 sums, and the float32 layouts of `blockwise`; its tiles of scores come on top.
       steps: stops of the keys; 1 without a ring.
       balance: how much longer the busiest device of a step computes than the mean of all.
     """
@@ -82,7 +82,7 @@ class Cost:
     balance: float
 
 
-def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str = "contiguous") -> Cost:
+def cost(problem: Sizes, ring_devices: int, heads_devices: int = 1, order: str = "contiguous") -> Cost:
     """Of the ring (heads_devices = 1), the exchange of heads (ring_devices = 1), or both."""
     p, n, u = problem, ring_devices, heads_devices
     rows, columns = p.batch * p.rows / (n * u), p.batch * p.columns / (n * u)  # of a device
@@ -95,8 +95,8 @@ def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str
     if u > 1:
         keys *= max(u / max(p.key_heads, 1), 1)  # fewer heads than devices are sent more than once
         exchanged = (query + keys + out) * (u - 1) / u
-        exchanged_lse = row_sums * (u - 1) / u  # nobody asks for its gradient, as a rule
-        copies = out if wide == 1 else query + keys + out  # in float32 an exchange writes what is computed with
+        exchanged_lse = row_sums * (u - 1) / u  # its gradient is seldom asked for
+        copies = out if wide == 1 else query + keys + out  # in float32 its results are the wide copies
     wide_copies = ahead = wide * (query + keys + out)
     behind = 2 * wide_copies
     if n > 1:  # keys that are held and that arrive, and sums
@@ -142,9 +142,9 @@ class Machine:
 
 
 def seconds(
-    problem: Problem, cost: Cost, devices: int, exchanges: bool, machine: Machine, backward: bool = False
+    problem: Sizes, cost: Cost, devices: int, exchanges: bool, machine: Machine, backward: bool = False
 ) -> float:
-    """Time of one pass: what the ring sends is hidden behind arithmetic, an exchange of heads is not."""
+    """Time of one pass: keys that travel a ring hide behind arithmetic, an exchange of heads does not."""
     compute = problem.operations(backward) / devices * cost.balance / machine.operations
     sent = cost.backward_bytes if backward else cost.forward_bytes
     messages = (cost.steps - 1 + 4 * exchanges) * machine.latency
@@ -164,7 +164,7 @@ def human(size: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class FormChoice:
     """Which form is taken over a number of devices, and why not another.
 
     Attributes:
@@ -181,12 +181,12 @@ class Choice:
         return "\n".join(f"{'->' if name == self.form else '  '} {name}: {why}" for name, why in self.reasons.items())
 
 
-def choose(problem: Problem, devices: int, order: str, machine: Machine, heads_devices: int | None = None) -> Choice:
+def choose(problem: Sizes, devices: int, order: str, machine: Machine, heads_devices: int | None = None) -> FormChoice:
     """The form that is done first on paper, forward and backward.
 
     Args:
       devices: all that the sequence is split over.
-      order: of the tokens. In zigzag order only the ring knows what to do.
+      order: of the tokens; an exchange of heads alone takes none but the contiguous one.
       heads_devices: how many of them are on a mesh axis of their own for heads; then both axes are used.
     """
     candidates: dict[Form, tuple[int, int]] = {"ring": (devices, 1), "ulysses": (1, devices)}
@@ -211,7 +211,7 @@ def choose(problem: Problem, devices: int, order: str, machine: Machine, heads_d
     if not times:
         raise ValueError("; ".join(f"{form}: {why}" for form, why in reasons.items()))
     fastest = min(times, key=lambda form: times[form])
-    return Choice(fastest, candidates[fastest], reasons)
+    return FormChoice(fastest, candidates[fastest], reasons)
 
 
 def explain_context_parallel(
@@ -226,7 +226,7 @@ def explain_context_parallel(
     order: Order = "contiguous",
     machine: Machine | None = None,
     **keywords: Unpack[api._Keywords[api.AbstractArray]],
-) -> Choice:
+) -> FormChoice:
     """Which form `context_parallel_attention` takes for whole arrays, and why, with the bytes that are sent.
 
     Args:
@@ -236,7 +236,7 @@ def explain_context_parallel(
       order, machine: as in `context_parallel_attention`.
 
     Returns:
-      A `Choice`; print it.
+      A `FormChoice`; print it.
 
     Raises:
       ValueError, TypeError: as `dot_product_attention`; also where no form fits.
@@ -251,7 +251,7 @@ def explain_context_parallel(
     return choose(_sizes(spec, operands), devices, order, Machine.of(machine), heads_devices)
 
 
-def chosen(arguments: dict[str, Any], layout: layouts.Layout, machine: Machine | None) -> Choice:
+def chosen(arguments: dict[str, Any], layout: layouts.Layout, machine: Machine | None) -> FormChoice:
     """The form over the axis of a ring, for what a device holds, or with a mesh for whole arrays."""
     layouts.refuse_quantised(layout.function, arguments)
     batch, heads, devices, _ = layout.sizes()
@@ -261,8 +261,8 @@ def chosen(arguments: dict[str, Any], layout: layouts.Layout, machine: Machine |
     return choose(problem, devices, layout.order, Machine.of(machine))
 
 
-def _sizes(spec: Specification, o: Operands, parts: int = 1, batch_parts: int = 1, head_parts: int = 1) -> Problem:
+def _sizes(spec: Specification, o: Operands, parts: int = 1, batch_parts: int = 1, head_parts: int = 1) -> Sizes:
     """One device's batch rows and heads, of the whole sequences of which the operands hold one of so many parts."""
     (b, t, n, h), (s, k, v) = o.query.shape, o.value.shape[1:]
     heads = n // head_parts, max(k // head_parts, 1)
-    return Problem(b // batch_parts, parts * t, parts * s, *heads, h, v, o.query.dtype.itemsize, spec)
+    return Sizes(b // batch_parts, parts * t, parts * s, *heads, h, v, o.query.dtype.itemsize, spec)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jax_mfa.typing import Float, Int32, Integer, Lists
 
 
-class _OverDevices(api._Features[ArrayLike], total=False):
+class _OfColumns(api._Features[ArrayLike], total=False):
     """The keyword arguments that the type of the result does not depend on."""
 
     axis_name: Required[Any]
@@ -40,7 +40,7 @@ def sharded_decode_attention(
     lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     return_residual: Literal[False] = False,
-    **keywords: Unpack[_OverDevices],
+    **keywords: Unpack[_OfColumns],
 ) -> Float[Array, "*B T N V"]: ...
 @overload
 def sharded_decode_attention(
@@ -50,7 +50,7 @@ def sharded_decode_attention(
     lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     return_residual: Literal[True],
-    **keywords: Unpack[_OverDevices],
+    **keywords: Unpack[_OfColumns],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def sharded_decode_attention(
     query: Float[ArrayLike, "*B T N H"],
@@ -66,7 +66,7 @@ def sharded_decode_attention(
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """`decode_attention` with a cache whose columns are split over the devices of a mesh axis, in order.
 
-    Each device reads its own columns; what they find is merged in float32 by one all-reduce of `devices · (V + 2)`
+    Each device reads its own columns; partial results are merged in float32 by one all-reduce of `devices · (V + 2)`
     numbers for each row and head. Every device has the queries, and gets the result.
 
     Args:
@@ -132,7 +132,7 @@ def _of_own_columns(
     visible = {"query_offset": filled - tokens - first, "key_value_seq_lengths": jnp.clip(filled - first, 0, columns)}
     spec, operands = specify(query, key, value, is_causal=True, **visible, **keywords)
     acc = accumulation_dtype(operands.query.dtype)
-    if 0 in (*rows, columns):  # nobody looks, or there is nothing to see
+    if 0 in (*rows, columns):  # no rows, or no columns
         return jnp.zeros((*rows, v), operands.query.dtype), jnp.full(rows, -jnp.inf, acc)
     if operands.dropout is not None:  # rows count from 0 on, as on one device
         operands = operands._replace(dropout=counted_from(operands.dropout, column=first))
@@ -149,7 +149,7 @@ def _of_own_columns(
 
 
 def _differentiable(out: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array, Array]:
-    """The same numbers, of which the sum has the derivative: a row's maximum and sum have none of their own."""
+    """A partial result whose sums have the derivative of the log-sum-exp; else maximum and sum of a row have none."""
     lse = partial.log_sum_exp(row_max, row_sum)
     lse = jnp.where(jnp.isfinite(lse), lse, 0)
     return out, lax.stop_gradient(row_max), lax.stop_gradient(row_sum) * jnp.exp(lse - lax.stop_gradient(lse))
@@ -165,7 +165,7 @@ def sharded_append(
     axis_name: Any,
     mesh: Any = None,
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K V"], Int32[Array, "*B"]]:
-    """`cache.append` to a cache whose columns are split over the devices of a mesh axis: each writes what falls to it.
+    """`cache.append` to a cache whose columns are split over the devices of a mesh axis: each writes its own.
 
     Args:
       key_cache, value_cache: `[B, S, K, H]` and `[B, S, K, V]`; within `shard_map` a device's columns, with `mesh`

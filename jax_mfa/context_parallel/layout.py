@@ -1,4 +1,4 @@
-"""How a sequence lies on the devices of a mesh, and an error that names the argument for what does not fit.
+"""How a sequence lies on the devices of a mesh, and errors that name the argument where it does not fit.
 
 Tokens have one of two orders. *contiguous*: device i of n holds part i of n. Under causality the last device then has n
 times the work of the first. *zigzag*: of 2n parts device i holds parts i and 2n − 1 − i, so that all have the same work
@@ -112,7 +112,7 @@ def zigzag(x: Shaped[ArrayLike, "*shape"], devices: int, axis: int = 1) -> Shape
       axis: of tokens.
 
     Returns:
-      of the shape and dtype of x; of numpy for what is of numpy.
+      of the shape and dtype of x; a numpy array for one of numpy.
 
     Raises:
       ValueError: where the length is no multiple of 2 · devices.

@@ -182,7 +182,7 @@ class _Pair:
         here = Operands(**{name: self.cut(name, x) for name, x in o._asdict().items()})
         length = lambda x, start, most: None if x is None else jnp.clip(x - start(), 0, most)
         offset = None
-        if spec.band != (None, None) or o.alibi_slopes is not None:  # else nothing asks where rows and columns stand
+        if spec.band != (None, None) or o.alibi_slopes is not None:  # else positions do not matter
             offset = (spec.query_offset if o.query_offset is None else o.query_offset) + (row() - column())
             offset = jnp.asarray(offset, jnp.int32).reshape(-1)
         here = here._replace(
@@ -244,7 +244,7 @@ def _around(
     passengers = _zeros(o, following)
     if schedule.start:
         travelling = send(travelling, schedule.start)
-    if hops == 1:  # nobody is on the way to the first stop
+    if hops == 1:  # no sums travel to the first stop
         arriving = send(travelling, 1)
         passengers, state = stop(0, travelling, passengers, state)
         travelling = arriving
@@ -318,7 +318,7 @@ def backward(
 def tangent(
     ring: Ring, operands: Operands, results: Any, wanted: tuple[str, ...], tangents: Any, differentiate: Compute
 ) -> tuple[Any, Any]:
-    """What output and log-sum-exp change by where the operands named in `wanted` change by `tangents`.
+    """The changes of output and log-sum-exp where the operands named in `wanted` change by `tangents`.
 
     Both are sums over the columns once the maxima and sums of whole rows are known, so each part adds its share.
 
