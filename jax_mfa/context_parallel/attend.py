@@ -41,9 +41,9 @@ def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Array, A
     operands = compat.vary(operands, axes)
     if heads_axis is None:
         return _whole_or_ring(ring, operands)
-    exchange = Exchange(heads_axis, lax.psum(1, heads_axis), ring.spec.mask_block)
-    out, lse = _whole_or_ring(ring, exchange.operands(operands))
-    return exchange.rows(out), exchange.rows(lse)
+    out, lse = _whole_or_ring(ring, _rows_for_heads(operands, heads_axis, ring.spec.mask_block))
+    back = functools.partial(lax.all_to_all, axis_name=heads_axis, split_axis=1, concat_axis=2, tiled=True)
+    return back(out), back(lse)
 
 
 def _whole_or_ring(ring: Ring, o: Operands) -> tuple[Array, Array]:
@@ -158,49 +158,33 @@ compat.register_with_shard_map(ring_tangent_p)
 # --- rows for heads
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """An exchange of rows for heads over a mesh axis: of its part of the rows a device has all heads, and gets all
-    parts' rows of its own share of the heads (DeepSpeed Ulysses, arXiv:2309.14509, section 3).
+def _rows_for_heads(o: Operands, axis: Any, mask_block: tuple[int, int] | None) -> Operands:
+    """Operands with a device's rows of all heads as those with all rows of a device's share of the heads.
 
-    Attributes:
-      axis: of the mesh.
-      devices: along it.
-      mask_block: rows and columns of an entry of the block mask, None without one.
+    The devices of a mesh axis exchange them (DeepSpeed Ulysses, arXiv:2309.14509, section 3).
     """
+    devices, rows = lax.psum(1, axis), o.query.shape[1]
+    own_rows = {"T": rows, "t": rows // (mask_block or (1, 1))[0]}
+    if o.key.shape[2] % devices:  # fewer key heads than devices are sent more than once
+        key, value = (jnp.repeat(x, devices // x.shape[2], axis=2) for x in (o.key, o.value))
+        o = o._replace(key=key, value=value)
 
-    axis: Any
-    devices: int
-    mask_block: tuple[int, int] | None
-
-    def rows(self, x: Any) -> Any:
-        """`[B, all T, own N, ...]` as `[B, own T, all N, ...]`."""
-        return lax.all_to_all(x, self.axis, 1, 2, tiled=True)
-
-    def operands(self, o: Operands) -> Operands:
-        """`[B, own T, all N, ...]` as `[B, all T, own N, ...]`, of each operand what it has of these."""
-        if o.key.shape[2] % self.devices:  # fewer key heads than devices are sent more than once
-            key, value = (jnp.repeat(x, self.devices // x.shape[2], axis=2) for x in (o.key, o.value))
-            o = o._replace(key=key, value=value)
-        rows = o.query.shape[1]
-        own_rows = {"T": rows, "t": rows // (self.mask_block or (1, 1))[0]}
-        exchanged = {name: self._exchanged(name, x, own_rows) for name, x in o._asdict().items() if x is not None}
-        return numbered(Operands(**exchanged), None, self.axis)
-
-    def _exchanged(self, name: str, x: Any, own_rows: dict[str, int]) -> Array:
-        """All tokens, and a device's share of the heads, where an array has any; one row or head may serve all."""
+    def exchanged(name: str, x: Any) -> Array:
         letters, whole = AXES[name], name in ("query", "key", "value")
         tokens, heads = (next((i for i, x in enumerate(letters) if x in kind), 0) for kind in ("TtS", "NK"))
         by_row = tokens and x.shape[tokens] == own_rows.get(letters[tokens], x.shape[tokens])
-        by_head = heads and (x.shape[heads] > 1 or whole)
+        by_head = heads and (x.shape[heads] > 1 or whole)  # else one row, or head, serves all
         if by_row and by_head:
-            return lax.all_to_all(x, self.axis, heads, tokens, tiled=True)
+            return lax.all_to_all(x, axis, heads, tokens, tiled=True)
         if by_row:
-            return lax.all_gather(x, self.axis, axis=tokens, tiled=True)
+            return lax.all_gather(x, axis, axis=tokens, tiled=True)
         if by_head:
-            size = x.shape[heads] // self.devices
-            return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, heads)
+            size = x.shape[heads] // devices
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, heads)
         return x
+
+    arrays, names = pack(o)
+    return numbered(unpack(tuple(map(exchanged, names, arrays)), names), None, axis)
 
 
 def numbered(operands: Operands, batch_axis: Any, head_axis: Any) -> Operands:
