@@ -15,9 +15,9 @@ from jax_mfa.context_parallel.api import (
     ring_attention,
     ulysses_attention,
 )
-from jax_mfa.context_parallel.choice import explain_context_parallel
+from jax_mfa.context_parallel.costs import explain_context_parallel
 from jax_mfa.context_parallel.decode import sharded_append, sharded_decode_attention
-from jax_mfa.context_parallel.order import unzigzag, zigzag
+from jax_mfa.context_parallel.layout import unzigzag, zigzag
 from jax_mfa.kv_cache import contiguous as cache
 from jax_mfa.kv_cache.page_book import OutOfPages, PageBook
 from jax_mfa.kv_cache.paged import paged_attention

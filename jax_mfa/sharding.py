@@ -174,7 +174,7 @@ class _Division:
             if "d_out" not in known:
                 return rings.forward(ring, operands, fun)
             rows = tuple(known[name] for name in names if name not in Operands._fields)
-            return rings.backward(ring, operands, rows, results, fun)
+            return rings.backward(ring, operands, rows[:3], results, rows[3:], fun)
 
         return run
 

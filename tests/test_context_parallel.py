@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mfa
 from jax_mfa import BlockMask
-from jax_mfa.context_parallel import order
+from jax_mfa.context_parallel import layout
 
 pytestmark = needs_eight_devices
 
@@ -190,7 +190,7 @@ FEATURES = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("ordered", order.ORDERS)
+@pytest.mark.parametrize("ordered", layout.ORDERS)
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_each_feature_over_each_number_of_devices(devices, ordered, name):
     """Parts of three tokens, six in zigzag order."""
@@ -414,10 +414,10 @@ def simulated(query, key, value, d_out, places):
     return out, d_q, d_k, d_v
 
 
-@pytest.mark.parametrize("ordered", order.ORDERS)
+@pytest.mark.parametrize("ordered", layout.ORDERS)
 def test_each_device_holds_what_the_published_ring_gives_it(ordered):
     devices = 4
-    places = np.stack([order.positions_of(ordered, devices, i, 6) for i in range(devices)])
+    places = np.stack([layout.positions_of(ordered, devices, i, 6) for i in range(devices)])
     *x, d_out = arrays(*[(24, 3, 8)] * 4)
     run = functools.partial(
         jax_mfa.ring_attention, mesh=mesh_of(devices), axis_name="ring", order=ordered, is_causal=True

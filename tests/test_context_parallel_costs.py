@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mfa
-from jax_mfa.context_parallel import costs, order
+from jax_mfa.context_parallel import costs, layout
 from jax_mfa.context_parallel.costs import Machine
 from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.problem import Specification
@@ -81,7 +81,7 @@ def test_nothing_is_gathered_and_memory_is_a_share(devices):
     memory = program.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert memory.argument_size_in_bytes == sum(a.size for a in x) * 4 // devices
-    problem = costs.Problem(1, n, n, 2, 1, 64, 64, 4, Specification(is_causal=True))
+    problem = costs.Sizes(1, n, n, 2, 1, 64, 64, 4, Specification(is_causal=True))
     assert total == pytest.approx(costs.cost(problem, devices, 1, "zigzag").backward_memory, rel=0.25)
 
 
@@ -94,13 +94,13 @@ def test_a_window_stops_the_ring(window):
     assert permuted(jaxpr)[0] == 2 * hops
 
 
-@pytest.mark.parametrize("ordered", order.ORDERS)
+@pytest.mark.parametrize("ordered", layout.ORDERS)
 @pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("window", [None, (5, 0)])
 def test_bytes_sent_are_those_of_the_formula(devices, ordered, window):
     spec = Specification(is_causal=True, window=window or (None, None))
     n = 4 * devices
-    wanted = costs.cost(costs.Problem(1, n, n, 2, 1, 8, 8, 2, spec), devices, 1, ordered)
+    wanted = costs.cost(costs.Sizes(1, n, n, 2, 1, 8, 8, 2, spec), devices, 1, ordered)
     facts = dict(ordered=ordered, dtype="bfloat16", is_causal=True, local_window_size=window)
     assert permuted(traced(devices, **facts)[0])[1] == wanted.forward_bytes
     assert permuted(traced(devices, True, **facts)[0])[1] == wanted.forward_bytes + wanted.backward_bytes
@@ -109,8 +109,8 @@ def test_bytes_sent_are_those_of_the_formula(devices, ordered, window):
 def test_zigzag_gives_every_device_the_same_work():
     devices, length = 8, 48
     work = {}
-    for ordered in order.ORDERS:
-        places = [order.positions_of(ordered, devices, i, length // devices) for i in range(devices)]
+    for ordered in layout.ORDERS:
+        places = [layout.positions_of(ordered, devices, i, length // devices) for i in range(devices)]
         np.testing.assert_array_equal(np.sort(np.concatenate(places)), np.arange(length))
         work[ordered] = [int((p + 1).sum()) for p in places]
     assert len(set(work["zigzag"])) == 1 and max(work["contiguous"]) > 10 * min(work["contiguous"])
@@ -124,7 +124,7 @@ def test_the_schedule_visits_all_that_is_seen_and_no_more():
     random = np.random.default_rng(0)
     for _ in range(40):
         devices, causal = int(random.integers(2, 9)), bool(random.integers(2))
-        ordered = order.ORDERS[random.integers(2)]
+        ordered = layout.ORDERS[random.integers(2)]
         rows, columns = 2 * int(random.integers(1, 4)), 2 * int(random.integers(1, 4))
         window = tuple(None if random.random() < 0.4 else int(random.integers(9)) for _ in range(2))
         offset = int(random.integers(-9, 9))
@@ -134,8 +134,8 @@ def test_the_schedule_visits_all_that_is_seen_and_no_more():
         needed = set()
         left, right = spec.band
         for i, j in np.ndindex(devices, devices):
-            row = order.positions_of(ordered, devices, i, rows)[:, None] + offset
-            column = order.positions_of(ordered, devices, j, columns)[None]
+            row = layout.positions_of(ordered, devices, i, rows)[:, None] + offset
+            column = layout.positions_of(ordered, devices, j, columns)[None]
             see = (left is None or column >= row - left) & (right is None or column <= row + right)
             if np.any(np.broadcast_to(see, (rows, columns))):
                 needed.add((i - j) % devices)
@@ -174,7 +174,7 @@ def test_the_part_of_scores_that_is_visible():
         left, right = spec.band
         distance = np.arange(s)[None] - np.arange(t)[:, None]
         see = (distance >= (-99 if left is None else -left)) & (distance <= (99 if right is None else right))
-        assert costs.Problem(1, t, s, 1, 1, 1, 1, 4, spec).visible == pytest.approx(see.mean())
+        assert costs.Sizes(1, t, s, 1, 1, 1, 1, 4, spec).visible == pytest.approx(see.mean())
 
 
 def test_the_choice_runs():
@@ -188,7 +188,7 @@ def test_the_choice_runs():
 
 def test_the_figures_on_paper_are_those_of_the_formulas():
     text = (pathlib.Path(__file__).parent.parent / "docs" / "context-parallel.md").read_text()
-    million = costs.Problem(1, 10**6, 10**6, 32, 8, 128, 128, 2, Specification(is_causal=True))
+    million = costs.Sizes(1, 10**6, 10**6, 32, 8, 128, 128, 2, Specification(is_causal=True))
     forms = {
         "ring": (8, 1, "contiguous"),
         "ring, zigzag": (8, 1, "zigzag"),

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mfa
 from jax_mfa import BlockMask, compat
-from jax_mfa.context_parallel import axes, order
+from jax_mfa.context_parallel import layout
 
 pytestmark = needs_eight_devices
 
@@ -219,7 +219,7 @@ def test_tokens_in_another_order_make_nan_where_they_are_traced():
             query, key, value, mesh=mesh, axis_name="ring", order="zigzag", positions=positions
         )
     )
-    right = order.zigzag_permutation(8, 2)
+    right = layout.permutation("zigzag", 8, 2)
     assert np.isfinite(run(right)).all()
     assert np.isnan(run(np.arange(8))).any()
 
@@ -230,7 +230,7 @@ def test_the_axis_is_looked_for_where_it_is_traced():
         ValueError, match="axis_name must name an axis of the mesh that this is traced over, got 'ring'"
     ):
         jax_mfa.ring_attention(query, key, value, axis_name="ring")
-    assert axes.mesh_axis_size(mesh_of(2, 4), ("ring", "heads"), "axis_name") == 8
+    assert layout.axis_size(("ring", "heads"), "axis_name", mesh_of(2, 4)) == 8
 
 
 def test_quantised_arrays_do_not_travel():

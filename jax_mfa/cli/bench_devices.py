@@ -23,7 +23,7 @@ from jax_mfa.cli import bench_models
 from jax_mfa.cli.bench_problems import TRAINING, Problem
 from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel.api import context_parallel_attention
-from jax_mfa.context_parallel.order import Order
+from jax_mfa.context_parallel.layout import Order
 from jax_mfa.problem import Specification
 
 FORMS: dict[str, tuple[Any, Order]] = {
@@ -85,7 +85,7 @@ def _row(
     p: Problem, mesh: Mesh, form: str, kind: str, arrays: list[jax.Array], implementation: str, rounds: int
 ) -> dict[str, Any]:
     sizes = (p.B, p.T, p.S, p.N, p.K, p.H, p.H, jnp.dtype(p.dtype).itemsize)
-    problem = costs.Problem(*sizes, Specification(is_causal=True))
+    problem = costs.Sizes(*sizes, Specification(is_causal=True))
     devices = mesh.size
     common: dict[str, Any] = {"is_causal": True, "implementation": implementation}
     attention: Callable[..., Any] = functools.partial(dot_product_attention, **common)

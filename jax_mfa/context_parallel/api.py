@@ -1,13 +1,12 @@
 """The public functions: attention whose sequences are split over the devices of a mesh.
 
-Each runs within `shard_map`, on what a device holds, or with `mesh=` on whole arrays, which it splits itself.
+Each runs within `shard_map` on a device's own arrays, or with `mesh=` on whole arrays, which it splits itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING, Any, Literal, Required, Unpack, overload
 
 import jax
@@ -23,13 +22,10 @@ from jax_mfa.arguments import specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.context_parallel import attend
 from jax_mfa.context_parallel import layout as layouts
-from jax_mfa.context_parallel import order as orders
-from jax_mfa.context_parallel.choice import Form, chosen, machine_or_usual
-from jax_mfa.context_parallel.costs import Machine
-from jax_mfa.context_parallel.layout import Layout
-from jax_mfa.context_parallel.order import Order
-from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.problem import MAX_POSITION
+from jax_mfa.context_parallel.costs import Form, Machine, chosen
+from jax_mfa.context_parallel.layout import Layout, Order
+from jax_mfa.context_parallel.ring import TRAVELLING, Ring
+from jax_mfa.problem import AXES, MAX_POSITION, Operands, Specification
 
 if TYPE_CHECKING:
     from jax_mfa.typing import Bool, Float, Integer
@@ -102,8 +98,8 @@ def ring_attention(
     no further than they are seen. Equal to `flash_attention` of the whole arrays, up to rounding: partial outputs are
     rounded to the query's dtype before they are merged in float32.
 
-    Within `shard_map` arrays are what a device holds, and lengths, offsets and ranges count the whole sequence. With
-    `mesh` they are whole arrays.
+    Within `shard_map` arrays are a device's own, and lengths, offsets and ranges count the whole sequence. With `mesh`
+    they are whole arrays.
 
     Args:
       query: `[B, T, N, H]`, with T = all queries / devices within `shard_map`.
@@ -133,9 +129,9 @@ def ring_attention(
         divide, keys that are not split as queries are, and positions that are not those of the order.
       NotImplementedError: where a named implementation cannot run the call.
     """
-    layout = Layout("ring_attention", axis_name, None, order, batch_axis, head_axis)
+    layout = Layout("ring_attention", axis_name, None, order, batch_axis, head_axis, mesh)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+    return _call(layout, implementation, positions, arguments, return_residual)
 
 
 @overload
@@ -188,9 +184,9 @@ def ulysses_attention(
     Returns, Raises:
       as there; also ValueError where the heads do not divide.
     """
-    layout = Layout("ulysses_attention", None, axis_name, "contiguous", batch_axis, head_axis)
+    layout = Layout("ulysses_attention", None, axis_name, "contiguous", batch_axis, head_axis, mesh)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+    return _call(layout, implementation, positions, arguments, return_residual)
 
 
 @overload
@@ -248,31 +244,32 @@ def context_parallel_attention(
     Returns, Raises:
       as there; also ValueError for a form that does not fit the axes.
     """
-    pair = _is_pair(axis_name)
-    forms: tuple[Form, ...] = ("hybrid",) if pair else ("ring", "ulysses")
+    ring, heads = _ring_and_heads(axis_name)
+    forms: tuple[Form, ...] = ("hybrid",) if isinstance(axis_name, (tuple, list)) else ("ring", "ulysses")
     if form is not None and (not isinstance(form, str) or form not in forms):
         raise ValueError(f"form must be None or one of {forms} for axis_name = {axis_name!r}, got {checks.seen(form)}")
-    if machine is not None:
-        machine_or_usual(machine)
+    Machine.of(machine)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    if form is None:
-        form = forms[0] if pair else chosen(axis_name, mesh, order, machine, head_axis, batch_axis, arguments).form
-    ring, heads = axis_name if pair else (axis_name, None) if form == "ring" else (None, axis_name)
-    layout = Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis)
-    return _call(layout, arguments, mesh, positions, implementation, return_residual)
+    layout = Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis, mesh)
+    if form is None and len(forms) > 1:
+        form = chosen(arguments, layout, machine).form
+    if form == "ulysses":
+        layout = dataclasses.replace(layout, ring=None, heads=ring)
+    return _call(layout, implementation, positions, arguments, return_residual)
 
 
-def _is_pair(axis_name: Any) -> bool:
-    """Whether these are two mesh axes, of a ring and of heads."""
-    pair = isinstance(axis_name, (tuple, list))
-    if pair and len(axis_name) != 2:
+def _ring_and_heads(axis_name: Any) -> tuple[Any, Any]:
+    """The mesh axes of the ring and of the exchange of heads, which is None for a single axis."""
+    if not isinstance(axis_name, (tuple, list)):
+        return axis_name, None
+    if len(axis_name) != 2:
         raise ValueError(f"axis_name must be a mesh axis or a pair (ring, heads) of them, got {axis_name!r}")
-    return pair
+    return axis_name[0], axis_name[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSharding:
-    """How `context_parallel_attention` finds a sequence split, for what calls it by one argument, such as a module.
+    """How `context_parallel_attention` finds a sequence split, for callers that hold it as one value, such as modules.
 
     Attributes:
       axis_name, form, order, mesh, batch_axis, head_axis: as there.
@@ -296,154 +293,111 @@ class SequenceSharding:
 
     def attend(self, *args: Any, **keywords: Any) -> Any:
         """`context_parallel_attention` of these arguments."""
-        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return context_parallel_attention(*args, **{**facts, **keywords})
+        return context_parallel_attention(*args, **{**vars(self), **keywords})
 
     def positions(self, length: int) -> Any:
         """The positions of the tokens that a device holds, int32 `[length]`; with a mesh those of all tokens."""
-        ring, heads = self.axis_name if _is_pair(self.axis_name) else (self.axis_name, None)
-        layout = Layout("SequenceSharding", ring, heads, self.order, self.batch_axis, self.head_axis)
-        checks.integer("length", length, 0, MAX_POSITION)
-        if self.mesh is None:
-            return layout.own_positions(length)
-        return jnp.asarray(orders.permutation(self.order, length, layout.sizes(self.mesh)[0]), jnp.int32)
+        axes = _ring_and_heads(self.axis_name)
+        layout = Layout("SequenceSharding", *axes, self.order, self.batch_axis, self.head_axis, self.mesh)
+        return jnp.asarray(layout.positions(checks.integer("length", length, 0, MAX_POSITION)), jnp.int32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --- calls with a device's own arrays, and with whole arrays
 
 
-def _call(
-    layout: Layout,
-    arguments: dict[str, Any],
-    mesh: Any,
-    positions: Any,
-    implementation: Implementation | None,
-    return_residual: bool,
-) -> Any:
-    api._refuse_unknown(layout.function, {k: x for k, x in arguments.items() if k not in _ARRAYS}, {})
-    api.names_of(implementation)  # what is no name is said first
-    layouts.refuse_quantised(layout.function, **arguments)
+def _call(layout: Layout, implementation: Any, positions: Any, arguments: dict[str, Any], return_residual: bool) -> Any:
+    arrays = ("query", "key", "value", "bias", "mask")
+    api._refuse_unknown(layout.function, {name: x for name, x in arguments.items() if name not in arrays}, {})
+    api.names_of(implementation)  # refuses unknown names before arrays are looked at
+    layouts.refuse_quantised(layout.function, arguments)
     checks.boolean("return_residual", return_residual)
-    if mesh is None:
-        out, lse = _of_own_share(layout, arguments, positions, implementation)
-    else:
-        out, lse = _of_whole_arrays(layout, mesh, arguments, positions, implementation)
+    run = _of_own_share if layout.mesh is None else _of_whole_arrays
+    out, lse = run(layout, implementation, positions, **arguments)
     return (out, lse) if return_residual else out
 
 
-_ARRAYS = ("query", "key", "value", "bias", "mask")
+def _of_own_share(layout: Layout, implementation: Any, positions: Any, **arguments: Any) -> tuple[Array, Array]:
+    """Output and log-sum-exp of a device's own arrays."""
+    *_, ring, heads = layout.sizes()
+    layout.check_that_keys_are_split(arguments)
+    spec, operands = specify(**arguments, parts=ring * heads)
+    t, s = operands.query.shape[1], operands.key.shape[1]
+    layout.check_lengths(ring * heads * t, ring * heads * s, spec.mask_block)
+    layout.check_heads(operands.query.shape[2], operands.key.shape[2])
+    taken = decided(layout.function, implementation, spec, operands)
+    operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
+    out, lse = attend.attention(Ring(spec, layout.ring, ring, layout.order, taken), layout.heads, operands)
+    if positions is not None:
+        right = layout.has_positions(positions, t)
+        out, lse = (jnp.where(right, x, jnp.asarray(jnp.nan, x.dtype)) for x in (out, lse))
+    rows, v = np.shape(arguments["query"])[:-1], np.shape(arguments["value"])[-1]
+    return out[..., :v].reshape(*rows, v), lse.reshape(rows)
+
+
+def decided(function: str, implementation: Any, spec: Specification, operands: Operands) -> str | None:
+    """The implementation to take, None where lowering decides. Refuses the reference, which keeps nothing to merge."""
+    taken = api._decided(implementation, spec, operands)
+    if taken == "reference":
+        raise NotImplementedError(
+            f"implementation={implementation!r} cannot run {function}: the reference keeps nothing to merge"
+        )
+    return taken
+
+
 _STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate")
 
 
-def _of_own_share(
-    layout: Layout, arguments: dict[str, Any], positions: Any, implementation: Implementation | None
-) -> tuple[Array, Array]:
-    """Output and log-sum-exp of what one device holds."""
-    sizes = layout.sizes()
-    layouts.check_that_keys_are_split(layout, arguments)
-    parts = math.prod(sizes)
-    spec, operands = specify(**arguments, parts=parts)
-    t, s = operands.query.shape[1], operands.key.shape[1]
-    layouts.check_lengths(layout, sizes, parts * t, parts * s)
-    layouts.check_heads(layout, sizes[1], operands)
-    layouts.check_blocks(layout, sizes, spec.mask_block, t, s)
-    chosen = layouts.decided(layout.function, implementation, spec, operands)
-    operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
-    ring = Ring(spec, layout.ring, sizes[0], layout.order, chosen)
-    out, lse = attend.attention(ring, layout.heads, operands)
-    shape = np.shape(arguments["query"])[:-1]
-    out = out[..., : np.shape(arguments["value"])[-1]]
+def _of_whole_arrays(layout: Layout, implementation: Any, positions: Any, **arguments: Any) -> tuple[Array, Array]:
+    """Output and log-sum-exp of whole arrays, each of which is split as its axes say."""
+    layout.sizes()  # refuses unknown axes before arrays are looked at
+    spec, _ = specify_abstract(**arguments)  # finds faults of values, which are known only here
+    *lead, t, _, _ = np.shape(arguments["query"])
+    layout.check_lengths(t, np.shape(arguments["key"])[-3], spec.mask_block)
     if positions is not None:
-        right = layouts.in_order(layout, positions, t)
-        out, lse = (jnp.where(right, x, jnp.asarray(jnp.nan, x.dtype)) for x in (out, lse))
-    return out.reshape(*shape, out.shape[-1]), lse.reshape(shape)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole arrays
-
-
-def _of_whole_arrays(
-    layout: Layout, mesh: Any, arguments: dict[str, Any], positions: Any, implementation: Implementation | None
-) -> Any:
-    sizes = layout.sizes(mesh)
-    query, key = arguments["query"], arguments["key"]
-    spec, _ = specify_abstract(**arguments)  # says what is wrong with them, as long as values are known
-    t, s = np.shape(query)[-3], np.shape(key)[-3]
-    layouts.check_lengths(layout, sizes, t, s)
-    layouts.check_blocks(layout, sizes, spec.mask_block, *(x // math.prod(sizes) for x in (t, s)))
-    if positions is not None:
-        layouts.in_order(layout, positions, t, sizes[0])
-    arguments = {name: x for name, x in {**arguments, "positions": positions}.items() if x is not None}
-    lead = np.shape(query)[:-3]
-    placed, specs, static = {}, {}, []
-    for name, x in arguments.items():
-        if name in _STATIC:
-            x = tuple(x) if isinstance(x, list) else x
-        elif isinstance(x, (list, tuple)):
-            x = jnp.asarray(x)
-        if name not in _STATIC and (hasattr(x, "dtype") or isinstance(x, BlockMask)):
-            placed[name] = x
-            specs[name] = jax.tree.map(functools.partial(_split, layout, name, lead), x)
-        else:
-            static.append((name, x))
-    rows = _split(layout, "query", lead, query)
-    leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return _program(layout, mesh, tuple(static), tree, tuple(leaves), rows, implementation)(placed)
+        layout.has_positions(positions, t)
+    static: dict[str, Any] = {}
+    placed: dict[str, Any] = {}
+    for name, x in {**arguments, "positions": positions}.items():
+        if isinstance(x, (list, tuple)):
+            x = tuple(x) if name in _STATIC else jnp.asarray(x)
+        is_array = name not in _STATIC and (hasattr(x, "dtype") or isinstance(x, BlockMask))
+        (placed if is_array else static)[name] = x
+    specs = tuple((name, _split(layout, name, lead, np.shape(getattr(x, "blocks", x)))) for name, x in placed.items())
+    return _program(layout, implementation, tuple(static.items()), specs)(placed)
 
 
 @functools.lru_cache(maxsize=256)
-def _program(
-    layout: Layout,
-    mesh: Any,
-    static: tuple[Any, ...],
-    tree: Any,
-    specs: tuple[Any, ...],
-    rows: PartitionSpec,
-    implementation: Implementation | None,
-) -> Any:
+def _program(layout: Layout, implementation: Any, static: tuple[Any, ...], specs: tuple[Any, ...]) -> Any:
     """A jitted function of arrays by name, kept so that calls outside of `jit` need not compile each time."""
-
-    def run(placed: Any) -> tuple[Array, Array]:
-        arguments = {**dict(static), **placed}
-        return _of_own_share(layout, arguments, arguments.pop("positions", None), implementation)
-
-    specs = jax.tree.unflatten(tree, specs)
-    return jax.jit(compat.shard_map(run, mesh, (specs,), (rows, PartitionSpec(*rows[:-1]))))
+    own, split = dataclasses.replace(layout, mesh=None), dict(specs)
+    run = lambda placed: _of_own_share(own, implementation, **dict(static), **placed)
+    rows = split["query"]
+    return jax.jit(compat.shard_map(run, layout.mesh, (split,), (rows, PartitionSpec(*rows[:-1]))))
 
 
-# what the last axes of an argument are: r rows and c columns of the sequence, n heads, x anything that is not split;
-# an argument of size 1 along them serves all
-_AXES_OF = {
-    "query": "rnx",
-    "key": "cnx",
-    "value": "cnx",
-    "bias": "nrx",
-    "mask": "nrx",
-    "block_mask": "nrx",
-    "query_seq_lengths": "",
-    "key_value_seq_lengths": "",
-    "query_offset": "",
-    "alibi_slopes": "n",
-    "sinks": "n",
-    "query_segment_ids": "r",
-    "key_value_segment_ids": "c",
-    "key_value_ranges": "rx",
-    "positions": "r",
+# names of operands, for arguments that are called otherwise
+_OPERANDS = {
+    "query_seq_lengths": "query_lengths",
+    "key_value_seq_lengths": "key_lengths",
+    "key_value_segment_ids": "key_segment_ids",
+    "key_value_ranges": "key_ranges",
+    "positions": "query_segment_ids",  # also an integer of each row
 }
 
 
-def _split(layout: Layout, name: str, lead: tuple[int, ...], x: Any) -> PartitionSpec:
-    """How an argument is split over the mesh."""
-    shape = np.shape(x)
-    if name not in _AXES_OF:
+def _split(layout: Layout, name: str, lead: list[int], shape: tuple[int, ...]) -> PartitionSpec:
+    """How an argument is split over the mesh, by the letters of its last axes; an axis of size 1 serves all devices."""
+    operand = _OPERANDS.get(name, name)
+    if operand not in AXES or not shape:
         return PartitionSpec()
-    letters = _AXES_OF[name][-len(shape) :] if shape and _AXES_OF[name] else ""
+    letters = AXES[operand][1:][-len(shape) :]
     entries: list[Any] = [None] * (len(shape) - len(letters))
     if entries and len(entries) == len(lead) and shape[0] == lead[0] > 1:
         entries[0] = layout.batch_axis
-    whole = name in ("query", "key", "value")  # what is too short there is an error, and never shared
-    for letter, size in zip(letters, shape[len(entries) :]):
-        axis = {"r": layout.sequence, "c": layout.sequence, "n": layout.head_axis, "x": None}[letter]
-        entries.append(axis if size > 1 or whole else None)
+    along = {**dict.fromkeys("Tt", layout.sequence), **dict.fromkeys("NK", layout.head_axis)}
+    if operand in TRAVELLING:
+        along["S"] = layout.sequence
+    whole = name in ("query", "key", "value")  # an axis that is too short there is an error, and never shared
+    sizes = shape[len(entries) :]
+    entries += [along.get(letter) if size > 1 or whole else None for letter, size in zip(letters, sizes)]
     return PartitionSpec(*entries)

@@ -1,21 +1,32 @@
-"""What attention over several devices costs, on paper: bytes sent, memory, arithmetic, and time from these.
+"""Costs of attention over several devices on paper: bytes sent, memory, arithmetic and time; and the fastest form.
 
-All counts are for one device and one call. `python -m jax_mfa bench --devices` prints them beside what was measured.
+All counts are for one device and one call. `python -m jax_mfa bench --devices` prints them beside measurements.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
-from jax_mfa.context_parallel.ring import Ring, Schedule
-from jax_mfa.problem import Specification
+import jax
 
+from jax_mfa import api, checks
+from jax_mfa.arguments import specify, specify_abstract
+from jax_mfa.context_parallel import layout as layouts
+from jax_mfa.context_parallel.layout import Order
+from jax_mfa.context_parallel.ring import Ring
+from jax_mfa.problem import Operands, Specification
+
+if TYPE_CHECKING:
+    from jax_mfa.typing import Bias, Float, Mask
+
+Form: TypeAlias = Literal["ring", "ulysses", "hybrid"]
 ACCUMULATOR = 4  # bytes of a float32
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Sizes:
     """A problem's sizes, of the whole sequence: B, T, S, N, K, H, V as everywhere, and bytes of an element."""
 
     batch: int
@@ -31,29 +42,20 @@ class Problem:
     @property
     def visible(self) -> float:
         """The part of all scores that causality and window leave, without an offset."""
-        left, right = self.spec.band
-        t, s = self.rows, self.columns
-        inside = lambda d: _sum_of_minima(t, s, d)  # columns before position t + d, over all rows
-        before = 0 if left is None else inside(-left)
-        until = t * s if right is None else inside(right + 1)
+        (left, right), t, s = self.spec.band, self.rows, self.columns
+        before = 0 if left is None else _sum_of_minima(t, s, -left)
+        until = t * s if right is None else _sum_of_minima(t, s, right + 1)
         return max(until - before, 0) / max(t * s, 1)
 
-    @property
-    def forward_operations(self) -> float:
-        """Of all devices together: two for each multiply-add of the two products."""
-        return (
-            2.0 * self.batch * self.heads * self.rows * self.columns * (self.head_size + self.value_size) * self.visible
-        )
-
-    @property
-    def backward_operations(self) -> float:
-        """As `blockwise` does it: five products."""
-        scale = (3 * self.head_size + 2 * self.value_size) / (self.head_size + self.value_size)
-        return self.forward_operations * scale
+    def operations(self, backward: bool = False) -> float:
+        """Of all devices together: two for each multiply-add of two products, backward of five, as in `blockwise`."""
+        h, v = self.head_size, self.value_size
+        sizes = 3 * h + 2 * v if backward else h + v
+        return 2.0 * self.batch * self.heads * self.rows * self.columns * sizes * self.visible
 
 
 def _sum_of_minima(rows: int, columns: int, shift: int) -> int:
-    """Σ over t < rows of t + shift, kept within 0..columns."""
+    """Σ over t < rows of t + shift, kept within 0..columns: the columns before position t + shift, over all rows."""
     first = min(max(-shift, 0), rows)  # rows before see none
     full = min(max(columns - shift, first), rows)  # rows from there on see all
     count = full - first
@@ -67,7 +69,7 @@ class Cost:
     Attributes:
       forward_bytes, backward_bytes: sent.
       forward_memory, backward_memory: bytes that are kept in a pass forward, and forward and back: arguments, results,
-        what arrives and float32 sums, and the float32 layouts of `blockwise`; its tiles of scores come on top.
+        arriving keys and float32 sums, and the float32 layouts of `blockwise`; its tiles of scores come on top.
       steps: stops of the keys; 1 without a ring.
       balance: how much longer the busiest device of a step computes than the mean of all.
     """
@@ -80,61 +82,41 @@ class Cost:
     balance: float
 
 
-def cost(problem: Problem, ring_devices: int, heads_devices: int = 1, order: str = "contiguous") -> Cost:
+def cost(problem: Sizes, ring_devices: int, heads_devices: int = 1, order: str = "contiguous") -> Cost:
     """Of the ring (heads_devices = 1), the exchange of heads (ring_devices = 1), or both."""
     p, n, u = problem, ring_devices, heads_devices
     rows, columns = p.batch * p.rows / (n * u), p.batch * p.columns / (n * u)  # of a device
     query, out = (rows * p.heads * size * p.itemsize for size in (p.head_size, p.value_size))
     keys = columns * p.key_heads * (p.head_size + p.value_size) * p.itemsize
+    row_sums = ACCUMULATOR * rows * p.heads
     arguments = query + keys + out
-    exchanged = exchanged_lse = 0.0
+    wide = ACCUMULATOR / p.itemsize
+    exchanged = exchanged_lse = copies = 0.0
     if u > 1:
         keys *= max(u / max(p.key_heads, 1), 1)  # fewer heads than devices are sent more than once
         exchanged = (query + keys + out) * (u - 1) / u
-        exchanged_lse = ACCUMULATOR * rows * p.heads * (u - 1) / u  # nobody asks for its gradient, as a rule
-    schedule = _schedule(p, n, u, order)
-    travelling = keys * schedule.permutes
-    wide = ACCUMULATOR / p.itemsize
-    sums = wide * keys * passengers(schedule, n)
-    row_sums = ACCUMULATOR * rows * p.heads
-    layouts = wide * (query + keys + out)
-    # in float32 an exchange writes the layout that is computed with
-    copies = 0 if u == 1 else out if wide == 1 else query + keys + out
-    ahead = behind = 0.0
-    if n > 1:  # what is held and what arrives, and sums
-        ahead = 2 * keys + wide * out + layouts / (2 if order == "zigzag" else 1)
-        behind = 2 * keys + 3 * wide * keys + wide * query + layouts
-    else:
-        ahead, behind = layouts, 2 * layouts
+        exchanged_lse = row_sums * (u - 1) / u  # its gradient is seldom asked for
+        copies = out if wide == 1 else query + keys + out  # in float32 its results are the wide copies
+    wide_copies = ahead = wide * (query + keys + out)
+    behind = 2 * wide_copies
+    if n > 1:  # keys that are held and that arrive, and sums
+        ahead = 2 * keys + wide * out + wide_copies / layouts.chunks_of(order)
+        behind = 2 * keys + wide * (3 * keys + query) + wide_copies
+    schedule = Ring(p.spec, None, n, order).schedule(p.rows // n, p.columns // n)
+    hops, travelling = schedule.hops, keys * schedule.permutes
+    sums_sent = hops + (hops > 1) + ((schedule.start + hops) % n != 0)  # with the keys, to the last stop, and home
+    balance = 1.0
+    if n > 1 and order != "zigzag" and p.spec.band[1] is not None:  # causality alone is uneven
+        # at each step some device computes all of its scores, but for the first, where all see half of theirs
+        balance = (hops + 0.5) / max(p.visible * n, 1e-9)
     return Cost(
         forward_bytes=exchanged + exchanged_lse + travelling,
-        backward_bytes=exchanged + travelling + sums,
+        backward_bytes=exchanged + travelling + wide * keys * sums_sent,
         forward_memory=arguments + copies + ahead + 2 * row_sums,
         backward_memory=2 * arguments + 2 * copies + behind + 4 * row_sums,
-        steps=schedule.hops + 1,
-        balance=_balance(p, n, schedule, order),
+        steps=hops + 1,
+        balance=balance,
     )
-
-
-def passengers(schedule: Schedule, devices: int) -> int:
-    """How often the sums of gradients are sent in the backward pass."""
-    hops = schedule.hops
-    way_home = int((schedule.start + hops) % devices != 0)
-    return (hops if hops < 2 else hops + 1) + way_home
-
-
-def _schedule(p: Problem, devices: int, heads_devices: int, order: str) -> Schedule:
-    if devices == 1:
-        return Schedule(0, 0)
-    return Ring(p.spec, None, devices, order).schedule(p.rows // devices, p.columns // devices)
-
-
-def _balance(p: Problem, devices: int, schedule: Schedule, order: str) -> float:
-    """Steps of the busiest device over the mean; causality alone is uneven."""
-    if devices == 1 or order == "zigzag" or p.spec.band[1] is None:
-        return 1.0
-    # at each step some device computes all of its scores, but for the first, where all see half of theirs
-    return (schedule.hops + 0.5) / max(p.visible * devices, 1e-9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,13 +133,19 @@ class Machine:
     bytes_per_second: float = 1.25e9
     latency: float = 1e-4
 
+    @classmethod
+    def of(cls, machine: Any) -> Machine:
+        """The machine, by default the usual one. Raises `TypeError` for anything else."""
+        if not isinstance(machine, (cls, type(None))):
+            raise TypeError(f"machine must be None or a Machine, got {checks.seen(machine)}")
+        return machine or cls()
+
 
 def seconds(
-    problem: Problem, cost: Cost, devices: int, exchanges: bool, machine: Machine, backward: bool = False
+    problem: Sizes, cost: Cost, devices: int, exchanges: bool, machine: Machine, backward: bool = False
 ) -> float:
-    """Time of one pass: what the ring sends is hidden behind arithmetic, an exchange of heads is not."""
-    work = problem.backward_operations if backward else problem.forward_operations
-    compute = work / devices * cost.balance / machine.operations
+    """Time of one pass: keys that travel a ring hide behind arithmetic, an exchange of heads does not."""
+    compute = problem.operations(backward) / devices * cost.balance / machine.operations
     sent = cost.backward_bytes if backward else cost.forward_bytes
     messages = (cost.steps - 1 + 4 * exchanges) * machine.latency
     transfer = sent / machine.bytes_per_second + messages
@@ -166,16 +154,115 @@ def seconds(
     return max(compute, transfer) + (compute / cost.steps if transfer > compute else 0)
 
 
-def undivided(heads: int, key_heads: int, devices: int) -> str:
-    """Why heads cannot be exchanged over so many devices; empty where they can."""
-    if heads % devices:
-        return f"{devices} devices do not divide N = {heads} heads"
-    if key_heads % devices and devices % key_heads:
-        return f"{devices} devices neither divide K = {key_heads} key heads nor are a multiple of them"
-    return ""
-
-
 def human(size: float) -> str:
     """Bytes for people, decimal."""
     unit = 0 if size < 1 else min(int(math.log10(size)) // 3, 4)
     return f"{size / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[unit]}"
+
+
+# --- the choice of a form
+
+
+@dataclasses.dataclass(frozen=True)
+class FormChoice:
+    """Which form is taken over a number of devices, and why not another.
+
+    Attributes:
+      form: the one taken.
+      devices: (of the ring, of the exchange of heads).
+      reasons: for each form its verdict in one line.
+    """
+
+    form: Form
+    devices: tuple[int, int]
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{'->' if name == self.form else '  '} {name}: {why}" for name, why in self.reasons.items())
+
+
+def choose(problem: Sizes, devices: int, order: str, machine: Machine, heads_devices: int | None = None) -> FormChoice:
+    """The form that is done first on paper, forward and backward.
+
+    Args:
+      devices: all that the sequence is split over.
+      order: of the tokens; an exchange of heads alone takes none but the contiguous one.
+      heads_devices: how many of them are on a mesh axis of their own for heads; then both axes are used.
+    """
+    candidates: dict[Form, tuple[int, int]] = {"ring": (devices, 1), "ulysses": (1, devices)}
+    if heads_devices is not None:
+        candidates = {"hybrid": (devices // heads_devices, heads_devices)}
+    reasons: dict[str, str] = {}
+    times: dict[Form, float] = {}
+    for form, (ring, heads) in candidates.items():
+        refusal = layouts.undivided(problem.heads, problem.key_heads, heads) if heads > 1 else ""
+        if form == "ulysses" and order != "contiguous":
+            refusal = f"tokens are in {order} order"
+        if refusal:
+            reasons[form] = refusal
+            continue
+        on_paper = cost(problem, ring, heads, order)
+        times[form] = sum(seconds(problem, on_paper, devices, heads > 1, machine, back) for back in (False, True))
+        sent = human(on_paper.forward_bytes + on_paper.backward_bytes)
+        hidden = "while it computes" if form == "ring" else "before and after it computes"
+        reasons[form] = f"about {times[form]:.2g} s: each device sends {sent} {hidden}"
+        if on_paper.balance > 1.05:
+            reasons[form] += f", the busiest device {on_paper.balance:.2g} times as long as the mean"
+    if not times:
+        raise ValueError("; ".join(f"{form}: {why}" for form, why in reasons.items()))
+    fastest = min(times, key=lambda form: times[form])
+    return FormChoice(fastest, candidates[fastest], reasons)
+
+
+def explain_context_parallel(
+    query: Float[api.AbstractArray, "*B T N H"],
+    key: Float[api.AbstractArray, "*B S K H"],
+    value: Float[api.AbstractArray, "*B S K V"],
+    bias: Bias | jax.ShapeDtypeStruct | None = None,
+    mask: Mask | jax.ShapeDtypeStruct | None = None,
+    *,
+    devices: int,
+    heads_devices: int | None = None,
+    order: Order = "contiguous",
+    machine: Machine | None = None,
+    **keywords: Unpack[api._Keywords[api.AbstractArray]],
+) -> FormChoice:
+    """Which form `context_parallel_attention` takes for whole arrays, and why, with the bytes that are sent.
+
+    Args:
+      query, key, value, bias, mask, **keywords: as in `dot_product_attention`, of whole sequences; arrays may be
+        `jax.ShapeDtypeStruct`s.
+      devices: over which the sequence is split; heads_devices: so many of them along a second axis, for heads.
+      order, machine: as in `context_parallel_attention`.
+
+    Returns:
+      A `FormChoice`; print it.
+
+    Raises:
+      ValueError, TypeError: as `dot_product_attention`; also where no form fits.
+    """
+    checks.integer("devices", devices, least=1)
+    if heads_devices is not None and devices % checks.integer("heads_devices", heads_devices, least=1):
+        raise ValueError(f"heads_devices must divide devices = {devices}, got {heads_devices}")
+    arguments: dict[str, Any] = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
+    layouts.refuse_quantised("explain_context_parallel", arguments)
+    spec, operands = specify_abstract(**arguments)
+    layouts.check_order(order)
+    return choose(_sizes(spec, operands), devices, order, Machine.of(machine), heads_devices)
+
+
+def chosen(arguments: dict[str, Any], layout: layouts.Layout, machine: Machine | None) -> FormChoice:
+    """The form over the axis of a ring, for what a device holds, or with a mesh for whole arrays."""
+    layouts.refuse_quantised(layout.function, arguments)
+    batch, heads, devices, _ = layout.sizes()
+    parts = devices if layout.mesh is None else 1
+    spec, operands = specify(**{name: x for name, x in arguments.items() if x is not None}, parts=parts)
+    problem = _sizes(spec, operands, parts, *((1, 1) if layout.mesh is None else (batch, heads)))
+    return choose(problem, devices, layout.order, Machine.of(machine))
+
+
+def _sizes(spec: Specification, o: Operands, parts: int = 1, batch_parts: int = 1, head_parts: int = 1) -> Sizes:
+    """One device's batch rows and heads, of the whole sequences of which the operands hold one of so many parts."""
+    (b, t, n, h), (s, k, v) = o.query.shape, o.value.shape[1:]
+    heads = n // head_parts, max(k // head_parts, 1)
+    return Sizes(b // batch_parts, parts * t, parts * s, *heads, h, v, o.query.dtype.itemsize, spec)

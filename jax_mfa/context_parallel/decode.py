@@ -4,12 +4,10 @@ are merged by their maxima and sums, in one all-reduce of a few numbers for each
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Required, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
@@ -17,8 +15,8 @@ from jax.typing import ArrayLike
 from jax_mfa import api, checks, compat, partial, primitives
 from jax_mfa.api import Implementation
 from jax_mfa.arguments import as_array, known_lengths, specify
-from jax_mfa.context_parallel import axes
-from jax_mfa.context_parallel.layout import decided, refuse_quantised
+from jax_mfa.context_parallel.api import decided
+from jax_mfa.context_parallel.layout import axis_size, refuse_quantised
 from jax_mfa.kv_cache import contiguous as cache
 from jax_mfa.problem import accumulation_dtype, counted_from
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from jax_mfa.typing import Float, Int32, Integer, Lists
 
 
-class _OverDevices(api._Features[ArrayLike], total=False):
+class _OfColumns(api._Features[ArrayLike], total=False):
     """The keyword arguments that the type of the result does not depend on."""
 
     axis_name: Required[Any]
@@ -42,7 +40,7 @@ def sharded_decode_attention(
     lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     return_residual: Literal[False] = False,
-    **keywords: Unpack[_OverDevices],
+    **keywords: Unpack[_OfColumns],
 ) -> Float[Array, "*B T N V"]: ...
 @overload
 def sharded_decode_attention(
@@ -52,7 +50,7 @@ def sharded_decode_attention(
     lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     return_residual: Literal[True],
-    **keywords: Unpack[_OverDevices],
+    **keywords: Unpack[_OfColumns],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def sharded_decode_attention(
     query: Float[ArrayLike, "*B T N H"],
@@ -68,7 +66,7 @@ def sharded_decode_attention(
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """`decode_attention` with a cache whose columns are split over the devices of a mesh axis, in order.
 
-    Each device reads its own columns; what they find is merged in float32 by one all-reduce of `devices · (V + 2)`
+    Each device reads its own columns; partial results are merged in float32 by one all-reduce of `devices · (V + 2)`
     numbers for each row and head. Every device has the queries, and gets the result.
 
     Args:
@@ -89,104 +87,69 @@ def sharded_decode_attention(
       ValueError, TypeError: as `decode_attention`; also for an axis that is not there, or a cache that does not divide.
       NotImplementedError: where a named implementation cannot run the call.
     """
-    for name in sorted(keywords):
-        if name not in _TAKEN:
-            raise TypeError(
-                f"sharded_decode_attention() got an unexpected keyword argument {name!r}: it takes {_TAKEN}"
-            )
-    refuse_quantised("sharded_decode_attention", query=query, key=key, value=value)
+    for name in sorted(keywords.keys() - _TAKEN):
+        raise TypeError(f"sharded_decode_attention() got an unexpected keyword argument {name!r}: it takes {_TAKEN}")
+    given = {"query": query, "key": key, "value": value}
+    refuse_quantised("sharded_decode_attention", given)
     checks.boolean("return_residual", return_residual)
     api.names_of(implementation)
-    given = {"query": query, "key": key, "value": value}
     query, key, value = (as_array(name, x, "f", "floating [..., length, heads, size]") for name, x in given.items())
     if min(x.ndim for x in (query, key, value)) < 3:
-        specify(query, key, value)  # says what is wrong with them
-    columns, devices = key.shape[-3], _devices(mesh, axis_name)
+        specify(query, key, value)  # names the array without length, heads and size
+    columns, devices = key.shape[-3], axis_size(axis_name, "axis_name", mesh)
     filled = known_lengths("lengths", lengths, columns * devices if mesh is None else columns)
-    if filled.shape not in ((), np.shape(query)[:-3]):
-        raise ValueError(f"lengths must have shape [B] = {list(np.shape(query)[:-3])}, got {list(filled.shape)}")
-    if mesh is None:
-        out, lse = _of_own_columns(query, key, value, filled, axis_name, devices, implementation, keywords)
-        return (out, lse) if return_residual else out
-    _check_columns("key", columns, devices)
+    if filled.shape not in ((), query.shape[:-3]):
+        raise ValueError(f"lengths must have shape [B] = {list(query.shape[:-3])}, got {list(filled.shape)}")
     arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
 
-    def run(query: Any, key: Any, value: Any, filled: Array, arrays: Any) -> tuple[Array, Array]:
-        return _of_own_columns(query, key, value, filled, axis_name, devices, implementation, {**static, **arrays})
+    def run(query: Any, key: Any, value: Any, filled: Any, arrays: Any) -> tuple[Array, Array]:
+        return _of_own_columns(axis_name, implementation, query, key, value, filled, {**static, **arrays})
 
-    split = _columns_of(key, axis_name)
-    whole = PartitionSpec()
-    out, lse = compat.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))(
-        *(jnp.asarray(x) for x in (query, key, value, filled)), arrays
-    )
+    if mesh is not None:
+        split, whole = _split_columns("key", key, axis_name, devices), PartitionSpec()
+        run = compat.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))
+    out, lse = run(query, key, value, jnp.asarray(filled, jnp.int32), arrays)
     return (out, lse) if return_residual else out
 
 
-_TAKEN = (
-    *("scale", "local_window_size", "logits_soft_cap", "alibi_slopes", "sinks"),
-    *("dropout_rate", "dropout_seed"),
-)
+_TAKEN = ("scale", "local_window_size", "logits_soft_cap", "alibi_slopes", "sinks", "dropout_rate", "dropout_seed")
 
 
-def _columns_of(x: Any, axis: Any) -> PartitionSpec:
-    return PartitionSpec(*(None,) * (np.ndim(x) - 3), axis)
-
-
-def _devices(mesh: Any, axis: Any) -> int:
-    size = axes.axis_size if mesh is None else functools.partial(axes.mesh_axis_size, mesh)
-    return size(axis, "axis_name")
-
-
-def _check_columns(name: str, columns: int, devices: int) -> None:
-    if columns % devices:
-        raise ValueError(f"{name} must have columns that the {devices} devices divide, got S = {columns}")
+def _split_columns(name: str, x: Array, axis: Any, devices: int) -> PartitionSpec:
+    if x.shape[-3] % devices:
+        raise ValueError(f"{name} must have columns that the {devices} devices divide, got S = {x.shape[-3]}")
+    return PartitionSpec(*(None,) * (x.ndim - 3), axis)
 
 
 def _of_own_columns(
-    query: Any,
-    key: Any,
-    value: Any,
-    filled: Array,
-    axis: Any,
-    devices: int,
-    implementation: Implementation | None,
-    keywords: Mapping[str, Any],
+    axis: Any, implementation: Any, query: Any, key: Any, value: Any, filled: Any, keywords: Any
 ) -> tuple[Array, Array]:
-    columns, tokens = np.shape(key)[-3], np.shape(query)[-3]
-    first = lax.axis_index(axis) * columns
-    filled = jnp.asarray(filled, jnp.int32)
-    spec, operands = specify(
-        query,
-        key,
-        value,
-        is_causal=True,
-        query_offset=filled - tokens - first,
-        key_value_seq_lengths=jnp.clip(filled - first, 0, columns),
-        **keywords,
-    )
-    shape = np.shape(query)[:-1]
-    if 0 in (*shape, columns):  # nobody looks, or there is nothing to see
-        out = jnp.zeros((*shape, np.shape(value)[-1]), operands.query.dtype)
-        return out, jnp.full(shape, -jnp.inf, accumulation_dtype(out.dtype))
-    if operands.dropout is not None:
-        # rows count from 0 on, as on one device
+    """Output and log-sum-exp of all columns, of which a device holds some."""
+    rows, columns, tokens, v = query.shape[:-1], key.shape[-3], query.shape[-3], value.shape[-1]
+    device = lax.axis_index(axis)
+    first = device * columns
+    visible = {"query_offset": filled - tokens - first, "key_value_seq_lengths": jnp.clip(filled - first, 0, columns)}
+    spec, operands = specify(query, key, value, is_causal=True, **visible, **keywords)
+    acc = accumulation_dtype(operands.query.dtype)
+    if 0 in (*rows, columns):  # no rows, or no columns
+        return jnp.zeros((*rows, v), operands.query.dtype), jnp.full(rows, -jnp.inf, acc)
+    if operands.dropout is not None:  # rows count from 0 on, as on one device
         operands = operands._replace(dropout=counted_from(operands.dropout, column=first))
-    chosen = decided("sharded_decode_attention", implementation, spec, operands)
-    results = primitives.attention(spec, operands._replace(sinks=None), chosen)
-    out, row_max, row_sum = _differentiable(*results)
-    sums, row_max, row_sum = partial.weighed(out, row_max, row_sum, accumulation_dtype(operands.query.dtype))
-    # one number each beside the sums; every device fills a place of its own
+    taken = decided("sharded_decode_attention", implementation, spec, operands)
+    out, row_max, row_sum = primitives.attention(spec, operands._replace(sinks=None), taken)
+    sums, row_max, row_sum = partial.weighed(*_differentiable(out, row_max, row_sum), acc)
+    # maximum and sum beside the sums of values, in a place for each device: one all-reduce gathers all
     own = jnp.concatenate([sums, row_max[..., None], row_sum[..., None]], axis=-1)[None]
-    places = jnp.zeros((devices, *own.shape[1:]), own.dtype)
-    found = lax.psum(lax.dynamic_update_slice_in_dim(places, own, lax.axis_index(axis), 0), axis)
-    parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in found]
+    places = jnp.zeros((axis_size(axis, "axis_name"), *own.shape[1:]), own.dtype)
+    places = lax.psum(lax.dynamic_update_slice_in_dim(places, own, device, 0), axis)
+    parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in places]
     out, row_max, row_sum = partial.finished(spec, operands, functools.reduce(partial.merged, parts))
-    return out[..., : np.shape(value)[-1]].reshape(*shape, -1), (row_max + jnp.log(row_sum)).reshape(shape)
+    return out[..., :v].reshape(*rows, v), (row_max + jnp.log(row_sum)).reshape(rows)
 
 
 def _differentiable(out: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array, Array]:
-    """The same numbers, of which the sum has the derivative: a row's maximum and sum have none of their own."""
+    """A partial result whose sums have the derivative of the log-sum-exp; else maximum and sum of a row have none."""
     lse = partial.log_sum_exp(row_max, row_sum)
     lse = jnp.where(jnp.isfinite(lse), lse, 0)
     return out, lax.stop_gradient(row_max), lax.stop_gradient(row_sum) * jnp.exp(lse - lax.stop_gradient(lse))
@@ -202,7 +165,7 @@ def sharded_append(
     axis_name: Any,
     mesh: Any = None,
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K V"], Int32[Array, "*B"]]:
-    """`cache.append` to a cache whose columns are split over the devices of a mesh axis: each writes what falls to it.
+    """`cache.append` to a cache whose columns are split over the devices of a mesh axis: each writes its own.
 
     Args:
       key_cache, value_cache: `[B, S, K, H]` and `[B, S, K, V]`; within `shard_map` a device's columns, with `mesh`
@@ -219,19 +182,17 @@ def sharded_append(
       ValueError, TypeError: as `cache.append`; also for an axis that is not there, and a cache that does not divide.
     """
     arrays = cache._arrays(key_cache, value_cache, key, value)
-    columns, devices = arrays[0].shape[-3], _devices(mesh, axis_name)
-    grown = lambda x: (
-        x if mesh is not None else jax.ShapeDtypeStruct((*x.shape[:-3], devices * columns, *x.shape[-2:]), x.dtype)
-    )
-    start, count = cache._counts(grown(arrays[0]), grown(arrays[1]), arrays[2], arrays[3], lengths, None, False)
+    columns, devices = arrays[0].shape[-3], axis_size(axis_name, "axis_name", mesh)
+    parts = devices if mesh is None else 1
+    caches = [jax.ShapeDtypeStruct((*x.shape[:-3], parts * columns, *x.shape[-2:]), x.dtype) for x in arrays[:2]]
+    start, count = cache._counts(caches[0], caches[1], arrays[2], arrays[3], lengths, None, False)
 
     def run(key_cache: Array, value_cache: Array, key: Any, value: Any, start: Any, count: Any) -> tuple[Any, ...]:
         first = lax.axis_index(axis_name) * key_cache.shape[-3]
         *caches, _ = cache._append(key_cache, value_cache, key, value, start - first, count, False)
         return *caches, start + count
 
-    if mesh is None:
-        return run(*arrays, start, count)
-    _check_columns("key_cache", columns, devices)
-    split, all_of = _columns_of(key_cache, axis_name), PartitionSpec()
-    return compat.shard_map(run, mesh, (split, split, *(all_of,) * 4), (split, split, all_of))(*arrays, start, count)
+    if mesh is not None:
+        split, whole = _split_columns("key_cache", arrays[0], axis_name, devices), PartitionSpec()
+        run = compat.shard_map(run, mesh, (split, split, *(whole,) * 4), (split, split, whole))
+    return run(*arrays, start, count)

@@ -1,23 +1,143 @@
-"""How a problem lies on a mesh, and what does not fit one: an error that names the argument."""
+"""How a sequence lies on the devices of a mesh, and errors that name the argument where it does not fit.
+
+Tokens have one of two orders. *contiguous*: device i of n holds part i of n. Under causality the last device then has n
+times the work of the first. *zigzag*: of 2n parts device i holds parts i and 2n − 1 − i, so that all have the same work
+(as in Llama 3, arXiv:2407.21783, section 3.3.2). Nothing here knows how attention is computed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.typing import ArrayLike
 
-from jax_mfa import api, compat
-from jax_mfa.api import Implementation
-from jax_mfa.arguments import concrete, known_integers
-from jax_mfa.context_parallel import axes, costs
-from jax_mfa.context_parallel import order as orders
+from jax_mfa import checks, compat
+from jax_mfa.arguments import as_array, concrete, known_integers
 from jax_mfa.kv_cache.storage import QuantizedArray
-from jax_mfa.problem import Operands, Specification
+
+if TYPE_CHECKING:
+    from jax_mfa.typing import Shaped
+
+Order: TypeAlias = Literal["contiguous", "zigzag"]
+ORDERS: tuple[str, ...] = ("contiguous", "zigzag")
+
+
+# --- axes of a mesh
+
+
+def names_of(axis: Any, argument: str) -> tuple[Any, ...]:
+    """The names of a mesh axis, or of several together. Raises `TypeError`, naming the `argument`, for no names."""
+    names = axis if isinstance(axis, tuple) else (axis,)
+    if not names or not all(isinstance(name, Hashable) and name is not None for name in names):
+        raise TypeError(f"{argument} must be the name of a mesh axis, or a tuple of names, got {checks.seen(axis)}")
+    return names
+
+
+def axis_size(axis: Any, argument: str, mesh: Any = None) -> int:
+    """How many devices a mesh axis, or several together, has: of a mesh, or by default where this is traced.
+
+    Raises:
+      TypeError: where the axis has no name, or the mesh is none.
+      ValueError: naming the `argument`, where no such axis is there.
+    """
+    if mesh is not None and not isinstance(getattr(mesh, "shape", None), Mapping):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh or None, got {checks.seen(mesh)}")
+    names = names_of(axis, argument)
+    if mesh is None:
+        try:
+            return int(lax.psum(1, axis))
+        except (NameError, ValueError) as error:
+            raise ValueError(
+                f"{argument} must name an axis of the mesh that this is traced over, got {axis!r}: call inside "
+                f"shard_map, or give mesh ({error})"
+            ) from None
+    for name in names:
+        if name not in mesh.shape:
+            raise ValueError(f"{argument} must name an axis of the mesh, of {list(mesh.shape)}, got {name!r}")
+    return math.prod(mesh.shape[name] for name in names)
+
+
+# --- order of tokens
+
+
+def check_order(order: Any) -> None:
+    """Raises `ValueError` for an unknown order."""
+    if not isinstance(order, str) or order not in ORDERS:
+        raise ValueError(f"order must be one of {ORDERS}, got {checks.seen(order)}")
+
+
+def chunks_of(order: str) -> int:
+    """How many runs of consecutive tokens a device holds."""
+    return 2 if order == "zigzag" else 1
+
+
+def chunk_index(order: str, devices: int, device: Any, chunk: Any) -> Any:
+    """Which of all `devices · chunks_of(order)` runs is the `chunk`-th of a device; integers, or arrays of them."""
+    return device if order == "contiguous" else device + chunk * (2 * devices - 1 - 2 * device)
+
+
+def positions_of(order: str, devices: int, device: Any, length: int) -> Any:
+    """The positions of the `length` tokens that a device holds, int32, of numpy for a known device."""
+    chunks = np.arange(chunks_of(order), dtype=np.int32)[:, None]
+    size = length // len(chunks)
+    return (chunk_index(order, devices, device, chunks) * size + np.arange(size, dtype=np.int32)).reshape(-1)
+
+
+def permutation(order: str, length: int, devices: int, name: str = "length") -> np.ndarray:
+    """Which token stands at which place of a whole sequence in this order. Raises `ValueError`, naming the length."""
+    if order == "contiguous":
+        return np.arange(length)
+    checks.integer("devices", devices, least=1)
+    if length % (2 * devices):
+        raise ValueError(
+            f"{name} must have a multiple of {2 * devices} tokens in zigzag order over {devices} devices, got {length}"
+        )
+    return np.concatenate([positions_of(order, devices, i, length // devices) for i in range(devices)])
+
+
+def zigzag(x: Shaped[ArrayLike, "*shape"], devices: int, axis: int = 1) -> Shaped[Array | np.ndarray, "*shape"]:
+    """An array in the order of tokens as one in zigzag order, for `order="zigzag"`.
+
+    Args:
+      x: any array; its `axis` counts tokens (or equal blocks of them, as a block mask does). Every argument with such
+        an axis must be brought into the order: queries, keys, values, segment ids, both axes of a mask or bias.
+      devices: over how many devices the sequence will be split.
+      axis: of tokens.
+
+    Returns:
+      of the shape and dtype of x; a numpy array for one of numpy.
+
+    Raises:
+      ValueError: where the length is no multiple of 2 · devices.
+    """
+    return _reordered(x, devices, axis, lambda runs: runs)
+
+
+def unzigzag(x: Shaped[ArrayLike, "*shape"], devices: int, axis: int = 1) -> Shaped[Array | np.ndarray, "*shape"]:
+    """The inverse of `zigzag`."""
+    return _reordered(x, devices, axis, np.argsort)
+
+
+def _reordered(x: Any, devices: int, axis: int, taken: Any) -> Any:
+    """An array whose runs of tokens are those that `taken` makes of the zigzag order of runs."""
+    if not isinstance(x, (np.ndarray, jax.Array)):
+        x = as_array("x", x, "fibc", "an array")
+    if not -x.ndim <= checks.integer("axis", axis) < x.ndim:
+        raise ValueError(f"axis must be one of x, whose shape is {list(x.shape)}, got {axis}")
+    size = len(permutation("zigzag", x.shape[axis], devices, "x, along its axis,")) // (2 * devices)
+    before, numpy = (slice(None),) * (axis % x.ndim), np if isinstance(x, np.ndarray) else jnp
+    runs = [int(run) * size for run in taken(permutation("zigzag", 2 * devices, devices))]
+    return numpy.concatenate([x[(*before, slice(run, run + size))] for run in runs], axis=axis)  # whole runs: no gather
+
+
+# --- a call's layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,132 +149,114 @@ class Layout:
       ring: mesh axis of the ring, None for no ring; heads: mesh axis of the exchange, likewise.
       order: of the tokens along the ring.
       batch_axis, head_axis: mesh axes that split batch rows and heads, for the bits of dropout and whole arrays.
+      mesh: of a call with whole arrays; None within `shard_map`.
     """
 
     function: str
     ring: Any
     heads: Any
-    order: str
-    batch_axis: Any
-    head_axis: Any
+    order: str = "contiguous"
+    batch_axis: Any = None
+    head_axis: Any = None
+    mesh: Any = None
 
     def __post_init__(self) -> None:
-        orders.check(self.order)
+        check_order(self.order)
         if self.order != "contiguous" and self.ring is None:
             raise ValueError(f"order must be 'contiguous' without a ring, got {self.order!r}: work is balanced anyway")
-        if self.ring is None and self.heads is None:
-            axes.names_of(None, "axis_name")
-        given = [(self.ring, "axis_name"), (self.heads, "axis_name")]
-        given += [(self.batch_axis, "batch_axis"), (self.head_axis, "head_axis")]
-        flat = [name for axis, argument in given if axis is not None for name in axes.names_of(axis, argument)]
-        if len(flat) != len(set(flat)):
-            raise ValueError(f"axis_name, batch_axis and head_axis must be different mesh axes, got {flat}")
+        names = list(self.sequence or names_of(None, "axis_name"))
+        for argument in ("batch_axis", "head_axis"):
+            axis = getattr(self, argument)
+            names += [] if axis is None else names_of(axis, argument)
+        if len(names) != len(set(names)):
+            raise ValueError(f"axis_name, batch_axis and head_axis must be different mesh axes, got {names}")
 
     @property
     def sequence(self) -> tuple[Any, ...]:
         """The mesh axes of the sequence, the outer first."""
-        given = [x for x in (self.ring, self.heads) if x is not None]
-        return tuple(name for x in given for name in (x if isinstance(x, tuple) else (x,)))
+        axes = [axis for axis in (self.ring, self.heads) if axis is not None]
+        return tuple(name for axis in axes for name in names_of(axis, "axis_name"))
 
-    def sizes(self, mesh: Any = None) -> tuple[int, int]:
-        """How many devices the ring and the exchange of heads have, of a mesh or of that which this is traced over."""
-        size = axes.axis_size if mesh is None else functools.partial(axes.mesh_axis_size, mesh)
-        for name in ("batch_axis", "head_axis"):
-            if getattr(self, name) is not None:
-                size(getattr(self, name), name)
-        ring, heads = (1 if axis is None else size(axis, "axis_name") for axis in (self.ring, self.heads))
-        return ring, heads
+    def sizes(self) -> tuple[int, int, int, int]:
+        """How many devices split batch rows, heads, the ring and the exchange of heads; 1 where nothing does.
 
-    def own_positions(self, length: int) -> Any:
-        """The positions of the `length` tokens that a device holds, int32; within `shard_map`."""
-        ring, heads = self.sizes()
-        index = jnp.zeros((), jnp.int32) if self.ring is None else lax.axis_index(self.ring)
-        own = orders.positions_of(self.order, ring, index, length * heads)
+        Raises `ValueError` where an axis is not there, see `axis_size`.
+        """
+        along = lambda axis, argument: 1 if axis is None else axis_size(axis, argument, self.mesh)
+        batch, heads = along(self.batch_axis, "batch_axis"), along(self.head_axis, "head_axis")
+        return batch, heads, along(self.ring, "axis_name"), along(self.heads, "axis_name")
+
+    def positions(self, length: int) -> Any:
+        """The positions `[length]` of the tokens that a device holds, int32; with a mesh those of all, of numpy."""
+        *_, ring, heads = self.sizes()
+        if self.mesh is not None:
+            return permutation(self.order, length, ring)
+        own = positions_of(self.order, ring, 0 if self.ring is None else lax.axis_index(self.ring), length * heads)
         return own if self.heads is None else lax.dynamic_slice_in_dim(own, lax.axis_index(self.heads) * length, length)
 
+    def has_positions(self, positions: Any, length: int) -> Any:
+        """Whether positions `[T]` are those of the order. Raises `ValueError` where all are known to be others."""
+        positions = known_integers("positions", positions, -(2**31), 2**31 - 1, "integers [T]")
+        if positions.shape != (length,):
+            raise ValueError(f"positions must have shape [T] = [{length}], got {list(positions.shape)}")
+        expected, values = self.positions(length), None if self.mesh is None else concrete(positions)
+        if values is not None and (expected != values).any():
+            place = np.flatnonzero(expected != values)[0]
+            raise ValueError(
+                f"positions must be those of order={self.order!r} over {self.sizes()[2]} devices: at place {place} "
+                f"token {expected[place]} was expected, got {values[place]} (see jax_mfa.zigzag)"
+            )
+        return (expected == positions).all()
 
-def decided(
-    function: str, implementation: Implementation | None, spec: Specification, operands: Operands
-) -> str | None:
-    """The implementation to take, as `api.decided` says it."""
-    chosen = api._decided(implementation, spec, operands)
-    if chosen == "reference":
-        raise NotImplementedError(
-            f"implementation={implementation!r} cannot run {function}: the reference keeps nothing to merge"
-        )
-    return chosen
+    def check_lengths(self, t: int, s: int, mask_block: tuple[int, int] | None) -> None:
+        """Refuses whole sequences of t rows and s columns that devices do not divide, or that cut blocks of a mask."""
+        (*_, ring, heads), chunks = self.sizes(), chunks_of(self.order)
+        devices = ring * heads
+        runs = " * 2 runs of tokens" if chunks == 2 else ""
+        for name, lengths, size in (("query", "query_seq_lengths", t), ("key", "key_value_seq_lengths", s)):
+            if size % (devices * chunks):
+                raise ValueError(
+                    f"the length of {name} must be a multiple of {devices * chunks} (devices{runs}), got "
+                    f"{'T' if name == 'query' else 'S'} = {size}: pad it, and give {lengths}"
+                )
+        if mask_block is None:
+            return
+        rows = math.gcd(t // devices, t // (ring * chunks)) if devices > 1 else 0
+        columns = s // (ring * chunks) if ring > 1 else 0
+        for name, part, block in (("query", rows, mask_block[0]), ("key", columns, mask_block[1])):
+            if part % block:
+                raise ValueError(
+                    f"block_mask must have blocks that no part of {name} cuts through: parts have {part} tokens, "
+                    f"blocks are {list(mask_block)}"
+                )
+
+    def check_heads(self, heads: int, key_heads: int) -> None:
+        if refusal := undivided(heads, key_heads, self.sizes()[3]):
+            raise ValueError(f"{self.function} exchanges heads, and {refusal}; ring_attention takes any")
+
+    def check_that_keys_are_split(self, arrays: Mapping[str, Any]) -> None:
+        """Refuses a query, key or value that `shard_map` knows to be the same on all devices."""
+        known = compat.varying_along(self.sequence[0])
+        for name in ("query", "key", "value"):
+            missing = [axis for axis in self.sequence if known and axis not in compat.varying_of(arrays[name])]
+            if missing:
+                raise ValueError(
+                    f"{name} must be split along the mesh axis {missing[0]!r}, of which each device holds its part; it "
+                    "is the same on all of them"
+                )
 
 
-def refuse_quantised(function: str, **arguments: Any) -> None:
-    """Raises `NotImplementedError` for a query, key or value that is a `QuantizedArray`: plain arrays alone travel."""
+def undivided(heads: int, key_heads: int, devices: int) -> str:
+    """Why heads cannot be exchanged over so many devices; empty where they can."""
+    if heads % devices:
+        return f"{devices} devices do not divide N = {heads} heads"
+    if key_heads % devices and devices % key_heads:
+        return f"{devices} devices neither divide K = {key_heads} key heads nor are a multiple of them"
+    return ""
+
+
+def refuse_quantised(function: str, arguments: Mapping[str, Any]) -> None:
+    """Raises `NotImplementedError` for an argument that is a `QuantizedArray`: plain arrays alone travel."""
     for name, x in arguments.items():
         if isinstance(x, QuantizedArray):
             raise NotImplementedError(f"{function} takes no QuantizedArray, got one as {name}: pass an array")
-
-
-def check_that_keys_are_split(layout: Layout, arguments: dict[str, Any]) -> None:
-    """Refuses arrays that `shard_map` knows to be the same on all devices."""
-    account = compat.varying_along(layout.sequence[0])
-    for name in ("query", "key", "value"):
-        missing = [axis for axis in layout.sequence if account and axis not in compat.varying_of(arguments[name])]
-        if missing:
-            raise ValueError(
-                f"{name} must be split along the mesh axis {missing[0]!r}, of which each device holds its part; it is "
-                "the same on all of them"
-            )
-
-
-def check_lengths(layout: Layout, sizes: tuple[int, int], t: int, s: int) -> None:
-    multiple = sizes[0] * sizes[1] * orders.chunks_of(layout.order)
-    for name, lengths, letter, size in (
-        ("query", "query_seq_lengths", "T", t),
-        ("key", "key_value_seq_lengths", "S", s),
-    ):
-        if size % multiple:
-            runs = " * 2 runs of tokens" if layout.order == "zigzag" else ""
-            raise ValueError(
-                f"the length of {name} must be a multiple of {multiple} (devices{runs}), got {letter} = {size}: "
-                f"pad it, and give {lengths}"
-            )
-
-
-def check_heads(layout: Layout, devices: int, o: Operands) -> None:
-    refusal = costs.undivided(o.query.shape[2], o.key.shape[2], devices)
-    if refusal:
-        raise ValueError(f"{layout.function} exchanges heads, and {refusal}; ring_attention takes any")
-
-
-def check_blocks(layout: Layout, sizes: tuple[int, int], block: tuple[int, int] | None, t: int, s: int) -> None:
-    """Refuses blocks of a mask that are cut through, of t rows and s columns on each device."""
-    if block is None:
-        return
-    chunks = orders.chunks_of(layout.order)
-    rows = math.gcd(t, t * sizes[1] // chunks) if math.prod(sizes) > 1 else 0
-    columns = s * sizes[1] // chunks if sizes[0] > 1 else 0
-    for name, size, own in (("query", block[0], rows), ("key", block[1], columns)):
-        if own % size:
-            raise ValueError(
-                f"block_mask must have blocks that no part of {name} cuts through: parts have {own} tokens, blocks are "
-                f"{list(block)}"
-            )
-
-
-def in_order(layout: Layout, positions: Any, length: int, devices: int | None = None) -> Any:
-    """Whether positions `[T]` are those of the order: of what a device holds, or of all tokens over so many devices.
-
-    Raises:
-      ValueError: where positions of all tokens are known to be others; and for another shape.
-    """
-    positions = known_integers("positions", positions, -(2**31), 2**31 - 1, "integers [T]")
-    if positions.shape != (length,):
-        raise ValueError(f"positions must have shape [T] = [{length}], got {list(positions.shape)}")
-    if devices is None:
-        return (layout.own_positions(length) == positions).all()
-    wanted, values = orders.permutation(layout.order, length, devices), concrete(positions)
-    if values is not None and (wanted != values).any():
-        place = np.flatnonzero(wanted != values)[0]
-        raise ValueError(
-            f"positions must be those of order={layout.order!r} over {devices} devices: at place {place} token "
-            f"{wanted[place]} was expected, got {values[place]} (see jax_mfa.zigzag)"
-        )
-    return True

@@ -6,26 +6,30 @@ in float32. The backward pass sends keys and values around once more, and with t
 each part of it is computed from the output, maxima and sums of whole rows, so it is a part of the whole gradient, and
 nothing but a device's own rows is kept. Where a window or an offset is known, keys that no device sees are not sent.
 
-Here are the loops alone. What computes one part is a parameter, for `primitives` and `sharding` both run these loops.
+Here are the loops alone. The function that computes one part is a parameter, for `primitives` and `sharding` both run
+these loops.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mfa import partial
-from jax_mfa.context_parallel import order as orders
-from jax_mfa.problem import Operands, Specification, accumulation_dtype, counted_from
+from jax_mfa import compat, partial
+from jax_mfa.context_parallel import layout as layouts
+from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, counted_from
 
-# what of the operands travels
-_TRAVELLING = ("key", "value", "key_segment_ids")
+Compute: TypeAlias = Callable[..., Any]  # attention of some rows and columns, or a derivative; each pass says which
+
+TRAVELLING = ("key", "value", "key_segment_ids")  # operands that are sent around
+# operands with a device's rows and the columns of all: bias and masks
+_OF_SCORES = tuple(name for name in Operands._fields if len({*AXES[name]} & {*"TtSs"}) == 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Ring:
       spec: of the whole sequence.
       axis: the mesh axis (or axes) along which the sequence is split.
       devices: along the axis.
-      order: of the tokens, see `order`.
+      order: of the tokens, see `layout`.
       implementation: as in `primitives.attention`.
     """
 
@@ -61,11 +65,11 @@ class Ring:
 
     @property
     def chunks(self) -> int:
-        return orders.chunks_of(self.order)
+        return layouts.chunks_of(self.order)
 
-    def start_of(self, device: Any, chunk: Any, size: int) -> Array:
+    def start_of(self, device: Any, chunk: Any, size: int) -> Any:
         """The position of the first token of a chunk of `size` tokens."""
-        return orders.chunk_index(self.order, self.devices, device, chunk) * size
+        return layouts.chunk_index(self.order, self.devices, device, chunk) * size
 
     def schedule(self, rows: int, columns: int, offset_is_known: bool = True) -> Schedule:
         """The shortest walk over the devices whose keys some device may see, as far as that is known.
@@ -78,7 +82,7 @@ class Ring:
             return Schedule(0, n - 1)
         rows, columns = rows // self.chunks, columns // self.chunks
         index, chunk = np.arange(n, dtype=np.int64)[:, None], np.arange(self.chunks)[None]
-        first_row = self.start_of(index, chunk, rows)[:, :, None, None]
+        first_row = self.start_of(index, chunk, rows)[..., None, None]
         first_column = self.start_of(index, chunk, columns)[None, None]
         offset = self.spec.query_offset
         meets = np.asarray(_in_band(self.spec, first_row, rows, first_column, columns, offset, offset)).any((1, 3))
@@ -101,309 +105,246 @@ def _in_band(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where chunks begin: rows and columns among those that are here, the columns among all as they are stored, and the
-    positions of both. What depends on the device is a function: XLA's partitioner, of JAX 0.4, takes no index of a
-    device that nobody uses.
+class _Pair:
+    """A chunk of a device's rows and a chunk of the columns that it holds at the moment.
+
+    Attributes:
+      operands: the device's own.
+      row_chunk, column_chunk: the number of each.
+      source: gives the device that the columns belong to. A function, as are positions: XLA's partitioner, of JAX 0.4,
+        takes no index of a device that nobody uses.
     """
 
-    row: Any
-    column: Any
-    column_of_all: Callable[[], Any]
-    row_position: Callable[[], Any]
-    column_position: Callable[[], Any]
+    ring: Ring
+    operands: Operands
+    row_chunk: Any
+    column_chunk: Any
+    source: Callable[[], Any]
 
+    @property
+    def rows(self) -> int:
+        return self.operands.query.shape[1] // self.ring.chunks
 
-class _Pairs:
-    """One device's rows and the columns that it holds at the moment, chunk by chunk."""
+    @property
+    def columns(self) -> int:
+        return self.operands.key.shape[1] // self.ring.chunks
 
-    def __init__(self, ring: Ring, operands: Operands) -> None:
-        self.ring, self.operands = ring, operands
-        self.rows, self.columns = (x.shape[1] // ring.chunks for x in (operands.query, operands.key))
+    def row_position(self) -> Any:
+        return self.ring.start_of(lax.axis_index(self.ring.axis), self.row_chunk, self.rows)
 
-    def over(self, source: Any, held: dict[str, Any], visit: Callable[..., Any], state: Any) -> Any:
-        """`visit(problem, place, state)` for each chunk of rows and of columns that may see each other.
+    def column_position(self) -> Any:
+        return self.ring.start_of(self.source(), self.column_chunk, self.columns)
 
-        Args:
-          source: gives the device that the columns belong to.
-          held: the travelling operands that are here.
-        """
-        ring, chunks = self.ring, self.ring.chunks
+    def parts(self, name: str) -> list[tuple[int, Any, int]]:
+        """Axis, start and size of the pair's part of an array of this name: rows, columns, both, or nothing of it."""
+        row, rows, columns = self.row_chunk * self.rows, self.rows, self.columns
+        if name in TRAVELLING:
+            return [(1, self.column_chunk * columns, columns)]
+        if name not in _OF_SCORES:
+            return [(1, row, rows)] if "T" in AXES[name] else []
+        column = (self.source() * self.ring.chunks + self.column_chunk) * columns  # as all columns are stored
+        x, y = (self.ring.spec.mask_block if "t" in AXES[name] else None) or (1, 1)
+        return [(2, row // x, rows // x), (3, column // y, columns // y)]
 
-        def turn(pair: Any, state: Any) -> Any:
-            a, b = pair // chunks, pair % chunks
-            place = _Place(
-                row=a * self.rows,
-                column=b * self.columns,
-                column_of_all=lambda: (source() * chunks + b) * self.columns,
-                row_position=lambda: ring.start_of(lax.axis_index(ring.axis), a, self.rows),
-                column_position=lambda: ring.start_of(source(), b, self.columns),
-            )
-            go = lambda state: visit(self.problem(held, place), place, state)
-            sees = self.may_see(place)
-            return go(state) if sees is True else lax.cond(sees, go, lambda state: state, state)
+    def cut(self, name: str, x: Any) -> Any:
+        """The pair's part of an array."""
+        for axis, start, size in () if x is None else self.parts(name):
+            x = slice_axis(x, start, size, axis)
+        return x
 
-        return turn(0, state) if chunks == 1 else lax.fori_loop(0, chunks * chunks, turn, state)
+    def cut_rows(self, arrays: Iterable[Any]) -> Any:
+        """The pair's rows of results, or of their cotangents."""
+        return tuple(self.cut("out", x) for x in arrays)
 
-    def may_see(self, place: _Place) -> Any:
-        """Whether the chunks at a place may see each other; True where that is known."""
+    def add(self, name: str, x: Any, part: Any) -> Any:
+        """An array to whose part of this pair something is added."""
+        return _added(x, part, self.parts(name))
+
+    def may_see(self) -> Any:
+        """Whether some of the rows may see some of the columns; True where that is known."""
         o, spec = self.operands, self.ring.spec
-        least = most = spec.query_offset
-        if o.query_offset is not None:
-            least, most = o.query_offset.min(), o.query_offset.max()
         sees: Any = True
         if spec.band != (None, None):
-            starts = place.row_position(), self.rows, place.column_position(), self.columns
-            sees = _in_band(spec, *starts, least, most)
+            least = most = spec.query_offset
+            if o.query_offset is not None:
+                least, most = o.query_offset.min(), o.query_offset.max()
+            sees = _in_band(spec, self.row_position(), self.rows, self.column_position(), self.columns, least, most)
         if o.key_lengths is not None:
-            sees = sees & (place.column_position() < o.key_lengths.max())
+            sees = sees & (self.column_position() < o.key_lengths.max())
         if o.query_lengths is not None:
-            sees = sees & (place.row_position() < o.query_lengths.max())
+            sees = sees & (self.row_position() < o.query_lengths.max())
         return sees
 
-    def cut(self, o: Operands, held: dict[str, Any], place: _Place) -> Operands:
-        """What operands, or arrays like them, have at a place; what counts tokens still counts them from the first."""
-        rows, columns = self.rows, self.columns
-        block_rows, block_columns = self.ring.spec.mask_block or (1, 1)
-
-        def of_rows(x: Any) -> Array | None:
-            return None if x is None else slice_axis(x, place.row, rows, 1)
-
-        # of all columns, in the order as stored
-        def scores(x: Any, row_block: int = 1, column_block: int = 1) -> Array | None:
-            if x is None:
-                return None
-            x = slice_axis(x, place.row // row_block, rows // row_block, 2)
-            return slice_axis(x, place.column_of_all() // column_block, columns // column_block, 3)
-
-        return o._replace(
-            query=of_rows(o.query),
-            **{name: slice_axis(x, place.column, columns, 1) for name, x in held.items()},
-            bias=scores(o.bias),
-            mask=scores(o.mask),
-            block_mask=scores(o.block_mask, block_rows, block_columns),
-            query_segment_ids=of_rows(o.query_segment_ids),
-            key_ranges=of_rows(o.key_ranges),
-            sinks=None,  # those of whole rows
-        )
-
-    def problem(self, held: dict[str, Any], place: _Place) -> tuple[Specification, Operands]:
-        """The rows of one chunk against the columns of another, as a problem of its own."""
-        o, spec, rows, columns = self.operands, self.ring.spec, self.rows, self.columns
-
-        row0, column0 = place.row_position, place.column_position
-
-        def length(x: Any, start: Callable[..., Any], most: int) -> Array | None:
-            return None if x is None else jnp.clip(x - start(), 0, most)
-
-        # where nothing asks for places, a problem without an offset is the simpler one
+    def problem(self, held: dict[str, Any]) -> tuple[Specification, Operands]:
+        """The rows against the columns, as a problem of its own."""
+        o, spec = self.operands._replace(**held), self.ring.spec
+        row, column = self.row_position, self.column_position
+        here = Operands(**{name: self.cut(name, x) for name, x in o._asdict().items()})
+        length = lambda x, start, most: None if x is None else jnp.clip(x - start(), 0, most)
         offset = None
-        if spec.band != (None, None) or o.alibi_slopes is not None:
-            offset = (spec.query_offset if o.query_offset is None else o.query_offset) + (row0() - column0())
+        if spec.band != (None, None) or o.alibi_slopes is not None:  # else positions do not matter
+            offset = (spec.query_offset if o.query_offset is None else o.query_offset) + (row() - column())
             offset = jnp.asarray(offset, jnp.int32).reshape(-1)
-        here = self.cut(o, held, place)
         here = here._replace(
             query_offset=offset,
-            query_lengths=length(o.query_lengths, row0, rows),
-            key_lengths=length(o.key_lengths, column0, columns),
-            key_ranges=length(here.key_ranges, column0, columns),
-            dropout=None if o.dropout is None else counted_from(o.dropout, row=row0(), column=column0()),
+            query_lengths=length(o.query_lengths, row, self.rows),
+            key_lengths=length(o.key_lengths, column, self.columns),
+            key_ranges=length(here.key_ranges, column, self.columns),
+            sinks=None,  # they belong to whole rows
+            dropout=None if o.dropout is None else counted_from(o.dropout, row=row(), column=column()),
         )
         return dataclasses.replace(spec, query_offset=0), here
 
 
+def _zeros(o: Operands, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Sums that nothing was added to yet; they vary over devices as the operands do."""
+    acc = accumulation_dtype(o.query.dtype)
+    return compat.vary({name: jnp.zeros(shape, acc) for name, shape in shapes.items()}, compat.varying_of(o))
+
+
 def _travelling(operands: Operands) -> dict[str, Any]:
-    return {name: getattr(operands, name) for name in _TRAVELLING if getattr(operands, name) is not None}
+    return {name: getattr(operands, name) for name in TRAVELLING if getattr(operands, name) is not None}
 
 
-def _schedule(ring: Ring, o: Operands) -> Schedule:
-    return ring.schedule(o.query.shape[1], o.key.shape[1], offset_is_known=o.query_offset is None)
-
-
-def _walk(
-    ring: Ring, schedule: Schedule, travelling: Any, passengers: Any, compute: Callable[..., Any], state: Any
-) -> tuple[Any, Any]:
-    """Runs `compute(source, travelling, state)` at each stop of the keys' way over the devices.
+def _around(
+    ring: Ring, o: Operands, travelling: Any, visit: Callable[..., Any], state: Any, following: dict[str, Any]
+) -> dict[str, Array]:
+    """The state after `visit(pair, travelling, state)` of each pair of chunks that may see each other, on all devices.
 
     Args:
-      travelling: what is sent on while it is computed with.
-      passengers: zeros; sums that belong to `travelling` and follow it. They are under way during a computation, and
-        what that finds is added when they have arrived.
-      compute: gives what is to be added to the passengers, and the state.
-
-    Returns:
-      The passengers, at home, and the state.
+      travelling: is sent on while it is computed with.
+      state: arrays by name.
+      following: the shapes of further sums, by name, that belong to `travelling` and follow it. They are under way
+        during a computation, whose sums are added when they have arrived.
     """
-    n, hops = ring.devices, schedule.hops
+    n, chunks = ring.devices, ring.chunks
+    schedule = ring.schedule(o.query.shape[1], o.key.shape[1], offset_is_known=o.query_offset is None)
+    hops = schedule.hops
 
     def send(tree: Any, by: int) -> Any:
         return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, [(i, (i + by) % n) for i in range(n)]), tree)
 
     def stop(step: Any, travelling: Any, passengers: Any, state: Any) -> tuple[Any, Any]:
         source = lambda: (lax.axis_index(ring.axis) - schedule.start - step) % n
-        found, state = compute(source, travelling, state)
-        return jax.tree.map(jnp.add, passengers, found), state
 
-    def turn(step: Any, carry: Any) -> tuple[Any, Any, Any]:
+        def turn(i: Any, state: Any) -> Any:
+            pair = _Pair(ring, o, i // chunks, i % chunks, source)
+            go, sees = lambda state: visit(pair, travelling, state), pair.may_see()
+            return go(state) if sees is True else lax.cond(sees, go, lambda state: state, state)
+
+        state = {**state, **_zeros(o, following)}
+        state = turn(0, state) if chunks == 1 else lax.fori_loop(0, chunks * chunks, turn, state)
+        return {name: x + state.pop(name) for name, x in passengers.items()}, state
+
+    def hop(step: Any, carry: Any) -> tuple[Any, Any, Any]:
         travelling, passengers, state = carry
-        following, arriving = send(travelling, 1), send(passengers, 1)  # under way while this device computes
-        return following, *stop(step, travelling, arriving, state)
+        arriving = send(travelling, 1), send(passengers, 1)  # under way while this device computes
+        return arriving[0], *stop(step, travelling, arriving[1], state)
 
+    passengers = _zeros(o, following)
     if schedule.start:
         travelling = send(travelling, schedule.start)
-    if hops == 1:  # nobody is on the way to the first stop
-        following = send(travelling, 1)
+    if hops == 1:  # no sums travel to the first stop
+        arriving = send(travelling, 1)
         passengers, state = stop(0, travelling, passengers, state)
-        travelling = following
+        travelling = arriving
     elif hops:
-        travelling, passengers, state = lax.fori_loop(0, hops, turn, (travelling, passengers, state))
+        travelling, passengers, state = lax.fori_loop(0, hops, hop, (travelling, passengers, state))
     passengers, state = stop(hops, travelling, send(passengers, 1) if hops else passengers, state)
     home = -(schedule.start + hops) % n
-    return (send(passengers, home) if home else passengers), state
+    return {**state, **(send(passengers, home) if home else passengers)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forward
+# --- the three passes
 
 
-def forward(
-    ring: Ring, operands: Operands, attend: Callable[..., Any], vary: Callable[..., Any] = lambda x: x
-) -> tuple[Array, Array, Array]:
+def forward(ring: Ring, operands: Operands, attend: Compute) -> tuple[Array, Array, Array]:
     """Attention of a device's rows over the columns of all devices, and maximum and sum of each row.
 
     Args:
       operands: a device's own; of bias and mask its rows with all columns, in the order in which the columns are
         stored; lengths, ranges and offsets count the whole sequence.
       attend: `(spec, operands)` to what `blockwise.forward` returns.
-      vary: marks arrays as different on each device, where the types of `shard_map` need to be told.
 
     Returns:
       as `blockwise.forward`.
     """
     o = operands
-    acc = accumulation_dtype(o.query.dtype)
     b, t, n, _ = o.query.shape
-    pairs = _Pairs(ring, o)
+    acc = accumulation_dtype(o.query.dtype)
 
-    def visit(problem: Any, place: Any, state: Any) -> tuple[Array, ...]:
-        sums, row_max, row_sum = (slice_axis(x, place.row, pairs.rows, 1) for x in state)
-        out, own_max, own_sum = attend(*problem)
-        merged = partial.merged((sums, row_max, row_sum), partial.weighed(out, own_max, own_sum, acc))
-        return tuple(put_axis(x, new, place.row, 1) for x, new in zip(state, merged))
+    def visit(pair: _Pair, held: Any, state: Any) -> dict[str, Array]:
+        out, row_max, row_sum = attend(*pair.problem(held))
+        part = partial.weighed(out, row_max, row_sum, acc)
+        merged = partial.merged(pair.cut_rows(state[name] for name in names), part)
+        return {name: put_axis(state[name], x, pair.row_chunk * pair.rows, 1) for name, x in zip(names, merged)}
 
-    def compute(source: Any, held: Any, state: Any) -> tuple[tuple[()], Any]:
-        return (), pairs.over(source, held, visit, state)
-
-    empty = jnp.zeros((b, t, n, o.value.shape[-1]), acc), jnp.full((b, t, n), -np.inf, acc), jnp.zeros((b, t, n), acc)
-    _, (sums, row_max, row_sum) = _walk(ring, _schedule(ring, o), _travelling(o), (), compute, vary(empty))
-    return partial.finished(ring.spec, o, (sums, row_max, row_sum))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Backward
+    names = ("sums", "row_max", "row_sum")
+    state = _zeros(o, dict(zip(names, ((b, t, n, o.value.shape[-1]), (b, t, n), (b, t, n)))))
+    state["row_max"] -= np.inf  # no score yet
+    found = _around(ring, o, _travelling(o), visit, state, {})
+    return partial.finished(ring.spec, o, (found["sums"], found["row_max"], found["row_sum"]))
 
 
 def backward(
-    ring: Ring,
-    operands: Operands,
-    rows: tuple[Any, ...],
-    wanted: tuple[str, ...],
-    transpose: Callable[..., Any],
-    vary: Callable[..., Any] = lambda x: x,
+    ring: Ring, operands: Operands, results: Any, wanted: tuple[str, ...], cotangents: Any, transpose: Compute
 ) -> tuple[Any, ...]:
     """Cotangents of the operands named in `wanted`: of what a device holds of them, or for arrays that serve all rows
     its own rows' part.
 
     Args:
-      operands, vary: as in `forward`.
-      rows: out, row_max and row_sum as `forward` gave them, d_out and d_lse.
-      transpose: `(spec, operands, rows, wanted)` to what `blockwise.backward` returns.
+      operands: as in `forward`.
+      results: out, row_max and row_sum as `forward` gave them; cotangents: d_out and d_lse.
+      transpose: `(spec, operands, (*results, *cotangents), wanted)` to what `blockwise.backward` returns.
     """
-    o = operands
+    o, rows = operands, (*results, *cotangents)
     acc = accumulation_dtype(o.query.dtype)
-    pairs = _Pairs(ring, o)
     parts = tuple(name for name in wanted if name != "sinks")
-    follow = tuple(name for name in parts if name in _TRAVELLING)
-    zeros = lambda names: vary({name: jnp.zeros(getattr(o, name).shape, acc) for name in names})
 
-    def visit(problem: Any, place: Any, state: Any) -> dict[str, Array]:
-        spec, now = problem
-        found = transpose(spec, now, [slice_axis(x, place.row, pairs.rows, 1) for x in rows], parts)
-        return {name: _gathered(name, state[name], x.astype(acc), place) for name, x in zip(parts, found)}
+    def visit(pair: _Pair, held: Any, state: Any) -> dict[str, Array]:
+        found = transpose(*pair.problem(held), pair.cut_rows(rows), parts)
+        return {name: pair.add(name, state[name], x.astype(acc)) for name, x in zip(parts, found)}
 
-    def compute(source: Any, held: Any, state: Any) -> tuple[dict[str, Any], Any]:
-        new = pairs.over(source, held, visit, {**state, **zeros(follow)})
-        return {name: new.pop(name) for name in follow}, new
-
-    staying = tuple(name for name in parts if name not in follow)
-    followed, stayed = _walk(ring, _schedule(ring, o), _travelling(o), zeros(follow), compute, zeros(staying))
-    sums = {**followed, **stayed}
+    shapes = {name: getattr(o, name).shape for name in parts}
+    following = {name: shapes.pop(name) for name in parts if name in TRAVELLING}
+    sums = _around(ring, o, _travelling(o), visit, _zeros(o, shapes), following)
     if "sinks" in wanted:
         out, row_max, row_sum, d_out, d_lse = rows
-        shift = partial.delta_of(out, d_out, d_lse, acc)
-        sums["sinks"] = partial.sink_gradient(ring.spec, o, row_max, row_sum, shift)
+        delta = partial.delta_of(out, d_out, d_lse, acc)
+        sums["sinks"] = partial.sink_gradient(ring.spec, o, row_max, row_sum, delta)
     return tuple(sums[name].astype(getattr(o, name).dtype) for name in wanted)
 
 
-def _gathered(name: str, x: Any, part: Any, place: _Place) -> Array:
-    """A pair's share of a gradient, added to the whole."""
-    if name == "query":
-        return add_axis(x, part, place.row, 1)
-    if name in _TRAVELLING:
-        return add_axis(x, part, place.column, 1)
-    if name != "bias":
-        return x + part
-    rows = slice_axis(x, place.row, part.shape[2], 2)  # or one for all, and of columns too
-    return put_axis(x, add_axis(rows, part, place.column_of_all(), 3), place.row, 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Forward mode
-
-
 def tangent(
-    ring: Ring,
-    operands: Operands,
-    results: tuple[Any, ...],
-    wanted: tuple[str, ...],
-    tangents: tuple[Any, ...],
-    differentiate: Callable[..., Any],
-    vary: Callable[..., Any] = lambda x: x,
+    ring: Ring, operands: Operands, results: Any, wanted: tuple[str, ...], tangents: Any, differentiate: Compute
 ) -> tuple[Any, Any]:
-    """What output and log-sum-exp change by where the operands named in `wanted` change by `tangents`.
+    """The changes of output and log-sum-exp where the operands named in `wanted` change by `tangents`.
 
     Both are sums over the columns once the maxima and sums of whole rows are known, so each part adds its share.
 
     Args:
-      operands, vary: as in `forward`.
+      operands: as in `forward`.
       results: out, row_max and row_sum as `forward` gave them.
       differentiate: `(spec, operands, results, wanted, tangents)` to what `blockwise.tangent` returns.
     """
-    o = operands
+    o, moving = operands, dict(zip(wanted, tangents))
     acc = accumulation_dtype(o.query.dtype)
-    pairs = _Pairs(ring, o)
-    moving = Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(wanted, tangents))})
     parts = tuple(name for name in wanted if name != "sinks")
-
-    def compute(source: Any, travelling: Any, state: Any) -> tuple[tuple[()], Any]:
-        held, held_tangents = travelling
-
-        def visit(problem: Any, place: Any, state: Any) -> tuple[Array, ...]:
-            spec, now = problem
-            at = pairs.cut(moving, held_tangents, place)
-            own = [slice_axis(x, place.row, pairs.rows, 1) for x in results]
-            found = differentiate(spec, now, own, parts, [getattr(at, name) for name in parts])
-            return tuple(add_axis(x, part.astype(acc), place.row, 1) for x, part in zip(state, found))
-
-        return (), pairs.over(source, held, visit, state)
-
     out, row_max, row_sum = results
-    t_out, t_lse = vary((jnp.zeros(out.shape, acc), jnp.zeros(row_max.shape, acc)))
+
+    def visit(pair: _Pair, travelling: Any, state: Any) -> dict[str, Array]:
+        held, moving_held = travelling
+        changes = [pair.cut(name, {**moving, **moving_held}[name]) for name in parts]
+        found = differentiate(*pair.problem(held), pair.cut_rows(results), parts, changes)
+        return {name: pair.add("out", state[name], x.astype(acc)) for name, x in zip(("out", "lse"), found)}
+
+    state = _zeros(o, {"out": out.shape, "lse": row_max.shape})
     if parts:
-        travelling = _travelling(o), _travelling(moving)
-        _, (t_out, t_lse) = _walk(ring, _schedule(ring, o), travelling, (), compute, (t_out, t_lse))
-    if moving.sinks is not None:
-        t_sinks = partial.per_batch_row(ring.spec, o, "sinks", acc, moving.sinks)[:, None]
+        travelling = _travelling(o), {name: x for name, x in moving.items() if name in TRAVELLING}
+        state = _around(ring, o, travelling, visit, state, {})
+    t_out, t_lse = state["out"], state["lse"]
+    if "sinks" in moving:
+        t_sinks = partial.per_batch_row(ring.spec, o, "sinks", acc, moving["sinks"])[:, None]
         moved = partial.sink_probability(ring.spec, o, row_max, row_sum) * t_sinks
         t_out, t_lse = t_out - out.astype(acc) * moved[..., None], t_lse + moved
     return t_out.astype(out.dtype), t_lse
@@ -422,6 +363,9 @@ def put_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
     return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, start, axis)
 
 
-def add_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
-    """`x` with `part` added to it, from `start` on along `axis`."""
-    return put_axis(x, slice_axis(x, start, part.shape[axis], axis) + part, start, axis)
+def _added(x: Any, part: Any, places: list[tuple[int, Any, int]]) -> Any:
+    """`x` with `part` added to it at these places of axes, if any."""
+    if not places:
+        return x + part
+    (axis, start, _), *others = places
+    return put_axis(x, _added(slice_axis(x, start, part.shape[axis], axis), part, others), start, axis)

@@ -19,8 +19,8 @@ from jax.typing import ArrayLike
 from jax_mfa import checks
 from jax_mfa.api import Implementation, dot_product_attention
 from jax_mfa.arguments import as_array
-from jax_mfa.context_parallel import axes
 from jax_mfa.context_parallel.api import SequenceSharding
+from jax_mfa.context_parallel.layout import axis_size
 from jax_mfa.problem import DTYPES, accumulation_dtype
 
 logger = logging.getLogger("jax_mfa.flax")
@@ -54,7 +54,7 @@ def sharding_of(sequence_axis: Any) -> SequenceSharding:
     """How sequences are split. Raises `TypeError` or `ValueError`, naming sequence_axis, where it is no mesh axis."""
     if not isinstance(sequence_axis, SequenceSharding):
         for axis in sequence_axis if isinstance(sequence_axis, (tuple, list)) else (sequence_axis,):
-            axes.axis_size(axis, "sequence_axis")
+            axis_size(axis, "sequence_axis")
     return SequenceSharding.of(sequence_axis)
 
 
