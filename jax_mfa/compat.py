@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ else:  # before 0.5
     ffi = importlib.import_module("jax.extend.ffi")
 
 HAS_TYPES = hasattr(jax, "typeof")  # with what varies along which axis of a mesh
+# keywords of slices whose indices are not counted from the end, where JAX knows that there are others
+NOT_NEGATIVE = {x: False for x in inspect.signature(lax.dynamic_slice).parameters if x == "allow_negative_indices"}
 HAS_EXPLICIT_SHARDING = hasattr(jax.sharding, "auto_axes")
 
 

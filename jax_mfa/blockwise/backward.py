@@ -12,7 +12,7 @@ from jax import Array
 from jax_mfa import partial
 from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
-from jax_mfa.blockwise.tile import OF_SCORES, Tile, from_words, to_words
+from jax_mfa.blockwise.tile import OF_SCORES, Tile
 from jax_mfa.blockwise.tiles import tiles_of
 from jax_mfa.problem import Operands, Specification, accumulation_dtype, reduce_rows, sees_nothing
 
@@ -59,7 +59,7 @@ def backward(
         row_max_i, inverse_i, delta_i = jnp.split(tile.operand("rows", rows), 3, axis=-1)
 
         def keys(tile: Tile, carry: Any) -> Any:
-            dq, found, spoilt = carry
+            dq, found = carry
             k, v, given = tile.keys("key"), tile.keys("value"), tile.terms()
             scores, pullback = jax.vjp(
                 lambda products, moving: tile.scores(products, {**given, **moving}),
@@ -75,32 +75,30 @@ def backward(
                 for name, x in found.items()
             }
             # what is not finite and visible makes scores NaN, or has a weight of 0: NaN in either case
-            dq_j, bad = tile.weights_by_keys(ds, k, signed=False)
+            dq = dq + tile.weights_by_keys(ds, k, signed=False)
             if of_keys:
-                (dk, bad_q), (dv, bad_do) = tile.weights_by_rows(ds, q, signed=False), tile.weights_by_rows(p_kept, do)
+                dk, dv = tile.weights_by_rows(ds, q, signed=False), tile.weights_by_rows(p_kept, do)
                 for name, d_name, x in (("key", "dk", dk), ("value", "dv", dv)):
                     found[name] = tile.add(d_name, found[name], x, dtypes[name])
-                bad = bad | bad_q | bad_do
-            return dq + dq_j, found, spoilt | bad
+            return dq, found
 
         dq, found = results
-        start = jnp.zeros(q.shape, acc), found, jnp.zeros((), bool)
-        dq_i, found, spoilt = loop.over_keys(tile, place, keys, start)
-        return (tile.add("query", dq, tile.natural("query", dq_i), dtypes["query"]), found), spoilt
+        dq_i, found = loop.over_keys(tile, place, keys, (jnp.zeros(q.shape, acc), found))
+        return tile.add("query", dq, tile.natural("query", dq_i), dtypes["query"]), found
 
     batch, (s, k) = operands.query.shape[0], operands.value.shape[1:3]
     found = {name: jnp.zeros(getattr(operands, name).shape, acc) for name in terms}
     if of_keys:
         shapes = {name: (batch, s, k, getattr(operands, name).shape[-1]) for name in ("key", "value")}
-        found |= {name: to_words(jnp.zeros(shape, dtypes[name]), ()) for name, shape in shapes.items()}
-    dq, found = loop.over_queries(queries, (to_words(jnp.zeros_like(operands.query), ()), found))
+        found |= {name: jnp.zeros(shape, dtypes[name]) for name, shape in shapes.items()}
+    dq, found = loop.over_queries(queries, (jnp.zeros_like(operands.query), found))
     found["query"] = dq
     if "sinks" in wrt:
         found["sinks"] = partial.sink_gradient(spec, operands, row_max, row_sum, delta)
 
     def cotangent(name: str) -> Array:
         operand = getattr(operands, name)
-        x = from_words(found[name], dtypes.get(name, acc))
+        x = found[name]
         if name in ("key", "value"):
             x = reduce_rows(x, getattr(Operands(*spec.repeats), name), operand.shape[0])
         return x.astype(operand.dtype)

@@ -9,7 +9,7 @@ from jax import Array
 
 from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
-from jax_mfa.blockwise.tile import Tile, from_words, to_words
+from jax_mfa.blockwise.tile import Tile, from_words
 from jax_mfa.blockwise.tiles import few_queries, tiles_of
 from jax_mfa.problem import Operands, Specification, accumulation_dtype
 
@@ -37,40 +37,37 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
         q = tile.operand("query").astype(acc)
 
         def keys(tile: Tile, before: Any) -> Any:
-            """Adds a tile of keys: Σ p · value, the largest score, Σ p, and whether a value was not finite."""
+            """Adds a tile of keys: Σ p · value, the largest score, and Σ p."""
             scores = tile.scores(tile.rows_by_keys(q, tile.keys("key")), tile.terms())
             row_max = tile.largest(scores) if before is None else jnp.maximum(before[1], tile.largest(scores))
             shift = jnp.where(row_max == -jnp.inf, 0, row_max)  # of rows that have seen nothing yet
             p, kept = jnp.exp(scores - shift), tile.dropped()
-            sums, spoilt = tile.weights_by_keys(p if kept is None else p * kept, tile.keys("value"))
+            sums = tile.weights_by_keys(p if kept is None else p * kept, tile.keys("value"))
             row_sum = p.sum(-1, keepdims=True)
             if before is not None:
                 rescale = jnp.exp(before[1] - shift)
                 sums, row_sum = tile.once(rescale, 1) * before[0] + sums, rescale * before[2] + row_sum
-                spoilt = spoilt | before[3]
-            return sums, row_max, row_sum, spoilt
+            return sums, row_max, row_sum
 
         none = jnp.zeros((*q.shape[:-1], 1), acc)
-        start = jnp.zeros((*q.shape[:-1], v), acc), none - jnp.inf, none, jnp.zeros((), bool)
-        sums, *parts, spoilt = loop.over_keys(tile, place, keys, None if loop.tiles_of_keys == 1 else start)
+        start = jnp.zeros((*q.shape[:-1], v), acc), jnp.full(none.shape, -jnp.inf, acc), none
+        sums, *parts = loop.over_keys(tile, place, keys, None if loop.tiles_of_keys == 1 else start)
 
         out, row_max, row_sum = _normalised(tile, sums, *parts)
         if tile.attempt is not None:  # later attempts add infinities
             before = tile.aligned("out", from_words(tile.cut("out", results[0]), dtype)).astype(acc)
-            out = jnp.where(tile.is_first, out, before + sums)
+            out = tile.once(out, before + sums)
         found = zip(("out", "row_max", "row_sum"), results, (out, row_max, row_sum), (dtype, acc, acc))
-        return tuple(tile.put(name, x, tile.natural(name, part), kind) for name, x, part, kind in found), spoilt
+        return tuple(tile.put(name, x, tile.natural(name, part), kind) for name, x, part, kind in found)
 
     empty = jnp.zeros((*rows, v), dtype), jnp.zeros(rows, acc), jnp.zeros(rows, acc)
-    out, row_max, row_sum = loop.over_queries(queries, (to_words(empty[0], ()), *empty[1:]))
-    return from_words(out, dtype), row_max, row_sum
+    return loop.over_queries(queries, empty)
 
 
 def _normalised(tile: Tile, sums: Any, row_max: Any, row_sum: Any) -> tuple[Array, Array, Array]:
     """Output, maximum and sum of rows, of Σ exp(score − row_max) · value, with their sinks."""
     spec, o, acc = tile.spec, tile.operands, tile.acc
-    every_row_sees = spec.every_row_sees(o)
-    empty = jnp.zeros((), bool) if every_row_sees else row_max == -jnp.inf
+    empty = jnp.zeros((), bool) if spec.every_row_sees(o) else row_max == -jnp.inf
     undefined = (row_sum == 0) & ~empty  # rows whose scores are −∞ all
     row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
     if o.sinks is not None:
@@ -82,4 +79,4 @@ def _normalised(tile: Tile, sums: Any, row_max: Any, row_sum: Any) -> tuple[Arra
         sums, row_sum, row_max = sums * rescale, row_sum * rescale + jnp.exp(sinks - high), high
     row_sum = jnp.where(empty, 0, jnp.where(undefined, jnp.nan, row_sum))
     row_max = jnp.where(jnp.isnan(row_sum) & ~undefined, jnp.nan, row_max)
-    return sums / (row_sum if every_row_sees else jnp.where(empty, 1, row_sum)), row_max, row_sum
+    return sums / jnp.where(empty, 1, row_sum), row_max, row_sum

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mfa.blockwise.tile import ATTEMPTS, Tile, part_of
+from jax_mfa.blockwise.tile import ATTEMPTS, Attempt, Tile, from_words, part_of, to_words
 from jax_mfa.blockwise.tiles import Tiles
-from jax_mfa.problem import Operands, Specification, expand_rows
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand_rows
 
 
 def tile_starts(length: int, block: int) -> np.ndarray:
@@ -93,40 +95,47 @@ class Loop:
         order = numpy.argsort(~see, axis=-1, stable=True).astype(np.int32)
         return see.sum(-1, dtype=np.int32), order
 
-    def over_queries(self, body: Callable[[Tile, Any, Any], tuple[Any, Any]], results: Any) -> Any:
-        """`body(tile, place, results)` over all tiles of queries; `place` is for `over_keys`.
+    def over_queries(self, body: Callable[[Tile, Any, Any], Any], results: Any) -> Any:
+        """The arrays `results`, zeros, after `body(tile, place, results)` of all tiles of queries; `place` is for
+        `over_keys`.
 
-        The body gives the next results, and whether a factor of its products is not finite. Where something is hidden
-        and a factor was, all tiles are visited twice more, to add what is visible and ∞, and what is −∞: see `Tile`.
+        The body has arrays of 16 bits as words. Where something may be hidden and a result is not finite, all tiles are
+        visited again: see `ATTEMPTS`.
         """
-        (batch, heads), count = self.steps, self.tiles_of_queries
-        turns = batch * heads * count
+        shape = (*self.steps, self.tiles_of_queries)
+        turns = math.prod(shape)
         if self.tiles_of_keys > 1:
             _ = self._order  # before the loops
 
-        def turn(index: Any, results: Any) -> tuple[Any, Any]:
-            attempt, index = _divide(index, turns) if self.hides else (None, index)
-            step, i = _divide(index, count)
-            b, e = _divide(step, heads)
+        def turn(index: Any, results: Any, attempt: Any) -> Any:
+            b, e, i = _unravelled(index, shape)
             start, own = _start(i, self.tiles.block_q, self.operands.query.shape[1])
             starts = {"B": b * self.tiles.batch, "K": e * self.tiles.heads, "T": start, "S": 0}
             own = {"T": own} if self.ragged[1] else {}
             tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, attempt)
             return body(tile, (b, i), results)
 
-        if turns == 0:
+        def visit(words: Any, attempt: Any) -> Any:
+            if isinstance(turns, int) and turns == 1:
+                return turn(0, words, attempt)
+            stop = jnp.asarray(turns, jnp.int32)  # also of a batch whose size is not known
+            return lax.fori_loop(jnp.int32(0), stop, lambda index, words: turn(index, words, attempt), words)
+
+        def again(state: Any) -> Any:
+            number, words = state
+            attempt = Attempt.of(number, acc)
+            words = visit(jax.tree.map(lambda x: jnp.where(attempt.anew, jnp.zeros_like(x), x), words), attempt)
+            finite = jnp.isfinite(sum(x.astype(acc).sum() for x in jax.tree.leaves(numbers(words))))
+            return jnp.where(attempt.is_first & finite, ATTEMPTS, number + 1), words
+
+        acc = accumulation_dtype(self.operands.query.dtype)
+        first = jax.tree.map(lambda x: to_words(x, ()), results)
+        numbers = lambda words: jax.tree.map(lambda x, like: from_words(x, like.dtype), words, results)
+        if isinstance(turns, int) and turns == 0:
             return results
-        if turns == 1 and not self.hides:
-            return turn(0, results)[0]
-
-        def step(state: Any) -> Any:
-            index, stop, results = state
-            results, spoilt = turn(index, results)
-            return index + 1, jnp.where(spoilt, all_turns, stop) if self.hides else stop, results
-
-        stop = jnp.asarray(turns, jnp.int32)
-        all_turns = stop * ATTEMPTS
-        return lax.while_loop(lambda state: state[0] < state[1], step, (jnp.int32(0), stop, results))[2]
+        if not self.hides:
+            return numbers(visit(first, None))
+        return numbers(lax.while_loop(lambda state: state[0] < ATTEMPTS, again, (jnp.int32(0), first))[1])
 
     def over_keys(self, tile: Tile, place: Any, body: Callable[[Tile, Any], Any], carry: Any) -> Any:
         """`body(tile, carry)` over the tiles of keys that a tile of queries sees."""
@@ -151,9 +160,12 @@ def _start(i: Any, block: int, length: int) -> tuple[Any, Any]:
     return (jnp.minimum(first, last) if length % block else first), first
 
 
-def _divide(a: Any, b: Any) -> tuple[Any, Any]:
-    """Quotient and remainder of what is not negative."""
-    if isinstance(a, int):
-        return divmod(a, b)
-    b = jnp.asarray(b, a.dtype)
-    return lax.div(a, b), lax.rem(a, b)
+def _unravelled(index: Any, shape: tuple[int, ...]) -> list[Any]:
+    """The index of each axis of an index in C order; 0 of axes of size 1."""
+    found = []
+    for axis, size in enumerate(shape):
+        rest = math.prod(shape[axis + 1 :])
+        last = rest == 1 or isinstance(index, int)
+        found.append(0 if size == 1 else index if last else lax.div(index, jnp.int32(rest)))
+        index = index if last or size == 1 else lax.rem(index, jnp.int32(rest))
+    return found

@@ -50,7 +50,7 @@ def tangent(
         t_q = tile.operand("query", moved["query"]).astype(acc) if "query" in moved else None
 
         def keys(tile: Tile, carry: Any) -> Any:
-            t_out, t_lse, spoilt = carry
+            t_out, t_lse = carry
             k, given = tile.keys("key"), tile.terms()
             products = tile.rows_by_keys(q, k)
             pairs = [(t_q, k)] if t_q is not None else []
@@ -64,18 +64,16 @@ def tangent(
             p, kept = tile.probability(scores, row_max_i, inverse_i), tile.dropped()
             t_p = p * t_scores
             p_kept, t_p_kept = (p, t_p) if kept is None else (p * kept, t_p * kept)
-            added, bad = tile.weights_by_keys(t_p_kept, tile.keys("value"), signed=False)
-            t_out, t_lse = t_out + added, t_lse + tile.once(t_p.sum(-1, keepdims=True))
+            t_out = t_out + tile.weights_by_keys(t_p_kept, tile.keys("value"), signed=False)
             if "value" in moved:
-                added, bad_too = tile.weights_by_keys(p_kept, tile.keys("value", moved["value"]))
-                t_out, bad = t_out + added, bad | bad_too
-            return t_out, t_lse, spoilt | bad
+                t_out = t_out + tile.weights_by_keys(p_kept, tile.keys("value", moved["value"]))
+            return t_out, t_lse + tile.once(t_p.sum(-1, keepdims=True))
 
         row = jnp.zeros((*q.shape[:-1], 1), acc)
-        start = jnp.zeros((*q.shape[:-1], operands.value.shape[-1]), acc), row, jnp.zeros((), bool)
-        *found, spoilt = loop.over_keys(tile, place, keys, start)
+        start = jnp.zeros((*q.shape[:-1], operands.value.shape[-1]), acc), row
+        found = loop.over_keys(tile, place, keys, start)
         parts = zip(("out", "row_max"), results, found)
-        return tuple(tile.add(name, x, tile.natural(name, part), acc) for name, x, part in parts), spoilt
+        return tuple(tile.add(name, x, tile.natural(name, part), acc) for name, x, part in parts)
 
     rows = operands.query.shape[:3]
     empty = jnp.zeros((*rows, operands.value.shape[-1]), acc), jnp.zeros(rows, acc)

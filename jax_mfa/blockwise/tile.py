@@ -9,23 +9,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_mfa import compat
 from jax_mfa.blockwise.tiles import Tiles
 from jax_mfa.philox import keep_mask
 from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, row_index
 from jax_mfa.reference import tanh
 
 OF_SCORES = "bias", "scale", "alibi_slopes"  # what scores depend on beside queries and keys
-# 0 · NaN is NaN, so that a weight of 0 does not hide what is not finite. Where something may be hidden, products are of
-# finite numbers alone at first. Where others were met, a second attempt adds the ∞ that are visible, and a third the
-# −∞; NaN is both.
-ATTEMPTS = 3
+# 0 · NaN is NaN, so that a weight of 0 does not hide a factor that is not finite, but every result shows that there is
+# one. The first attempt multiplies what there is. Where its results are not finite, a second one multiplies the finite
+# factors alone, a third adds the ∞ that are visible, and a fourth the −∞; NaN is both.
+ATTEMPTS = 4
+
+
+class Attempt(NamedTuple):
+    """Which attempt it is, as traced bools, and the infinity that it seeks."""
+
+    is_first: Any
+    anew: Any  # the first, or the second
+    infinity: Any
+
+    @classmethod
+    def of(cls, number: Any, acc: Any) -> Attempt:
+        return cls(number == 0, number < 2, jnp.where(number == 2, acc.type(np.inf), acc.type(-np.inf)))
 
 
 @dataclasses.dataclass
@@ -38,13 +51,13 @@ class Tile:
     starts: dict[str, Any]  # where its batch rows, key heads, queries and keys begin, by letter: B, K, T, S
     own: dict[str, Any]  # the first query and key, by T and S, that the tile before does not hold too, if it may
     all_heads: bool  # whether products are of all heads at once
-    attempt: Any  # 0, 1 or 2; None where nothing is hidden
+    attempt: Attempt | None  # None where nothing is hidden
 
     def __post_init__(self) -> None:
         self.batch = self.operands.query.shape[0]
         self.group = self.operands.query.shape[2] // self.operands.value.shape[2]
         self.acc = accumulation_dtype(self.operands.query.dtype)
-        self.is_first = True if self.attempt is None else self.attempt == 0
+        self.sums = True if self.attempt is None else self.attempt.anew
 
     # --- parts of arrays
 
@@ -212,52 +225,43 @@ class Tile:
         # a key that is not finite spoils the scores of other heads
         return lax.cond(jnp.isfinite(found).all(), lambda: found, by_head)
 
-    def weights_by_keys(self, w: Array, b: Array, signed: bool = True) -> tuple[Array, Array]:
+    def weights_by_keys(self, w: Array, b: Array, signed: bool = True) -> Array:
         """Σ over keys of [R, E, T, G, S] and [R|1, S, E, x], of which hidden ones add nothing: [R, E, T, G, x].
 
-        Gives also whether a number of b is not finite. If not `signed`, one that is and is visible makes NaN.
+        If not `signed`, a visible factor that is not finite makes NaN.
         """
-
-        def by_head() -> tuple[Array, Array]:
-            factors, spoilt = self._factors(w, b, signed)
-            return self._found(jnp.einsum("retgs,rsex->retgx", *factors)), spoilt
+        by_head = lambda: self._found(jnp.einsum("retgs,rsex->retgx", *self._factors(w, b, signed)))
 
         if not self.all_heads:
             return by_head()
         (r, e, t, g, s), (keys, own) = w.shape, self._heads_in_one(b)
         found = jnp.einsum("rms,rsx->rmx", w.reshape(r, e * t * g, s), keys).reshape(r, e, t, g, e, -1)
-        finite = jnp.isfinite(found).all() & self.is_first
-        return lax.cond(finite, lambda: (jnp.where(own, found, 0).sum(4), ~finite), by_head)
+        finite = jnp.isfinite(found).all() & self.sums
+        return lax.cond(finite, lambda: jnp.where(own, found, 0).sum(4), by_head)
 
-    def weights_by_rows(self, w: Array, a: Array, signed: bool = True) -> tuple[Array, Array]:
+    def weights_by_rows(self, w: Array, a: Array, signed: bool = True) -> Array:
         """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x], of which hidden ones add nothing: [R, S, E, x]."""
-        (w, a), spoilt = self._factors(w, a, signed)
+        w, a = self._factors(w, a, signed)
         # rows first, which are smaller and so faster to transpose
-        return self._found(jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)), spoilt
+        return self._found(jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2))
 
-    def _factors(self, w: Array, b: Array, signed: bool) -> tuple[tuple[Array, Array], Array]:
-        """Weights and what they multiply: of the first attempt finite, then 1 where visible and where sought."""
+    def _factors(self, w: Array, b: Array, signed: bool) -> tuple[Array, Array]:
+        """Weights and what they multiply; of later attempts 1 where visible, and 1 where the infinity is sought."""
         if self.attempt is None:
-            return (w, b), jnp.zeros((), bool)
+            return w, b
         finite = jnp.isfinite(b)
-        sought = (b == self._infinity) | jnp.isnan(b) if signed else ~finite
+        sought = (b == self.attempt.infinity) | jnp.isnan(b) if signed else ~finite
         see = jnp.ones((), bool) if self.visible is None else self.visible
-        w = jnp.where(self.is_first, w, see.astype(w.dtype))
-        return (w, jnp.where(self.is_first, jnp.where(finite, b, 0), sought.astype(b.dtype))), ~finite.all()
+        whole = self.attempt.is_first | (finite & self.sums)
+        return jnp.where(self.sums, w, see), jnp.where(whole, b, (sought & ~self.sums).astype(b.dtype))
 
     def _found(self, sums: Array) -> Array:
-        """Sums of the first attempt; then the infinity that was sought where it was found, else 0."""
-        if self.attempt is None:
-            return sums
-        return jnp.where(self.is_first, sums, jnp.where(sums > 0, self._infinity, 0))
+        """Sums, and of later attempts the infinity that was sought where it was found, else 0."""
+        return sums if self.attempt is None else self.once(sums, jnp.where(sums > 0, self.attempt.infinity, 0))
 
-    @property
-    def _infinity(self) -> Any:
-        return jnp.where(self.attempt == 1, self.acc.type(np.inf), self.acc.type(-np.inf))
-
-    def once(self, x: Any, later: float = 0) -> Any:
-        """What the first attempt adds alone."""
-        return x if self.attempt is None else jnp.where(self.is_first, x, jnp.asarray(later, x.dtype))
+    def once(self, x: Any, later: Any = 0) -> Any:
+        """What sums add, and in its place what attempts that add infinities do."""
+        return x if self.attempt is None else jnp.where(self.sums, x, later)
 
     def _heads_in_one(self, b: Array) -> tuple[Array, Array]:
         """Keys [R|1, S, E, x] as one matrix [R, S, E · x], and where a query's head is that of a key."""
@@ -289,13 +293,13 @@ def from_words(x: Any, dtype: Any) -> Array:
 
 def part_of(x: Any, start: Sequence[Any], shape: Sequence[int]) -> Array:
     """The part of `x` of this shape from `start` on."""
-    return x if x.shape == tuple(shape) else lax.dynamic_slice(x, _int32(start), shape)
+    return x if x.shape == tuple(shape) else lax.dynamic_slice(x, _int32(start), shape, **compat.NOT_NEGATIVE)
 
 
 def with_part(x: Any, part: Any, start: Sequence[Any]) -> Array:
     """`x` with `part` in it, from `start` on."""
-    return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, _int32(start))
+    return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, _int32(start), **compat.NOT_NEGATIVE)
 
 
 def _int32(indices: Sequence[Any]) -> list[Any]:
-    return [np.int32(i) if isinstance(i, (int, np.integer)) else i.astype(jnp.int32) for i in indices]
+    return [np.int32(i) if isinstance(i, (int, np.integer)) else jnp.asarray(i, jnp.int32) for i in indices]
