@@ -25,6 +25,7 @@ from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel.api import context_parallel_attention
 from jax_mfa.context_parallel.order import Order
 from jax_mfa.problem import Specification
+from jax_mfa.tuning import timing
 
 FORMS: dict[str, tuple[Any, Order]] = {
     "ring": ("ring", "contiguous"),
@@ -104,9 +105,9 @@ def _row(
     memory = None
     if analysis is not None:
         memory = sum(getattr(analysis, f"{x}_size_in_bytes") for x in ("argument", "output", "temp"))
-    call: dict[str, Callable[[], Any]] = {"": functools.partial(bench_models.call, program, arrays)}
+    call: dict[str, Callable[[], Any]] = {"": functools.partial(timing.call, program, arrays)}
     return dict(
-        seconds=min(bench_models.timed(call, rounds, 0.0)[""]),
+        seconds=min(timing.timed(call, rounds, 0.0)[""]),
         bytes_sent=sent,
         bytes_formula=found.forward_bytes + (found.backward_bytes if kind == TRAINING else 0),
         memory=memory,

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ import numpy as np
 
 from jax_mfa.api import decode_attention, dot_product_attention
 from jax_mfa.cli.bench_problems import BOTH, COMPILING, DECODE, FORWARD, TANGENT, TRAINING, Problem
+from jax_mfa.tuning import timing
 
 STOCK, TORCH, MLX = "jax.nn", "PyTorch", "MLX"
 LAYERS = 24
-Name = TypeVar("Name")
 Attention = Callable[..., Any]  # of query, key and value
 Candidates = dict[str, Callable[[Problem], Attention]]
 
@@ -170,29 +169,6 @@ def _in_mlx(problem: Problem, kind: str, arrays: list[jax.Array]) -> Callable[[]
 OTHERS = {TORCH: _in_torch, MLX: _in_mlx}
 
 
-def timed(programs: dict[Name, Callable[[], Any]], rounds: int, shortest: float) -> dict[Name, list[float]]:
-    """Seconds of calls of each program, the programs taking turns.
-
-    A turn is one call that is not timed and one that is: right after a program that gives gigabytes back to the system,
-    the next one pays for it. There are as many turns as `rounds`, or as begin within `shortest` seconds.
-    """
-    times: dict[Name, list[float]] = {name: [] for name in programs}
-    begin, turns = time.perf_counter(), 0
-    while turns < rounds or time.perf_counter() < begin + shortest:
-        for name, program in programs.items():
-            program()
-            start = time.perf_counter()
-            program()
-            times[name].append(time.perf_counter() - start)
-        turns += 1
-    return times
-
-
-def call(program: Any, arrays: list[jax.Array]) -> Any:
-    """Calls a program of JAX and waits for its results."""
-    return jax.block_until_ready(program(*arrays))
-
-
 def _compile(problem: Problem, attention: Attention) -> None:
     """From a function to its executable: traced, lowered and compiled, all anew."""
     jax.clear_caches()
@@ -229,7 +205,7 @@ def _measure(
             program = functools.partial(_compile, problem, make(problem))
         else:
             compiled = jax.jit(PROGRAMS[kind](make(problem))).lower(*inputs).compile()
-            program = functools.partial(call, compiled, inputs)
+            program = functools.partial(timing.call, compiled, inputs)
             memory[name] = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
         program()
         programs[name] = program
@@ -246,7 +222,7 @@ def _measure(
         for name, other in OTHERS.items():
             attempt(name, functools.partial(prepare_other, name, other))
     if programs:
-        times.update(timed(programs, rounds, shortest))
+        times.update(timing.timed(programs, rounds, shortest))
     return times, memory, failures
 
 
