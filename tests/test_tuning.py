@@ -13,7 +13,7 @@ import jax_mfa
 from jax_mfa import blockwise
 from jax_mfa.__main__ import main
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.cli import bench_models, bench_problems
+from jax_mfa.cli import bench_candidates, bench_problems
 from jax_mfa.tuning import timing, tuned
 from jax_mfa.tuning import tune as tuning
 
@@ -235,9 +235,9 @@ def test_problems_of_models_keep_their_caps_and_decoding_is_tuned_forward_only(c
 def test_blockwise_decoding_is_tuned_as_a_call_names_it(file, monkeypatch):
     monkeypatch.setattr(timing, "timed", lambda programs, *_: {x: [1.0] for x in programs})
     (problem,) = (p for p in bench_problems.sweep(SMALL_DECODING))
-    (found,) = jax_mfa.tune(bench_models.arguments(problem), passes=("forward",), tries=3)
+    (found,) = jax_mfa.tune(bench_candidates.arguments(problem), passes=("forward",), tries=3)
     assert (found.plan, found.wrong) == ("blockwise forward", 0) and found.tried == 3
-    q, k, v, _ = bench_models.arrays(problem)
+    q, k, v, _ = bench_candidates.arrays(problem)
     with jax_mfa.record() as seen:
         jax_mfa.decode_attention(q, k, v, jnp.asarray(problem.lengths), implementation="blockwise")
     assert list(seen.problems) == [found.problem]

@@ -14,19 +14,16 @@ from typing import Any
 
 from jax_mfa import metal
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.cli import bench_models
+from jax_mfa.cli.bench_candidates import arguments
 from jax_mfa.cli.bench_problems import DECODE, FORWARD, TRAINING, Problem
 from jax_mfa.metal.plan import Plan
 
 _PASSES = {FORWARD: ("forward",), DECODE: ("forward",), TRAINING: ("forward", "backward")}
-
-
 Shares = Callable[[Plan], dict[str, float]]
 
 
 def predictor(module: str) -> Shares:
-    """`matrix_shares` of a module: of those kernels of a plan that it can predict, the share of cycles in the matrix
-    unit, by name. Raises an option's error."""
+    """`matrix_shares` of a module: by name the share of cycles in the matrix unit, of kernels that it can predict."""
     try:
         shares: Shares = importlib.import_module(module).matrix_shares
     except (ImportError, AttributeError) as error:
@@ -34,27 +31,17 @@ def predictor(module: str) -> Shares:
     return shares
 
 
-def predict(shares: Shares, problems: list[Problem]) -> dict[tuple[str, str], dict[str, float]]:
-    """For each problem and pass the share of each kernel."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for problem in problems:
-        abstract = specify_abstract(**bench_models.arguments(problem))
-        refused = metal.lacking(*abstract)
-        for kind in problem.passes:
-            passes = () if refused else _PASSES.get(kind, ())
-            plans = (metal.plan_of(*abstract, of_pass, "staged") for of_pass in passes)
-            found[str(problem), kind] = {name: share for plan in plans for name, share in shares(plan).items()}
-    return found
+def predicted(shares: Shares, problem: Problem, kind: str) -> dict[str, float]:
+    """The share of each kernel of a pass."""
+    abstract = specify_abstract(**arguments(problem))
+    passes = () if metal.lacking(*abstract) else _PASSES.get(kind, ())
+    plans = [metal.plan_of(*abstract, of_pass, "staged") for of_pass in passes]
+    return {name: share for plan in plans for name, share in shares(plan).items()}
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
     """What was predicted of the problems of rows."""
     known = [r for r in rows if r.get("predicted")]
-    if not known:
-        return []
-    named = lambda r: ", ".join(f"{name} {share:.0%}" for name, share in r["predicted"].items())
-    return [
-        "",
-        "Predicted for an M1 from public figures, never seen on Apple hardware: cycles in the matrix unit",
-        *(f"{r['problem']} {r['kind']}: {named(r)}" for r in known),
-    ]
+    heading = "Predicted for an M1 from public figures, never seen on Apple hardware: cycles in the matrix unit"
+    each = lambda r: ", ".join(f"{name} {share:.0%}" for name, share in r["predicted"].items())
+    return ["", heading, *(f"{r['problem']} {r['kind']}: {each(r)}" for r in known)] if known else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.cli import bench_models, bench_problems
+from jax_mfa.cli import bench_candidates, bench_problems
 from jax_mfa.cli.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
 from jax_mfa.problem import DTYPES
 from jax_mfa.tuning import tune as tuning
@@ -48,7 +48,7 @@ def _named(options: argparse.Namespace) -> list[tuple[tuning.Problem, tuple[str,
         if not chosen:
             raise argparse.ArgumentTypeError(f"argument --models: no problem has {options.models!r}")
     return [
-        (specify_abstract(**bench_models.arguments(p)), tuning.PASSES[:1] if p.decodes else tuning.PASSES)
+        (specify_abstract(**bench_candidates.arguments(p)), tuning.PASSES[:1] if p.decodes else tuning.PASSES)
         for p in chosen
     ]
 
