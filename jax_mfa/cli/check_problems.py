@@ -79,22 +79,6 @@ def _normal(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
     return np.asarray(rng.standard_normal(shape), np.float32).astype(jnp.dtype(dtype))
 
 
-def _causal(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {"is_causal": True, "query_offset": p.keys - p.queries if p.decoding else 7}
-
-
-def _window(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {"local_window_size": (9, 3)}
-
-
-def _lengths(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {
-        "query_seq_lengths": np.array([p.queries, p.queries - 2], np.int32),
-        "key_value_seq_lengths": np.array([p.keys - 27, p.keys], np.int32),
-        "query_offset": np.array([0, -3], np.int32),
-    }
-
-
 def _mask(p: Problem, rng: np.random.Generator) -> _Arguments:
     mask = rng.random((BATCH, 1, p.queries, p.keys)) < 0.7
     mask[0, :, 1] = False  # a row that sees nothing
@@ -115,39 +99,6 @@ def _ranges(p: Problem, rng: np.random.Generator) -> _Arguments:
     first = rng.integers(0, p.keys, (BATCH, p.queries))
     last = np.minimum(first + rng.integers(0, p.keys, first.shape), p.keys)
     return {"key_value_ranges": np.stack([first, last], -1).astype(np.int32)}
-
-
-def _bias(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {"bias": _normal(rng, p.dtype, 1, HEADS, p.queries, p.keys)}
-
-
-def _score(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {
-        "scale": np.full((), 0.2, np.float32),
-        "alibi_slopes": np.linspace(0.02, 0.1, HEADS, dtype=np.float32),
-        "sinks": _normal(rng, "float32", HEADS),
-        "logits_soft_cap": 4.0,
-    }
-
-
-def _dropout(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {"dropout_rate": 0.25, "dropout_seed": 7}
-
-
-def _everything(p: Problem, rng: np.random.Generator) -> _Arguments:
-    """All of them, so that each kernel is also compiled with all that it can do; the bias has another dtype."""
-    parts = [_window, _lengths, _mask, _blocks, _segments, _ranges, _score]
-    parts += [] if p.decoding else [_dropout]
-    found: _Arguments = {"bias": _normal(rng, _OTHER[p.dtype], 1, HEADS, p.queries, p.keys)}
-    for part in parts:
-        found |= part(p, rng)
-    # wide enough that rows still see something
-    first = np.ones((BATCH, p.queries), np.int32)
-    found["local_window_size"] = (p.keys // 2, 30)
-    found["key_value_ranges"] = np.stack([first, first + p.keys - 10], -1)
-    if p.decoding:  # few rows, at the end of many keys
-        found |= {"query_offset": np.array([p.keys - 30, p.keys - 8], np.int32), "query_segment_ids": first}
-    return found
 
 
 _Feature: TypeAlias = Callable[[Problem, np.random.Generator], _Arguments]
@@ -178,18 +129,44 @@ _KEPT = {  # ways to store keys and values
     "pages": _kept(None, None, True),
     "pages of int8": _kept(Scheme("int8"), Scheme("int4"), True),
 }
+
+
+def _everything(p: Problem, rng: np.random.Generator) -> _Arguments:
+    """All of them, so that each kernel is also compiled with all that it can do; the bias has another dtype."""
+    found: _Arguments = {"bias": _normal(rng, _OTHER[p.dtype], 1, HEADS, p.queries, p.keys)}
+    parts = ["window", "lengths", "mask", "blocks", "segments", "ranges", "score"]
+    for part in parts if p.decoding else [*parts, "dropout"]:
+        found |= FEATURES[part](p, rng)
+    # wide enough that rows still see something
+    first = np.ones((BATCH, p.queries), np.int32)
+    found["local_window_size"] = (p.keys // 2, 30)
+    found["key_value_ranges"] = np.stack([first, first + p.keys - 10], -1)
+    if p.decoding:  # few rows, at the end of many keys
+        found |= {"query_offset": np.array([p.keys - 30, p.keys - 8], np.int32), "query_segment_ids": first}
+    return found
+
+
 FEATURES: dict[str, _Feature] = {
     "dense": lambda p, rng: {},
-    "causal": _causal,
-    "window": _window,
-    "lengths": _lengths,
+    "causal": lambda p, rng: {"is_causal": True, "query_offset": p.keys - p.queries if p.decoding else 7},
+    "window": lambda p, rng: {"local_window_size": (9, 3)},
+    "lengths": lambda p, rng: {
+        "query_seq_lengths": np.array([p.queries, p.queries - 2], np.int32),
+        "key_value_seq_lengths": np.array([p.keys - 27, p.keys], np.int32),
+        "query_offset": np.array([0, -3], np.int32),
+    },
     "mask": _mask,
     "blocks": _blocks,
     "segments": _segments,
     "ranges": _ranges,
-    "bias": _bias,
-    "score": _score,
-    "dropout": _dropout,
+    "bias": lambda p, rng: {"bias": _normal(rng, p.dtype, 1, HEADS, p.queries, p.keys)},
+    "score": lambda p, rng: {
+        "scale": np.full((), 0.2, np.float32),
+        "alibi_slopes": np.linspace(0.02, 0.1, HEADS, dtype=np.float32),
+        "sinks": _normal(rng, "float32", HEADS),
+        "logits_soft_cap": 4.0,
+    },
+    "dropout": lambda p, rng: {"dropout_rate": 0.25, "dropout_seed": 7},
     "everything": _everything,
     **_KEPT,
 }
