@@ -10,6 +10,7 @@ measuring; the problems that were finished are printed and written.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import pathlib
 import platform
@@ -19,10 +20,13 @@ from typing import Any
 
 import jax
 
+from jax_mfa import metal
 from jax_mfa.api import IMPLEMENTATIONS
-from jax_mfa.cli import bench_candidates, bench_devices, bench_predictions, bench_problems, bench_report
-from jax_mfa.cli.bench_problems import BOTH, DECODE, MASKS, SWEEP, Problem
+from jax_mfa.arguments import specify_abstract
+from jax_mfa.cli import bench_candidates, bench_devices, bench_problems, bench_report
+from jax_mfa.cli.bench_problems import BOTH, DECODE, FORWARD, MASKS, SWEEP, TRAINING, Problem
 from jax_mfa.cli.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
+from jax_mfa.metal.plan import Plan
 from jax_mfa.problem import DTYPES
 
 HELP = "time attention against stock jax.nn, over sweeps or for named models"
@@ -92,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "also print the share of its cycles that an M1 would spend in the matrix unit, for each Metal kernel, as "
         "matrix_shares(plan) of this module predicts; in a checkout: compiled, with PYTHONPATH=tests:tests/metal"
     )
-    parser.add_argument("--predict", type=bench_predictions.predictor, metavar="MODULE", help=predict)
+    parser.add_argument("--predict", type=_predictor, metavar="MODULE", help=predict)
     parser.add_argument("--no-stock", action="store_true", help="leave jax.nn out, for lengths that it cannot hold")
     rounds = "timed turns of each candidate, at least; default: %(default)s"
     parser.add_argument("--rounds", type=positive, default=5, help=rounds)
@@ -123,14 +127,36 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     return bench_problems.sweep(values, options.window)
 
 
+# --- predictions: a module that the user names makes them, since that takes a compiler; a checkout has one in its tests
+
+_PREDICTED = {FORWARD: ("forward",), DECODE: ("forward",), TRAINING: ("forward", "backward")}
+Shares = Callable[[Plan], dict[str, float]]
+
+
+def _predictor(module: str) -> Shares:
+    """`matrix_shares` of a module: by name the share of cycles in the matrix unit, of kernels that it can predict."""
+    try:
+        shares: Shares = importlib.import_module(module).matrix_shares
+    except (ImportError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return shares
+
+
+def _predicted(shares: Shares, problem: Problem, kind: str) -> dict[str, float]:
+    """The share of each Metal kernel of a pass, in the tiles of an M1."""
+    abstract = specify_abstract(**bench_candidates.arguments(problem))
+    passes = () if metal.lacking(*abstract) else _PREDICTED.get(kind, ())
+    plans = [metal.plan_of(*abstract, of_pass, "staged") for of_pass in passes]
+    return {name: share for plan in plans for name, share in shares(plan).items()}
+
+
 # --- what is measured, and what is said of it
 
 
 def _side_by_side(options: argparse.Namespace, problems: list[Problem], chip: str) -> Iterator[Row]:
     """A row for each problem and pass; the first implementation is compared with the others."""
-    ours, predict = options.implementations[0], options.predict
-    passes = [(p, kind) for p in problems for kind in p.passes] if predict else []
-    predicted = {(str(p), kind): bench_predictions.predicted(predict, p, kind) for p, kind in passes}
+    ours, shares = options.implementations[0], options.predict
+    predicted = {(p, kind): _predicted(shares, p, kind) for p in problems for kind in p.passes} if shares else {}
     candidates = bench_candidates.candidates(options.implementations, not options.no_stock)
     for row in bench_candidates.measure(problems, candidates, ours, options.rounds, SHORTEST):
         problem, kind = Problem(**row["sizes"]), row["kind"]
@@ -138,8 +164,8 @@ def _side_by_side(options: argparse.Namespace, problems: list[Problem], chip: st
         if ours in row["seconds"] and kind in (*BOTH, DECODE):
             row["figures"] = bench_report.figures(problem, kind, row["quartiles"][ours][1], chip)
             row["intensity"] = bench_report.intensity(problem, kind)
-        if predict:
-            row["predicted"] = predicted[str(problem), kind]
+        if predicted:
+            row["predicted"] = predicted[problem, kind]
         yield {**row, "resident_bytes": _resident()}
 
 
@@ -154,10 +180,15 @@ def _resident() -> int | None:
 
 
 def _report(rows: list[Row]) -> list[str]:
-    resident = rows[-1]["resident_bytes"]
-    memory = f"the process held {(resident or 0) / 2**20:.0f} MiB of memory at most"
-    lines = [*bench_report.table(rows), "", *bench_report.summary(rows), *[memory] * (resident is not None)]
-    return [*lines, *bench_predictions.lines(rows), "", *bench_report.failures(rows)]
+    lines = [*bench_report.table(rows), "", *bench_report.summary(rows)]
+    if rows[-1]["resident_bytes"] is not None:
+        lines.append(f"the process held {rows[-1]['resident_bytes'] / 2**20:.0f} MiB of memory at most")
+    predicted = [r for r in rows if r.get("predicted")]
+    if predicted:
+        each = lambda r: ", ".join(f"{name} {share:.0%}" for name, share in r["predicted"].items())
+        heading = "Predicted for an M1 from public figures, never seen on Apple hardware: cycles in the matrix unit"
+        lines += ["", heading, *(f"{r['problem']} {r['kind']}: {each(r)}" for r in predicted)]
+    return [*lines, "", *bench_report.failures(rows)]
 
 
 def _write(rows: list[Row], facts: dict[str, Any], options: argparse.Namespace, chip: str) -> Iterator[str]:
