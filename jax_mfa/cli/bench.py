@@ -14,6 +14,7 @@ import importlib
 import json
 import pathlib
 import platform
+import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,7 +51,7 @@ def _some_of(*known: str) -> tuple[Callable[[str], list[str]], str]:
     return names, f"of {', '.join(known)}"
 
 
-# the options of a sweep, by the names of `SWEEP`
+# options of a sweep by the names of `SWEEP`: kind and help
 _SWEPT: dict[str, tuple[Callable[[str], Sequence[Any]], str]] = {
     "lengths": (positives, "T = S; of decode, S"),
     "batches": (positives, "B"),
@@ -127,7 +128,7 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     return bench_problems.sweep(values, options.window)
 
 
-# --- predictions: a module that the user names makes them, since that takes a compiler; a checkout has one in its tests
+# --- predictions, by a module that the user names, since they take a compiler; a checkout has one in its tests
 
 _PREDICTED = {FORWARD: ("forward",), DECODE: ("forward",), TRAINING: ("forward", "backward")}
 Shares = Callable[[Plan], dict[str, float]]
@@ -150,7 +151,7 @@ def _predicted(shares: Shares, problem: Problem, kind: str) -> dict[str, float]:
     return {name: share for plan in plans for name, share in shares(plan).items()}
 
 
-# --- what is measured, and what is said of it
+# --- measuring and reporting
 
 
 def _side_by_side(options: argparse.Namespace, problems: list[Problem], chip: str) -> Iterator[Row]:
@@ -169,20 +170,15 @@ def _side_by_side(options: argparse.Namespace, problems: list[Problem], chip: st
         yield {**row, "resident_bytes": _resident()}
 
 
-def _resident() -> int | None:
-    """The most memory that this process has held, in bytes; None where there is no such figure."""
-    try:
-        import resource
-    except ImportError:
-        return None
+def _resident() -> int:
+    """The most memory that this process has held, in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 def _report(rows: list[Row]) -> list[str]:
-    lines = [*bench_report.table(rows), "", *bench_report.summary(rows)]
-    if rows[-1]["resident_bytes"] is not None:
-        lines.append(f"the process held {rows[-1]['resident_bytes'] / 2**20:.0f} MiB of memory at most")
+    held = f"the process held {rows[-1]['resident_bytes'] / 2**20:.0f} MiB of memory at most"
+    lines = [*bench_report.table(rows), "", *bench_report.summary(rows), held]
     predicted = [r for r in rows if r.get("predicted")]
     if predicted:
         each = lambda r: ", ".join(f"{name} {share:.0%}" for name, share in r["predicted"].items())

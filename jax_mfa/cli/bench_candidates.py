@@ -23,7 +23,7 @@ from jax_mfa.tuning import timing
 STOCK, TORCH, MLX = "jax.nn", "PyTorch", "MLX"
 LAYERS = 24
 Program = Callable[[], Any]
-Attention = Callable[..., Any]  # of query, key and value
+Attention = Callable[..., Any]  # takes query, key and value
 Candidates = dict[str, Callable[[Problem], Attention]]
 
 
@@ -53,7 +53,7 @@ def _static(problem: Problem) -> dict[str, Any]:
     return found if problem.window is None else found | {"local_window_size": (problem.window - 1, 0)}
 
 
-# --- candidates: of a problem the attention, a function of query, key and value
+# --- candidates: makers of a problem's attention, a function of query, key and value
 
 
 def _of_jax(problem: Problem, attention: Attention, decode: Attention) -> Attention:
@@ -128,9 +128,7 @@ def _in_jax(
     return functools.partial(timing.call, compiled, arrays), memory
 
 
-def _mask_alone_can_say(problem: Problem) -> bool:
-    """Whether PyTorch and MLX have no other word for what rows see."""
-    return problem.mask in ("window", "padding")
+_MASKED = ("window", "padding")  # masks that PyTorch and MLX have no other word for
 
 
 def _in_torch(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
@@ -140,7 +138,7 @@ def _in_torch(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
     tensors = [torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, problem.dtype)) for x in arrays]
     q, k, v, d_out = (x.transpose(1, 2) for x in tensors)
     keywords: dict[str, Any] = {"enable_gqa": True} if problem.K != problem.N else {}
-    if _mask_alone_can_say(problem):
+    if problem.mask in _MASKED:
         keywords["attn_mask"] = torch.from_numpy(problem.visible)
     elif not problem.decodes:
         keywords["is_causal"] = problem.is_causal
@@ -163,7 +161,7 @@ def _in_mlx(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
 
     converted = (mx.array(np.array(x, np.float32)).astype(getattr(mx, problem.dtype)) for x in arrays)
     q, k, v, d_out = (x.transpose(0, 2, 1, 3) for x in converted)
-    mask = mx.array(problem.visible) if _mask_alone_can_say(problem) else "causal" if problem.is_causal else None
+    mask = mx.array(problem.visible) if problem.mask in _MASKED else "causal" if problem.is_causal else None
     attend = functools.partial(mx.fast.scaled_dot_product_attention, scale=problem.H**-0.5, mask=mask)
 
     def run() -> Any:
@@ -197,7 +195,7 @@ def _measure(
                 program = OTHERS[name](problem, kind, inputs)
             program()
             programs[name] = program
-        except Exception as error:  # whatever keeps a candidate from running belongs in the table
+        except Exception as error:  # list any reason that keeps a candidate from running
             if name in candidates or not isinstance(error, ImportError):
                 failures[name] = named(error)
     return timing.timed(programs, rounds, shortest) if programs else {}, memory, failures

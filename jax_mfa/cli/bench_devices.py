@@ -69,7 +69,7 @@ def measure(problems: list[Problem], devices: list[int], implementation: str, ro
         row |= dict(seconds=None, bytes_sent=None, memory=None, bytes_formula=None, memory_formula=None)
         try:
             row |= _measured(p, n, kind, form, implementation, rounds)
-        except Exception as error:  # whatever keeps a form from running belongs in the table
+        except Exception as error:  # list any reason that keeps a form from running
             row["failure"] = named(error)
         yield row
 

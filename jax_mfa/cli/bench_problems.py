@@ -85,7 +85,7 @@ class Problem:
         return " ".join(facts)
 
 
-# the values that a sweep goes through, by option; `None` of key_value_heads: as many as there are query heads
+# values that a sweep goes through, by option; `None` of key_value_heads: as many as there are query heads
 SWEEP: dict[str, list[Any]] = {
     "lengths": [256, 512, 1024, 2048, 4096],
     "batches": [1],

@@ -24,8 +24,8 @@ from jax_mfa.cli.bench_problems import DECODE, FORWARD, TANGENT, TRAINING, Probl
 from jax_mfa.cli.command_line import named, one_line, table_lines
 
 Row = dict[str, Any]
-LEAST_NOISE = 0.05  # a difference of less is never a regression
-_INSTRUCTIONS = {FORWARD: (2, 5), DECODE: (2, 5), TRAINING: (9, 15)}  # for each score a D + b
+LEAST_NOISE = 0.05  # smaller differences are never a regression
+_INSTRUCTIONS = {FORWARD: (2, 5), DECODE: (2, 5), TRAINING: (9, 15)}  # (a, b): a D + b for each score
 _PRODUCTS = {FORWARD: 2, DECODE: 2, TRAINING: 7}  # matrix products of D multiply-adds for each score
 
 
@@ -133,7 +133,7 @@ def failures(rows: list[Row]) -> list[str]:
     return [f"{name} did not run {'; '.join(where)}: {why}" for (name, why), where in reasons.items()]
 
 
-# what a sweep goes through, and how it is read from the sizes of a row
+# axes of a sweep, each read from the sizes of a row
 _AXES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "length": lambda x: x["S"],
     "head size": lambda x: x["H"],

@@ -39,7 +39,7 @@ from jax_mfa.metal.plan import Kernel, Plan
 from jax_mfa.tuning import calibration
 
 HELP = "what was found on this machine, and every kernel against the reference"
-RESULTS = ("out", "lse", "dq", "dk", "dv")  # with a column each; others share one
+RESULTS = ("out", "lse", "dq", "dk", "dv")  # results with a column each; others share one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +88,10 @@ def _evaluated(problem: Problem, implementation: Any, dtype: Any = None) -> dict
     arrays = {name: x for name, x in given.items() if isinstance(x, np.ndarray | QuantizedArray | PagedArray)}
     static = {name: x for name, x in given.items() if name not in arrays}
     moving: dict[str, Any] = {name: arrays.pop(name) for name in GRADIENTS if isinstance(arrays.get(name), np.ndarray)}
-    backward = not problem.decoding  # the backward pass of decoding is that of any other problem
-    if backward:  # what is quantised passes its gradient on to what it was made of
+    backward = not problem.decoding  # decoding has the backward pass of any other problem
+    if backward:  # quantised keys and values pass their gradient on to the arrays that they were made of
         moving |= {name: x.dequantize() for name, x in arrays.items() if isinstance(x, QuantizedArray)}
-    # of the reference nobody asks for speed, and LLVM's optimiser takes most of a small program's time
+    # the reference need not be fast, and LLVM's optimiser takes most of a small program's time
     options = {"xla_backend_optimization_level": 0} if implementation == "reference" else {}
     program = jax.jit(_both(implementation, backward, **static), compiler_options=options)
     results = program(moving, arrays, *cotangents)
@@ -116,7 +116,7 @@ def _both(implementation: Any, backward: bool, **static: Any) -> Callable[..., A
     return run
 
 
-# a reference is the same for each variant, and its largest arrays are small
+# cached: a reference serves each variant, and its largest arrays are small
 @functools.lru_cache(maxsize=256)
 def _expected(problem: Problem) -> dict[str, np.ndarray]:
     """The reference in float64, from the same rounded inputs."""
@@ -139,7 +139,7 @@ def judge(problem: Problem, implementation: str) -> Verdict:
     expected = _expected(dataclasses.replace(problem, variant=""))
     try:
         got = _evaluated(problem, implementation)
-    except Exception as error:  # whatever the device says belongs in the table
+    except Exception as error:  # list any error of the device
         return Verdict(problem, {}, {}, named(error))
     return Verdict(problem, {name: _error(got[name], x) for name, x in expected.items()}, allowed(problem))
 
@@ -172,10 +172,10 @@ class Kernels:
 
     def prepare(self, problem: Problem) -> list[Compiled]:
         """Those of a problem."""
-        found = [self._one(plan, i) for plan in problem.plans() for i in range(len(plan.dispatches))]
-        needed = {id(x): x.seconds for x in found}
+        kernels = [self._one(plan, i) for plan in problem.plans() for i in range(len(plan.dispatches))]
+        needed = {id(x): x.seconds for x in kernels}
         self.most, self.longest = max(self.most, len(needed)), max(self.longest, sum(needed.values()))
-        return found
+        return kernels
 
     def _one(self, plan: Plan, i: int) -> Compiled:
         kernel = plan.dispatches[i].kernel
@@ -185,7 +185,7 @@ class Kernels:
             start, limits, failure = time.perf_counter(), {}, ""
             try:
                 limits = dict(runtime.get().module.prepare(alone.json)[kernel.name])
-            except Exception as error:  # Metal's words belong in the table
+            except Exception as error:  # list Metal's words
                 failure = named(error)
             self.compiled[key] = Compiled(kernel, time.perf_counter() - start, limits, failure)
         return self.compiled[key]
@@ -235,7 +235,7 @@ def _on_cpu() -> Any:
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
-# --- what kernels write: in words, and whether all is well
+# --- writes of kernels: a line of the report each, and whether all is well
 
 
 def _filled_pages() -> tuple[str, bool]:
@@ -266,8 +266,8 @@ def _shared_lines() -> tuple[str, bool]:
     if not lost:
         still = "; they stay staged, as found before" if staged_below else ""
         return f"pass: nothing is lost where CPU and GPU write to one line at once{still}", True
-    found = f"FAIL {lost} entries lost where CPU and GPU write to one line at once; {staged} with outputs staged"
-    return found + ("" if staged else f", as they are from here on{_kept_staged()}"), False
+    failure = f"FAIL {lost} entries lost where CPU and GPU write to one line at once; {staged} with outputs staged"
+    return failure + ("" if staged else f", as they are from here on{_kept_staged()}"), False
 
 
 def _kept_staged() -> str:
@@ -281,16 +281,16 @@ def _kept_staged() -> str:
 
 def _writes() -> Iterator[tuple[str, bool]]:
     """The name of each check of what kernels write, and then what it found."""
-    for name, found in {"pages filled": _filled_pages, "shared lines": _shared_lines}.items():
+    for name, check in {"pages filled": _filled_pages, "shared lines": _shared_lines}.items():
         yield f"{name}: ", True
         try:
-            text, passed = found()
-        except Exception as error:  # whatever the device says
+            text, passed = check()
+        except Exception as error:  # report any error of the device
             text, passed = f"FAIL {one_line(named(error))}", False
         yield f"{text}\n", passed
 
 
-# --- what there is
+# --- findings
 
 
 def _version(package: str) -> str:
@@ -311,11 +311,11 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "plugins", ", ".join(plugins) or "none"
     yield "backend", f"{jax.default_backend()}: {jax.devices()[0].device_kind}, {jax.device_count()} of them"
     yield "JAX_MFA_DEVICE", os.environ.get("JAX_MFA_DEVICE") or "not set"
-    found = start_metal()
-    if found.reason:
-        yield "Metal", f"cannot be used: {found.reason}"
+    metal_runtime = start_metal()
+    if metal_runtime.reason:
+        yield "Metal", f"cannot be used: {metal_runtime.reason}"
         return
-    device = found.device
+    device = metal_runtime.device
     yield "Metal", f"{device.get('name', '?')}, {device.get('os', '?')}"
     yield "families", ", ".join(device.get("families", ())) or "none known"
     yield "threadgroup", f"{device.get('max_threadgroup_memory', '?')} bytes of memory"
@@ -327,19 +327,16 @@ def choices() -> Iterator[str]:
     for dtype in (*DTYPES, "float64"):
         with compat.x64():
             shape = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.dtype(dtype))
-            found = explain(shape, shape, shape)
-        yield f"{dtype}: {found.implementation}"
-        yield from (f"    {line}" for line in str(found).splitlines())
+            choice = explain(shape, shape, shape)
+        yield f"{dtype}: {choice.implementation}"
+        yield from (f"    {line}" for line in str(choice).splitlines())
 
 
 def _launches() -> str:
     """Where compiled kernels came from and how XLA's memory reached the device, as the native module counts them."""
-    try:
-        found = runtime.get().module.statistics()
-        kernels = f"{found['pipelines']} compiled, {found['pipelines_loaded']} from archives of earlier processes"
-        return f": {kernels}; {found['buffers_no_copy']} buffers without a copy, {found['buffers_staged']} staged."
-    except Exception as error:  # a report has no use for a traceback
-        return f"; statistics not known: {error}"
+    counts = runtime.get().module.statistics()
+    kernels = f"{counts['pipelines']} compiled, {counts['pipelines_loaded']} from archives of earlier processes"
+    return f"{kernels}; {counts['buffers_no_copy']} buffers without a copy, {counts['buffers_staged']} staged."
 
 
 # --- the command
@@ -362,7 +359,7 @@ def _calibrate(found: runtime.Runtime) -> int:
     except KeyboardInterrupt:
         print("interrupted: nothing was kept")
         return INTERRUPTED
-    except Exception as error:  # of the device, or of the folder
+    except Exception as error:  # report errors of the device and of the folder
         print(f"FAILED: {named(error)}")
         return 1
     return 0
@@ -378,9 +375,9 @@ def run(options: argparse.Namespace) -> int:
         for name, value in findings():
             print(f"{name:15} {value}", flush=True)
         found = runtime.get()
-    except OSError:  # of the output
+    except OSError:  # output that nobody reads
         raise
-    except Exception as error:  # whatever keeps JAX or Metal from starting is a finding
+    except Exception as error:  # report whatever keeps JAX or Metal from starting
         print(f"{'FAILED':15} {type(error).__name__}: {one_line(str(error))}")
         return 2
     if options.calibrate:
@@ -415,7 +412,7 @@ def run(options: argparse.Namespace) -> int:
         seconds = sum(x.seconds for x in kernels.compiled.values())
         first = f"makes {kernels.most} at most, in {kernels.longest:.2f} s one by one."
         print("", *kernels.table(), "", sep="\n")
-        print(f"{len(kernels.compiled)} kernels made in {seconds:.1f} s{_launches()}")
+        print(f"{len(kernels.compiled)} kernels made in {seconds:.1f} s: {_launches()}")
         print(f"A first call, forward and backward, {first}")
         print("Registers: Metal does not tell, but `at most` falls with them; fragments: bytes of them, as planned.")
     if found.reason:

@@ -26,7 +26,7 @@ from jax_mfa.kv_cache.storage import QuantizedArray, Scheme, from_bits, spread
 # --- pages
 
 PAGES, PAGE, HEADS, SIZE = 5, 16, 2, 40
-# both ends of the pool, pages begun and full, and padding; a page that is copied before it is written, and padding
+# slots at both ends of the pool, in pages begun and full, and padding; a page copied before it is written, and padding
 WHERE = Write(np.array([3, 79, -1, 0, 33, 34, 16], np.int32), np.array([1, 4], np.int32), np.array([2, -1], np.int32))
 CASES = {
     "float16": ("float16", None),
@@ -52,7 +52,7 @@ def steps_apart(got: Any, wanted: Any) -> np.ndarray:
 
 def differing() -> list[str]:
     """The cases that lie more than a step apart: a scale may be rounded otherwise, and a number with it."""
-    found = []
+    wrong = []
     for name, (dtype, scheme) in CASES.items():
         create = pool.PagedKVCache.create
         cache = create(PAGES, PAGE, HEADS, SIZE, dtype=dtype, key_scheme=scheme, value_scheme=scheme)
@@ -60,10 +60,10 @@ def differing() -> list[str]:
         new = [rng.standard_normal((len(WHERE.slots), HEADS, SIZE)).astype(jnp.dtype(dtype)) for _ in range(2)]
         pages = cache.key_pages, cache.value_pages
         wanted = jax.jit(pool.scattered)(pages, *new, WHERE)
-        got = pool.write_in_place(pages, *new, WHERE)  # the pages are gone then
+        got = pool.write_in_place(pages, *new, WHERE)  # donates the pages
         if any(steps_apart(a, b).max() > 1.05 for a, b in zip(got, wanted)):
-            found.append(name)
-    return found
+            wrong.append(name)
+    return wrong
 
 
 # --- cache lines
@@ -73,7 +73,7 @@ ROWS = tuple(range(535, 512, -2))
 COUNTERS = (16 * (ROWS[0] + 1), *(16 * (rows - 1) for rows in ROWS))  # the largest keeps outputs off the arrays' end
 STEPS = 20000
 ROUNDS = 5
-ALL = 2**62  # bytes: more than any array has
+ALL = 2**62  # more bytes than any array has
 
 
 def _outputs(inputs: Any) -> list[Any]:

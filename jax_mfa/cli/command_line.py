@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from jax_mfa.metal import runtime
 
-INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ends
+INTERRUPTED = 130  # status that a shell reports of a program that Ctrl-C ends
 _ASCII = {"×": "x", "·": "*", "–": "-", "−": "-", "→": ">", "…": "...", "≤": "<=", "≠": "!=", "²": "^2", "ᵀ": "^T"}
 _ASCII |= {"∞": "inf", "Σ": "sum", "√": "sqrt"}
 Item = TypeVar("Item")
@@ -38,8 +38,8 @@ def start_metal() -> runtime.Runtime:
     """The runtime. Says beforehand, on stderr, that it may have to be built. Raises ValueError on an unknown device."""
     module, _ = runtime.named()
     if module:
-        said = f"asking {module} for a native module, which it may have to build: minutes the first time"
-        print(said, file=sys.stderr)
+        notice = f"asking {module} for a native module, which it may have to build: minutes the first time"
+        print(notice, file=sys.stderr)
     return runtime.get()
 
 

@@ -57,7 +57,7 @@ def described(plan: Plan) -> dict[str, Any]:
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "note": f"source: sha256 of the text without its instantiations; MSL {major}.{minor}, fast math off",
     }
-    notes = {name: operands.OPERANDS[name].note for name in operands.CARRIED}  # also what no kernel of the pass reads
+    notes = {name: operands.OPERANDS[name].note for name in operands.CARRIED}  # a kernel need not read all of these
     for dispatch, known in zip(body["dispatches"], plan.dispatches):
         function, *arguments = known.kernel.template
         signature = operands.signature(function)
@@ -158,7 +158,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"source: {error}", file=sys.stderr)
         return 2
     text = json.dumps(described(plan), indent=1, ensure_ascii=False)
-    text = re.sub(r"\[[\s\d,]*\]", lambda found: " ".join(found[0].split()), text)  # lists of numbers on one line
+    text = re.sub(
+        r"\[[\s\d,]*\]", lambda numbers: " ".join(numbers[0].split()), text
+    )  # puts lists of numbers on one line
     files = {"msl": ("program.metal", program(plan)), "plan": ("plan.json", text + "\n")}
     wanted = list(files.values()) if options.what == "both" else [files[options.what]]
     if options.output is None:
