@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
     files = {"msl": ("program.metal", program(plan)), "plan": ("plan.json", text + "\n")}
     wanted = list(files.values()) if options.what == "both" else [files[options.what]]
     if options.output is None:
-        print(f"{SEPARATOR}\n".join(content for _, content in wanted), end="")
+        print(*(content for _, content in wanted), sep=f"{SEPARATOR}\n", end="")
         return 0
     try:
         options.output.mkdir(parents=True, exist_ok=True)
