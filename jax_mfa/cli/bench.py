@@ -42,11 +42,11 @@ def _some_of(*known: str) -> tuple[Callable[[str], list[str]], str]:
     """A kind of option, different ones of these names, comma separated; and these names in words."""
 
     def names(text: str) -> list[str]:
-        found = list(dict.fromkeys(text.split(",")))
-        for name in found:
+        chosen = list(dict.fromkeys(text.split(",")))
+        for name in chosen:
             if name not in known:
                 raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-        return found
+        return chosen
 
     return names, f"of {', '.join(known)}"
 
@@ -111,11 +111,11 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     if options.models is not None:
         if given:
             raise argparse.ArgumentTypeError(f"argument --models: not allowed with argument {_flag(next(iter(given)))}")
-        found = bench_problems.select(options.models)
-        if not found:
+        of_models = bench_problems.select(options.models)
+        if not of_models:
             names = ", ".join(dict.fromkeys(p.name for p in bench_problems.PROBLEMS))
             raise argparse.ArgumentTypeError(f"argument --models: expected a part of a name of {names}")
-        return found
+        return of_models
     base = bench_problems.PRESET if options.preset else {"masks": ["causal"]} if options.devices else {}
     values = {**SWEEP, **base, **given}
     for n in values["heads"]:

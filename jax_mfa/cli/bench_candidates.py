@@ -40,17 +40,17 @@ def arguments(problem: Problem) -> dict[str, Any]:
     p = problem
     queries, keys, of_rows = (p.B, p.T, p.N, p.H), (p.B, p.S, p.K, p.H), jax.ShapeDtypeStruct((p.B,), jnp.int32)
     shapes = {"query": queries, "key": keys, "value": keys}
-    found = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(p.dtype)) for name, shape in shapes.items()}
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(p.dtype)) for name, shape in shapes.items()}
     if p.decodes:
-        found["query_offset"] = of_rows
+        arrays["query_offset"] = of_rows
     if p.decodes or p.mask == "padding":
-        found["key_value_seq_lengths"] = of_rows
-    return {**found, **_static(p), "is_causal": p.is_causal or p.decodes}
+        arrays["key_value_seq_lengths"] = of_rows
+    return {**arrays, **_static(p), "is_causal": p.is_causal or p.decodes}
 
 
 def _static(problem: Problem) -> dict[str, Any]:
-    found: dict[str, Any] = {} if problem.soft_cap is None else {"logits_soft_cap": problem.soft_cap}
-    return found if problem.window is None else found | {"local_window_size": (problem.window - 1, 0)}
+    static: dict[str, Any] = {} if problem.soft_cap is None else {"logits_soft_cap": problem.soft_cap}
+    return static if problem.window is None else static | {"local_window_size": (problem.window - 1, 0)}
 
 
 # --- candidates: makers of a problem's attention, a function of query, key and value
@@ -75,11 +75,11 @@ def _stock(problem: Problem) -> Attention:
 
 def candidates(implementations: Sequence[str], stock: bool = True) -> Candidates:
     """Those of JAX by name."""
-    found: Candidates = {STOCK: _stock} if stock else {}
+    makers: Candidates = {STOCK: _stock} if stock else {}
     for name in implementations:
         attend, decode = (functools.partial(f, implementation=name) for f in (dot_product_attention, decode_attention))
-        found[name] = functools.partial(_of_jax, attention=attend, decode=decode)
-    return found
+        makers[name] = functools.partial(_of_jax, attention=attend, decode=decode)
+    return makers
 
 
 # --- programs: a pass of a candidate on the arrays of a problem
@@ -165,9 +165,9 @@ def _in_mlx(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
     attend = functools.partial(mx.fast.scaled_dot_product_attention, scale=problem.H**-0.5, mask=mask)
 
     def run() -> Any:
-        found = mx.vjp(attend, [q, k, v], [d_out]) if kind == TRAINING else attend(q, k, v)
-        mx.eval(found)
-        return found
+        results = mx.vjp(attend, [q, k, v], [d_out]) if kind == TRAINING else attend(q, k, v)
+        mx.eval(results)
+        return results
 
     return run
 

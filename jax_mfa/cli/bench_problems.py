@@ -107,16 +107,16 @@ def sweep(values: Mapping[str, list[Any]], window: int = WINDOW) -> list[Problem
     """
     passes = tuple(x for x in values["passes"] if x != DECODE)
     names = ("dtypes", "heads", "key_value_heads", "head_sizes", "batches", "lengths", "masks")
-    found = []
+    problems = []
     for dtype, n, k, h, b, s, mask in itertools.product(*(values[name] for name in names)):
         make = functools.partial(
             Problem, "", B=b, S=s, N=n, K=k or n, H=h, dtype=dtype, window=window if mask == "window" else None
         )
         if passes:
-            found.append(make(T=s, mask=mask, passes=passes))
+            problems.append(make(T=s, mask=mask, passes=passes))
         if DECODE in values["passes"]:
-            found.append(make(T=1, mask="none" if mask == "causal" else mask, passes=(DECODE,)))
-    return list(dict.fromkeys(found))
+            problems.append(make(T=1, mask="none" if mask == "causal" else mask, passes=(DECODE,)))
+    return list(dict.fromkeys(problems))
 
 
 def _of_models() -> Iterator[Problem]:

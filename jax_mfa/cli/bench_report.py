@@ -112,16 +112,19 @@ def table(rows: list[Row]) -> list[str]:
         ours, stock = ("-" if x is None else f"{x / 2**20:.1f} MiB" for x in sizes)
         return f"{ours} ({stock})" if STOCK in others else ours
 
-    columns: dict[str, Callable[[Row], str | None]] = {}
-    if any(r["name"] for r in rows):
-        columns["model"] = lambda r: r["name"]
-    columns |= {"problem": lambda r: r["problem"], "pass": lambda r: r["kind"], "time": time}
-    columns |= {f"vs {name}": functools.partial(ratio, name) for name in others}
-    columns["median, quartiles"] = spread
-    shown = [name for name in _FIGURES if any(figure(name, r) for r in rows)]
-    columns |= {_FIGURES[name][0]: functools.partial(figure, name) for name in shown}
-    columns[f"memory ({STOCK}'s)" if STOCK in others else "memory"] = memory
-    return table_lines(columns, rows)
+    figures = {heading: functools.partial(figure, name) for name, (heading, _) in _FIGURES.items()}
+    columns: dict[str, Callable[[Row], str | None]] = {
+        "model": lambda r: r["name"],
+        "problem": lambda r: r["problem"],
+        "pass": lambda r: r["kind"],
+        "time": time,
+        **{f"vs {name}": functools.partial(ratio, name) for name in others},
+        "median, quartiles": spread,
+        **figures,
+        f"memory ({STOCK}'s)" if STOCK in others else "memory": memory,
+    }
+    empty = {heading for heading in ("model", *figures) if not any(map(columns[heading], rows))}
+    return table_lines({heading: cell for heading, cell in columns.items() if heading not in empty}, rows)
 
 
 def failures(rows: list[Row]) -> list[str]:

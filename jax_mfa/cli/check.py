@@ -1,11 +1,10 @@
 """Says what this machine has, and runs every kernel against the reference: a report to paste, and an exit status.
 
-Forward and backward of each tile table that the device can run, of each dtype, class of head sizes and feature, and
-decoding, of keys and values that are quantised or in pages too; with grouped heads and lengths that fill no tile. Each
-kernel is compiled by itself first, and what Metal says of it is a table of its own. A problem stands in its row before
-it runs, so that the last row of a run that hangs or crashes names it; after a failure the next one runs. Last come
-tokens that kernels write into pages, and a program in which CPU and GPU share cache lines. Where Metal cannot be used
-it says why, and checks the blockwise implementation instead.
+Each tile table that the device can run, dtype, class of head sizes and feature, forward and backward; and decoding, of
+keys and values that are quantised or in pages too. Each kernel is compiled by itself first, and what Metal says of it
+is a table of its own. A problem stands in its row before it runs, so that the last row of a run that hangs or crashes
+names it. Last come tokens that kernels write into pages, and a program in which CPU and GPU share cache lines. Where
+Metal cannot be used it says why, and checks the blockwise implementation instead.
 """
 
 from __future__ import annotations
@@ -190,7 +189,19 @@ class Kernels:
             self.compiled[key] = Compiled(kernel, time.perf_counter() - start, limits, failure)
         return self.compiled[key]
 
-    def table(self) -> list[str]:
+    def report(self) -> Iterator[str]:
+        """The table, and where compiled kernels and XLA's memory came from, as the native module counts them."""
+        counts = runtime.get().module.statistics()
+        seconds = sum(x.seconds for x in self.compiled.values())
+        sources = f"{counts['pipelines']} compiled, {counts['pipelines_loaded']} from archives of earlier processes"
+        memory = f"{counts['buffers_no_copy']} buffers without a copy, {counts['buffers_staged']} staged"
+        first = f"makes {self.most} at most, in {self.longest:.2f} s one by one"
+        yield from [*self._table(), ""]
+        yield f"{len(self.compiled)} kernels made in {seconds:.1f} s: {sources}; {memory}."
+        yield f"A first call, forward and backward, {first}."
+        yield "Registers: Metal does not tell, but `at most` falls with them; fragments: bytes of them, as planned."
+
+    def _table(self) -> list[str]:
         """A line for each kernel: in how many sets of constants, and of these the slowest and the tightest."""
         by_name: dict[str, list[Compiled]] = {}
         for x in self.compiled.values():
@@ -332,13 +343,6 @@ def choices() -> Iterator[str]:
         yield from (f"    {line}" for line in str(choice).splitlines())
 
 
-def _launches() -> str:
-    """Where compiled kernels came from and how XLA's memory reached the device, as the native module counts them."""
-    counts = runtime.get().module.statistics()
-    kernels = f"{counts['pipelines']} compiled, {counts['pipelines_loaded']} from archives of earlier processes"
-    return f"{kernels}; {counts['buffers_no_copy']} buffers without a copy, {counts['buffers_staged']} staged."
-
-
 # --- the command
 
 
@@ -349,12 +353,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate", action="store_true", help=calibrate)
 
 
-def _calibrate(found: runtime.Runtime) -> int:
-    if found.reason:
-        print(f"FAILED: without Metal there is nothing to calibrate: {found.reason}")
+def _calibrate(metal_runtime: runtime.Runtime) -> int:
+    if metal_runtime.reason:
+        print(f"FAILED: without Metal there is nothing to calibrate: {metal_runtime.reason}")
         return 2
     try:
-        for line in interruptible(calibration.calibrated(found.device.get("name", ""))):
+        for line in interruptible(calibration.calibrated(metal_runtime.device.get("name", ""))):
             print(line, flush=True)
     except KeyboardInterrupt:
         print("interrupted: nothing was kept")
@@ -374,17 +378,17 @@ def run(options: argparse.Namespace) -> int:
     try:
         for name, value in findings():
             print(f"{name:15} {value}", flush=True)
-        found = runtime.get()
+        metal_runtime = runtime.get()
     except OSError:  # output that nobody reads
         raise
     except Exception as error:  # report whatever keeps JAX or Metal from starting
         print(f"{'FAILED':15} {type(error).__name__}: {one_line(str(error))}")
         return 2
     if options.calibrate:
-        return _calibrate(found)
+        return _calibrate(metal_runtime)
     print("\nimplementations", *(f"  {line}" for line in choices()), "", sep="\n", flush=True)
-    implementation = "blockwise" if found.reason else "metal"
-    todo = problems(["blockwise"] if found.reason else metal.variants())
+    implementation = "blockwise" if metal_runtime.reason else "metal"
+    todo = problems(["blockwise"] if metal_runtime.reason else metal.variants())
     todo = [p for p in todo if quick(p) or not options.quick]
     start, interrupted, done, failed = time.perf_counter(), False, 0, 0
     kernels = Kernels()
@@ -409,18 +413,13 @@ def run(options: argparse.Namespace) -> int:
     print(f"\nB = {BATCH}, N/K = {HEADS}/{KEY_HEADS}; errors are relative to the largest entry.")
     print("To report a problem, paste all of this.")
     if kernels.compiled:
-        seconds = sum(x.seconds for x in kernels.compiled.values())
-        first = f"makes {kernels.most} at most, in {kernels.longest:.2f} s one by one."
-        print("", *kernels.table(), "", sep="\n")
-        print(f"{len(kernels.compiled)} kernels made in {seconds:.1f} s: {_launches()}")
-        print(f"A first call, forward and backward, {first}")
-        print("Registers: Metal does not tell, but `at most` falls with them; fragments: bytes of them, as planned.")
-    if found.reason:
-        print(f"Metal was not checked ({found.reason}); blockwise, which runs in its place, was.")
+        print("", *kernels.report(), sep="\n")
+    if metal_runtime.reason:
+        print(f"Metal was not checked ({metal_runtime.reason}); blockwise, which runs in its place, was.")
     if interrupted:
         print(f"interrupted: {failed} failed of {what}; {len(todo) - done} did not run")
         return INTERRUPTED
-    if found.reason and not found.expected:
+    if metal_runtime.reason and not metal_runtime.expected:
         print(f"FAILED: Metal should be here and cannot be used; besides, {failed} of {what}")
         return 1
     print(f"FAILED: {failed} of {what}" if failed else f"all passed: {what}")

@@ -133,17 +133,17 @@ _KEPT = {  # ways to store keys and values
 
 def _everything(p: Problem, rng: np.random.Generator) -> _Arguments:
     """All of them, so that each kernel is also compiled with all that it can do; the bias has another dtype."""
-    found: _Arguments = {"bias": _normal(rng, _OTHER[p.dtype], 1, HEADS, p.queries, p.keys)}
+    arguments: _Arguments = {"bias": _normal(rng, _OTHER[p.dtype], 1, HEADS, p.queries, p.keys)}
     parts = ["window", "lengths", "mask", "blocks", "segments", "ranges", "score"]
     for part in parts if p.decoding else [*parts, "dropout"]:
-        found |= FEATURES[part](p, rng)
+        arguments |= FEATURES[part](p, rng)
     # widen the window and the ranges so that rows still see something
     first = np.ones((BATCH, p.queries), np.int32)
-    found["local_window_size"] = (p.keys // 2, 30)
-    found["key_value_ranges"] = np.stack([first, first + p.keys - 10], -1)
+    arguments["local_window_size"] = (p.keys // 2, 30)
+    arguments["key_value_ranges"] = np.stack([first, first + p.keys - 10], -1)
     if p.decoding:  # place the few rows at the end of many keys
-        found |= {"query_offset": np.array([p.keys - 30, p.keys - 8], np.int32), "query_segment_ids": first}
-    return found
+        arguments |= {"query_offset": np.array([p.keys - 30, p.keys - 8], np.int32), "query_segment_ids": first}
+    return arguments
 
 
 FEATURES: dict[str, _Feature] = {
@@ -184,14 +184,14 @@ def head_sizes(variant: str, dtype: str) -> list[tuple[int, int]]:
 
 def decode_sizes(dtype: str) -> list[tuple[int, int, int]]:
     """T, H and V for each tile that decoding may take: the smallest heads that it serves."""
-    found: dict[tiles.DecodeTiles | tiles.DecodeRows, tuple[int, int, int]] = {}
+    sizes: dict[tiles.DecodeTiles | tiles.DecodeRows, tuple[int, int, int]] = {}
     item = ITEM_SIZES["float32" if dtype == "bfloat16" else dtype]  # operands of bfloat16 are float32
     for queries, v in itertools.product((3, 7, 1, 2), range(8, tiles.MAX_HEAD + 1, 8)):
         for h in (v, 8):
             tile = tiles.decode(HEADS // KEY_HEADS * queries, h, v, item)
             if tile is not None:
-                found.setdefault(tile, (queries, h, v))
-    return list(found.values())
+                sizes.setdefault(tile, (queries, h, v))
+    return list(sizes.values())
 
 
 def _of_variant(variant: str) -> Iterator[Problem]:
@@ -225,10 +225,10 @@ def problems(variants: Sequence[str]) -> list[Problem]:
 
     What is no tile table, as "blockwise", has no kernels: there it is one head size dense and causal, and another.
     """
-    found = [problem for variant in variants for problem in _of_variant(variant)]
+    chosen = [problem for variant in variants for problem in _of_variant(variant)]
     split = next((variant for variant in variants if variant in tiles.VARIANTS), None)
-    found += _decoding(split) if split else []
-    return sorted(found, key=lambda p: list(variants).index(p.variant))
+    chosen += _decoding(split) if split else []
+    return sorted(chosen, key=lambda p: list(variants).index(p.variant))
 
 
 def quick(problem: Problem) -> bool:
@@ -250,6 +250,6 @@ def allowed(problem: Problem) -> dict[str, float]:
     terms = max(problem.keys, problem.queries * HEADS // KEY_HEADS) + problem.head_size
     gradient = single * (8 + terms**0.5) + 3 * unit
     rounding = unit if problem.dtype != "float32" else 0.0
-    found = {"out": FORWARD + rounding, "lse": FORWARD, **dict.fromkeys(GRADIENTS.values(), gradient)}
+    bounds = {"out": FORWARD + rounding, "lse": FORWARD, **dict.fromkeys(GRADIENTS.values(), gradient)}
     bias = problem.arguments().get("bias")
-    return found if bias is None else found | {"dbias": gradient + eps(bias.dtype)}
+    return bounds if bias is None else bounds | {"dbias": gradient + eps(bias.dtype)}

@@ -78,8 +78,8 @@ ALL = 2**62  # more bytes than any array has
 
 def _outputs(inputs: Any) -> list[Any]:
     """All that kernels write, so that none of it is free for others while a loop runs."""
-    found = [primitives.attention(*specify(*x), "metal") for x in inputs]
-    return [x.ravel() for outputs in found for x in outputs]
+    results = [primitives.attention(*specify(*x), "metal") for x in inputs]
+    return [x.ravel() for outputs in results for x in outputs]
 
 
 @jax.jit

@@ -37,16 +37,16 @@ def program(plan: Plan) -> str:
 
 def _decoded(data: bytes, kind: str) -> list[dict[str, Any]]:
     """The numbers of inline bytes, each with its offset and value."""
-    found, offset = [], 0
+    fields, offset = [], 0
     for field in operands.fields(kind):
         code = operands.FORMATS[field.msl]
         (value,) = struct.unpack_from("<" + code, data, offset)
         note = {"note": field.meaning} if field.meaning else {}
-        found.append({"offset": offset, "type": field.msl, "name": field.name, "value": value} | note)
+        fields.append({"offset": offset, "type": field.msl, "name": field.name, "value": value} | note)
         offset += struct.calcsize(code)
     if offset != len(data):
         raise ValueError(f"{len(data)} inline bytes for {offset} bytes of {kind}")
-    return found
+    return fields
 
 
 def described(plan: Plan) -> dict[str, Any]:

@@ -61,20 +61,20 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     print(f"{tuned.chip()}; gains are medians of pairs of calls, in one run", flush=True)
-    found: list[tuning.Tuned] = []
+    results: list[tuning.Tuned] = []
     status = 0
     try:
         lines = (x for each, passes in problems for x in tuning.search(*each, passes, options.tries, options.rounds))
         for line in interruptible(lines):
             print(line, flush=True)
-            found.append(line)
+            results.append(line)
     except KeyboardInterrupt:
         print("interrupted")
         status = INTERRUPTED
     if options.dry_run:
         return status
     try:
-        file = tuning.store(found)
+        file = tuning.store(results)
     except (OSError, RuntimeError) as error:
         print(f"tune: nothing could be kept: {error}")
         return status or 1
