@@ -7,9 +7,8 @@ import errno
 import os
 import sys
 
-from jax_mfa.cli import bench, check, show
+from jax_mfa.cli import bench, check, show, tune
 from jax_mfa.cli.command_line import INTERRUPTED, fit_output_to_the_terminal
-from jax_mfa.tuning import tune as tuning
 
 READER_GONE = 141  # what a shell reports of a program that SIGPIPE ends
 
@@ -18,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     fit_output_to_the_terminal()
     parser = argparse.ArgumentParser(prog="python -m jax_mfa", description="Tools of jax_mfa.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, tool in {"bench": bench, "check": check, "source": show, "tune": tuning}.items():
+    for name, tool in {"bench": bench, "check": check, "source": show, "tune": tune}.items():
         command = commands.add_parser(name, help=tool.HELP, description=tool.__doc__)
         tool.add_arguments(command)
         command.set_defaults(run=tool.run, refuse=command.error)

@@ -1,5 +1,6 @@
 """`python -m jax_mfa bench`: what it measures, and that one candidate's failure costs no other its figures."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -12,8 +13,8 @@ import pytest
 from harness import assert_allclose
 
 from jax_mfa.__main__ import main
-from jax_mfa.cli import bench, bench_devices, bench_figures, bench_models, bench_problems
-from jax_mfa.cli.bench_models import MLX, STOCK, TORCH
+from jax_mfa.cli import bench, bench_candidates, bench_devices, bench_problems, bench_report
+from jax_mfa.cli.bench_candidates import MLX, STOCK, TORCH
 from jax_mfa.cli.bench_problems import BOTH, COMPILING, DECODE, FORWARD, TANGENT, TRAINING, Problem
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -23,7 +24,7 @@ QUICK = ["bench", "--rounds", "1", "--heads", "2", "--head-sizes", "8", "--imple
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
     monkeypatch.setattr(bench, "SHORTEST", 0.0)
-    monkeypatch.setattr(bench_models, "OTHERS", {})  # importing PyTorch takes longer than the rest
+    monkeypatch.setattr(bench_candidates, "OTHERS", {})  # importing PyTorch takes longer than the rest
 
 
 def written(folder):
@@ -60,7 +61,7 @@ def test_a_sweep_is_every_combination_and_summed_up_by_each_of_its_axes(tmp_path
     def measured(problem, kind, candidates, *_):
         return {name: [2e-3 if name == STOCK else 1e-3] for name in candidates}, {}, {}
 
-    monkeypatch.setattr(bench_models, "_measure", measured)
+    monkeypatch.setattr(bench_candidates, "_measure", measured)
     axes = "--lengths 4,6 --batches 1,2 --heads 4,2 --key-value-heads 1,2 --head-sizes 8,16 --dtypes float32,bfloat16"
     more = "--masks none,causal,window,padding --passes forward,forward+backward,decode --window 3"
     command = ["bench", "--implementations", "blockwise", "--out", str(tmp_path)]
@@ -90,13 +91,12 @@ def test_a_sweep_is_every_combination_and_summed_up_by_each_of_its_axes(tmp_path
 def test_all_candidates_compute_the_same(mask, kind):
     values = {**bench_problems.SWEEP, "lengths": [12], "batches": [3], "heads": [4], "key_value_heads": [2]}
     (problem,) = bench_problems.sweep({**values, "masks": [mask], "passes": [kind]}, window=5)
-    arrays = bench_models.arrays(problem)
-    made = bench_models.candidates(["blockwise", "reference"])
+    arrays = bench_candidates.arrays(problem)
+    made = bench_candidates.candidates(["blockwise", "reference"])
     results = {name: np.asarray(make(problem)(*arrays[:3])) for name, make in made.items()}
-    for name, make in {TORCH: bench_models._in_torch, MLX: bench_models._in_mlx}.items():
-        run = make(problem, kind, arrays)
-        if run is not None:  # it is installed
-            results[name] = np.asarray(run()).transpose(0, 2, 1, 3)
+    for name, make in {TORCH: bench_candidates._in_torch, MLX: bench_candidates._in_mlx}.items():
+        with contextlib.suppress(ImportError):  # where it is not installed
+            results[name] = np.asarray(make(problem, kind, arrays)()).transpose(0, 2, 1, 3)
     for name, x in results.items():
         assert_allclose(x, results["reference"], rtol=0, atol=1e-5, err_msg=name)
     q, k, v = (np.asarray(x, np.float64) for x in arrays[:3])
@@ -104,11 +104,11 @@ def test_all_candidates_compute_the_same(mask, kind):
     weights = np.exp(np.where(problem.visible, x, -np.inf))
     expected = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v.repeat(2, 2))
     assert_allclose(results["reference"], expected, rtol=0, atol=1e-5)
-    assert bench_figures.scores(problem) == 4 * np.broadcast_to(problem.visible, (3, *problem.visible.shape[1:])).sum()
+    assert bench_report.scores(problem) == 4 * np.broadcast_to(problem.visible, (3, *problem.visible.shape[1:])).sum()
 
 
 def test_a_candidate_that_fails_is_listed_with_its_reason_and_the_others_go_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_models.jax.nn, "dot_product_attention", refuse)
+    monkeypatch.setattr(bench_candidates.jax.nn, "dot_product_attention", refuse)
     assert main([*QUICK, "blockwise", "--lengths", "8", "--out", str(tmp_path)]) == 0
     for row in rows(tmp_path):
         assert row["failures"] == {STOCK: "ValueError: not today"} and row["seconds"]["blockwise"] > 0
@@ -118,7 +118,7 @@ def test_a_candidate_that_fails_is_listed_with_its_reason_and_the_others_go_on(t
 
 
 def test_a_failure_of_ours_shows_in_the_exit_status(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_models, "dot_product_attention", refuse)
+    monkeypatch.setattr(bench_candidates, "dot_product_attention", refuse)
     assert main([*QUICK, "blockwise", "--lengths", "8", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "blockwise did not run" in said and "| B1 T8 N2 H8 | forward | - | - |" in said
@@ -133,7 +133,7 @@ def test_an_interrupted_run_prints_and_writes_what_was_measured(tmp_path, capsys
         measured.append(kind)
         return {name: [1e-3] for name in candidates}, dict.fromkeys(candidates, 2**20), {}
 
-    monkeypatch.setattr(bench_models, "_measure", measure_twice)
+    monkeypatch.setattr(bench_candidates, "_measure", measure_twice)
     assert main([*QUICK, "blockwise", "--lengths", "8,16", "--out", str(tmp_path)]) == 130
     said = capsys.readouterr()
     assert len(rows(tmp_path)) == 2 and written(tmp_path)["interrupted"]
@@ -146,7 +146,7 @@ def test_a_run_interrupted_before_anything_is_measured_leaves_earlier_files(tmp_
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_models, "_measure", stop)
+    monkeypatch.setattr(bench_candidates, "_measure", stop)
     (tmp_path / "bench.json").write_text("an earlier run")
     assert main([*QUICK, "blockwise", "--lengths", "8", "--out", str(tmp_path)]) == 130
     assert (tmp_path / "bench.json").read_text() == "an earlier run"
@@ -171,10 +171,11 @@ def test_files_that_cannot_be_written_cost_no_figures(tmp_path, capsys):
 )
 def test_output_is_ascii_where_the_terminal_is(settings, ascii):
     code = """
-from jax_mfa.cli import bench_models, command_line
+from jax_mfa.cli import bench_report, command_line
 command_line.fit_output_to_the_terminal()
 row = dict(name="naïve → x", problem="B1", kind="forward", implementation="ours", temporary_bytes={}, failures={})
-print(bench_models.table([dict(row, seconds={"jax.nn": 2}, ratios={"jax.nn": 2})]))
+for line in bench_report.table([dict(row, seconds={"jax.nn": 2}, ratios={"jax.nn": 2})]):
+    print(line)
 """
     names = ("LC_ALL", "LC_CTYPE", "LANG", "PYTHONIOENCODING", "PYTHONUTF8")
     environment = {name: x for name, x in os.environ.items() if name not in names}
@@ -202,7 +203,7 @@ def test_axes_have_plain_labels(tmp_path, monkeypatch):
         for mask in ("none", "causal")
         for kind in BOTH
     ]
-    bench_figures.plot(found, tmp_path / "bench.png", "title", "")
+    bench_report.plot(found, tmp_path / "bench.png", "title", "")
     times, memory, _, _ = drawn[0].axes
     assert len(times.lines) == len(memory.lines) == 4 and all(len(x.get_xdata()) == 2 for x in times.lines)
     assert [x.get_text() for x in times.get_legend().get_texts()] == [f"blockwise, {kind}" for kind in BOTH]
@@ -214,13 +215,13 @@ def test_axes_have_plain_labels(tmp_path, monkeypatch):
 
 def test_dtypes_and_grouped_heads_are_those_asked_for(tmp_path, monkeypatch):
     seen = set()
-    attend = bench_models.dot_product_attention
+    attend = bench_candidates.dot_product_attention
 
     def watch(query, key, value, **keywords):
         seen.add((query.dtype, query.shape[2], key.shape[2], value.shape[2]))
         return attend(query, key, value, **keywords)
 
-    monkeypatch.setattr(bench_models, "dot_product_attention", watch)
+    monkeypatch.setattr(bench_candidates, "dot_product_attention", watch)
     arguments = [*QUICK, "blockwise", "--key-value-heads", "1", "--dtype", "bfloat16", "--lengths", "8"]
     assert main([*arguments, "--no-stock", "--out", str(tmp_path)]) == 0  # a value alone, its option in the singular
     assert seen == {(jnp.dtype("bfloat16"), 2, 1, 1)}
@@ -258,7 +259,7 @@ def test_options_are_checked(arguments, said, capsys):
 
 
 def test_a_folder_that_cannot_be_made_is_found_before_anything_is_timed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_models, "measure", None)
+    monkeypatch.setattr(bench_candidates, "measure", None)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SystemExit) as refused:
         main(["bench", "--out", str(tmp_path / "file" / "results")])
@@ -290,7 +291,7 @@ def small_models(monkeypatch):
         Problem("fourth", 1, 5, 5, 4, 2, 8, passes=(COMPILING,)),
     )
     monkeypatch.setattr(bench_problems, "PROBLEMS", problems)
-    monkeypatch.setattr(bench_models, "LAYERS", 2)
+    monkeypatch.setattr(bench_candidates, "LAYERS", 2)
 
 
 MODELS = ["bench", "--rounds", "1", "--implementations", "blockwise", "--models"]
@@ -330,7 +331,7 @@ def test_the_data_file_has_the_models_with_their_sources():
 
     for file in ("models.json", "chips.json"):
         found = json.loads(importlib.resources.files("jax_mfa.cli").joinpath(file).read_text())
-        assert found and all(x["source"] for x in found)
+        assert found and all(x.get("source") or x.get("why") for x in found)
     named = {p.name: p for p in bench_problems.PROBLEMS}
     assert (named["TinyLlama 1.1B"].N, named["TinyLlama 1.1B"].K, named["TinyLlama 1.1B"].S) == (32, 4, 2048)
     assert named["Gemma 2 2B"].soft_cap == 50.0 and "cap" in str(named["Gemma 2 2B"])
@@ -345,13 +346,13 @@ def test_the_preset_is_48_problems_over_batch_length_and_head_size():
 
 def test_figures_follow_from_the_work_and_the_time():
     p = Problem("x", 2, 3, 3, 4, 2, 8, mask="causal")
-    assert bench_figures.scores(p) == 2 * 4 * 6
-    found = bench_figures.figures(p, FORWARD, 0.5, "Apple M1")
+    assert bench_report.scores(p) == 2 * 4 * 6
+    found = bench_report.figures(p, FORWARD, 0.5, "Apple M1")
     assert found["tokens_per_second"] == 12
     assert found["ginstr"] == pytest.approx(48 * 21 / 0.5 / 1e9)
     assert found["tflops"] == pytest.approx(48 * 4 * 8 / 0.5 / 1e12)
     assert found["share"] == pytest.approx(found["ginstr"] / 1300)
-    both = bench_figures.figures(p, TRAINING, 0.5, "a chip that nobody knows")
+    both = bench_report.figures(p, TRAINING, 0.5, "a chip that nobody knows")
     assert both["ginstr"] == pytest.approx(48 * (21 + 29 + 37) / 0.5 / 1e9) and both["share"] is None
 
 

@@ -104,12 +104,11 @@ def commands():
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_that_is_named_exists_with_its_options(command, monkeypatch):
-    from jax_mfa.cli import bench, check, show
-    from jax_mfa.tuning import tune as tuning
+    from jax_mfa.cli import bench, check, show, tune
 
     monkeypatch.syspath_prepend(ROOT / "tests" / "metal")  # where what predicts is
     ran = []
-    for tool in (bench, check, tuning, show):
+    for tool in (bench, check, tune, show):
         monkeypatch.setattr(tool, "run", lambda options: ran.append(options) or 0)
     assert main(shlex.split(command)) == 0 and len(ran) == 1
 

@@ -38,7 +38,7 @@ def test_strings_that_users_see_are_ascii():
 
 def test_the_programs_docstrings_are_ascii():
     """Those of the commands, which `python -m jax_mfa` prints."""
-    for name in ("cli/bench", "cli/check", "tuning/tune", "cli/show"):
+    for name in ("cli/bench", "cli/check", "cli/tune", "cli/show"):
         assert ast.get_docstring(ast.parse((ROOT / f"jax_mfa/{name}.py").read_text("utf-8"))).isascii(), name
 
 

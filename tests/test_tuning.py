@@ -13,9 +13,9 @@ import jax_mfa
 from jax_mfa import blockwise
 from jax_mfa.__main__ import main
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.cli import bench_models, bench_problems
+from jax_mfa.cli import bench_candidates, bench_problems
+from jax_mfa.tuning import timing, tuned
 from jax_mfa.tuning import tune as tuning
-from jax_mfa.tuning import tuned
 
 SHAPE = jax.ShapeDtypeStruct((1, 96, 2, 8), jnp.float32)
 PROBLEM = {"query": SHAPE, "key": SHAPE, "value": SHAPE, "is_causal": True}
@@ -59,7 +59,7 @@ def test_a_winner_is_kept_for_this_chip_and_taken_by_programs_from_then_on(file,
     def timed(programs, *_):
         return {x: [0.5 if x == OTHER else 1.0] * 4 for x in programs}
 
-    monkeypatch.setattr(bench_models, "timed", timed)
+    monkeypatch.setattr(timing, "timed", timed)
     assert taken() == USUAL
     (found,) = jax_mfa.tune(PROBLEM, passes=("forward",), tries=40)
     assert (found.usual, found.best, found.gain, found.wrong) == ((1, 2, 96, 96), OTHER, 2.0, 0)
@@ -90,7 +90,7 @@ def test_what_gives_another_result_or_does_not_compile_is_never_timed(monkeypatc
         return {x: [1.0] for x in programs}
 
     monkeypatch.setattr(blockwise, "forward", broken)
-    monkeypatch.setattr(bench_models, "timed", timed)
+    monkeypatch.setattr(timing, "timed", timed)
     (found,) = jax_mfa.tune(PROBLEM, passes=("forward",), tries=40)
     assert found.best == found.usual and found.gain == 1
     assert timed_tiles and all(x[2:] == (96, 96) for x in timed_tiles[0])
@@ -105,7 +105,7 @@ def test_a_gain_that_does_not_come_again_is_no_gain(file, monkeypatch, small_til
         fast = {0: 0.5, 1: 0.99}[len(turns) - 1]
         return {x: [fast if x == OTHER else 1.0] * 4 for x in programs}
 
-    monkeypatch.setattr(bench_models, "timed", timed)
+    monkeypatch.setattr(timing, "timed", timed)
     (found,) = jax_mfa.tune(PROBLEM, passes=("forward",), tries=40)
     assert len(turns) == 2 and set(turns[1]) == {found.usual, OTHER}
     assert found.best == found.usual and not file.exists()
@@ -203,7 +203,7 @@ def test_the_command_prints_a_line_for_each_plan_and_keeps_what_it_found(file, c
         assert (passes, tries, rounds) == (tuning.PASSES, 3, 2)
         yield tuning.Tuned("blockwise forward", spec.summary(operands), (1, 2, 96, 96), OTHER, 1e-3, 1.5, 3, 1)
 
-    monkeypatch.setattr(tuning, "_of_problem", of_problem)
+    monkeypatch.setattr(tuning, "search", of_problem)
     arguments = ["tune", "--lengths", "96", "--heads", "2", "--head-size", "8", "--causal", "--tries", "3"]
     assert main([*arguments, "--rounds", "2"]) == 0
     said = capsys.readouterr().out
@@ -223,7 +223,7 @@ def test_problems_of_models_keep_their_caps_and_decoding_is_tuned_forward_only(c
         seen[spec.summary(operands)] = passes
         return iter(())
 
-    monkeypatch.setattr(tuning, "_of_problem", of_problem)
+    monkeypatch.setattr(tuning, "search", of_problem)
     assert main(["tune", "--models", "gemma"]) == main(["tune", "--models", "decoding, llama"]) == 0
     assert seen == {
         "B1 T2048 S2048 N8 K4 H256 V256 float32 causal cap": tuning.PASSES,
@@ -233,11 +233,11 @@ def test_problems_of_models_keep_their_caps_and_decoding_is_tuned_forward_only(c
 
 
 def test_blockwise_decoding_is_tuned_as_a_call_names_it(file, monkeypatch):
-    monkeypatch.setattr(bench_models, "timed", lambda programs, *_: {x: [1.0] for x in programs})
+    monkeypatch.setattr(timing, "timed", lambda programs, *_: {x: [1.0] for x in programs})
     (problem,) = (p for p in bench_problems.sweep(SMALL_DECODING))
-    (found,) = jax_mfa.tune(bench_models.arguments(problem), passes=("forward",), tries=3)
+    (found,) = jax_mfa.tune(bench_candidates.arguments(problem), passes=("forward",), tries=3)
     assert (found.plan, found.wrong) == ("blockwise forward", 0) and found.tried == 3
-    q, k, v, _ = bench_models.arrays(problem)
+    q, k, v, _ = bench_candidates.arrays(problem)
     with jax_mfa.record() as seen:
         jax_mfa.decode_attention(q, k, v, jnp.asarray(problem.lengths), implementation="blockwise")
     assert list(seen.problems) == [found.problem]

@@ -10,51 +10,57 @@ measuring; the problems that were finished are printed and written.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
+import importlib
 import json
 import pathlib
 import platform
+import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from jax_mfa import metal
 from jax_mfa.api import IMPLEMENTATIONS
-from jax_mfa.cli import bench_devices, bench_figures, bench_models, bench_predictions, bench_problems
-from jax_mfa.cli.bench_problems import BOTH, DECODE, MASKS, SWEEP, Problem
+from jax_mfa.arguments import specify_abstract
+from jax_mfa.cli import bench_candidates, bench_devices, bench_problems, bench_report
+from jax_mfa.cli.bench_problems import BOTH, DECODE, FORWARD, MASKS, SWEEP, TRAINING, Problem
 from jax_mfa.cli.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
+from jax_mfa.metal.plan import Plan
 from jax_mfa.problem import DTYPES
 
 HELP = "time attention against stock jax.nn, over sweeps or for named models"
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
 SHORTEST = 0.5  # seconds of timing for each set of candidates
 
 
-def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Different ones of these names, comma separated."""
+# --- options
+
+
+def _some_of(*known: str) -> tuple[Callable[[str], list[str]], str]:
+    """A kind of option, different ones of these names, comma separated; and these names in words."""
 
     def names(text: str) -> list[str]:
-        found = list(dict.fromkeys(text.split(",")))
-        for name in found:
+        chosen = list(dict.fromkeys(text.split(",")))
+        for name in chosen:
             if name not in known:
                 raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-        return found
+        return chosen
 
-    return names
+    return names, f"of {', '.join(known)}"
 
 
-# the options of a sweep, by the names of `SWEEP`
-_SWEPT: dict[str, tuple[Callable[[str], list[Any]], str]] = {
+# options of a sweep by the names of `SWEEP`: kind and help
+_SWEPT: dict[str, tuple[Callable[[str], Sequence[Any]], str]] = {
     "lengths": (positives, "T = S; of decode, S"),
     "batches": (positives, "B"),
     "heads": (positives, "N"),
     "key_value_heads": (positives, "K, divisors of N"),
     "head_sizes": (positives, "H = V"),
-    "dtypes": (_some_of(DTYPES[:3]), f"of {', '.join(DTYPES[:3])}"),
-    "masks": (_some_of(MASKS), f"of {', '.join(MASKS)}"),
-    "passes": (_some_of((*BOTH, DECODE)), f"of {', '.join((*BOTH, DECODE))}"),
+    "dtypes": _some_of(*DTYPES[:3]),
+    "masks": _some_of(*MASKS),
+    "passes": _some_of(*BOTH, DECODE),
 }
 
 
@@ -68,61 +74,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, what) in _SWEPT.items():
         usual = "as many as N" if SWEEP[name] == [None] else ",".join(map(str, SWEEP[name]))
         swept.add_argument(_flag(name), type=kind, metavar="LIST", help=f"{what}; default: {usual}")
-    swept.add_argument(
-        "--window",
-        type=positive,
-        default=bench_problems.WINDOW,
-        help="columns that a row of the mask window sees, default: %(default)s",
-    )
+    window = "columns that a row of the mask window sees, default: %(default)s"
+    swept.add_argument("--window", type=positive, default=bench_problems.WINDOW, help=window)
+
     other = parser.add_argument_group("what else to time").add_mutually_exclusive_group()
-    other.add_argument(
-        "--models",
-        nargs="?",
-        const="",
-        metavar="PART",
-        help="the attention of named models instead, those whose name or shape holds PART",
+    models = "the attention of named models instead, those whose name or shape holds PART"
+    other.add_argument("--models", nargs="?", const="", metavar="PART", help=models)
+    preset = "a sweep of 48 short problems, over batches, lengths and head sizes, where no option says otherwise"
+    other.add_argument("--preset", action="store_true", help=preset)
+    devices = (
+        "a sweep of causal attention over so many devices each, comma separated: bytes sent and memory per device, "
+        "beside the formulas; a CPU is divided into as many"
     )
-    other.add_argument(
-        "--preset",
-        action="store_true",
-        help="a sweep of 48 short problems, over batches, lengths and head sizes, where no option says otherwise",
+    other.add_argument("--devices", type=positives, help=devices)
+    compare = "time nothing: compare two bench.json, and exit 1 where something got slower beyond noise"
+    other.add_argument("--compare", nargs=2, type=pathlib.Path, metavar=("OLD", "NEW"), help=compare)
+
+    kind, what = _some_of(*IMPLEMENTATIONS)
+    usual = "others are compared with the first; default: metal where it can be used, and blockwise"
+    parser.add_argument("--implementations", type=kind, help=f"comma separated, {what}; {usual}")
+    predict = (
+        "also print the share of its cycles that an M1 would spend in the matrix unit, for each Metal kernel, as "
+        "matrix_shares(plan) of this module predicts; in a checkout: compiled, with PYTHONPATH=tests:tests/metal"
     )
-    other.add_argument(
-        "--devices",
-        type=positives,
-        help="a sweep of causal attention over so many devices each, comma separated: bytes sent and memory per "
-        "device, beside the formulas; a CPU is divided into as many",
-    )
-    other.add_argument(
-        "--compare",
-        nargs=2,
-        type=pathlib.Path,
-        metavar=("OLD", "NEW"),
-        help="time nothing: compare two bench.json, and exit 1 where something got slower beyond noise",
-    )
-    parser.add_argument(
-        "--implementations",
-        type=_some_of(IMPLEMENTATIONS),
-        help=f"comma separated, of {', '.join(IMPLEMENTATIONS)}; others are compared with the first; default: metal "
-        "where it can be used, and blockwise",
-    )
-    parser.add_argument(
-        "--predict",
-        type=bench_predictions.predictor,
-        metavar="MODULE",
-        help="also print the share of its cycles that an M1 would spend in the matrix unit, for each Metal kernel, as "
-        "matrix_shares(plan) of this module predicts; in a checkout: compiled, with PYTHONPATH=tests:tests/metal",
-    )
+    parser.add_argument("--predict", type=_predictor, metavar="MODULE", help=predict)
     parser.add_argument("--no-stock", action="store_true", help="leave jax.nn out, for lengths that it cannot hold")
-    parser.add_argument(
-        "--rounds", type=positive, default=5, help="timed turns of each candidate, at least; default: %(default)s"
-    )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=pathlib.Path("results"),
-        help="folder of the two files, default: %(default)s",
-    )
+    rounds = "timed turns of each candidate, at least; default: %(default)s"
+    parser.add_argument("--rounds", type=positive, default=5, help=rounds)
+    folder = "folder of the two files, default: %(default)s"
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"), help=folder)
 
 
 def _problems(options: argparse.Namespace) -> list[Problem]:
@@ -131,121 +111,122 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     if options.models is not None:
         if given:
             raise argparse.ArgumentTypeError(f"argument --models: not allowed with argument {_flag(next(iter(given)))}")
-        found = bench_problems.select(options.models)
-        if not found:
+        of_models = bench_problems.select(options.models)
+        if not of_models:
             names = ", ".join(dict.fromkeys(p.name for p in bench_problems.PROBLEMS))
             raise argparse.ArgumentTypeError(f"argument --models: expected a part of a name of {names}")
-        return found
+        return of_models
     base = bench_problems.PRESET if options.preset else {"masks": ["causal"]} if options.devices else {}
     values = {**SWEEP, **base, **given}
     for n in values["heads"]:
         for k in values["key_value_heads"]:
             if k is not None and n % k:
-                raise argparse.ArgumentTypeError(
-                    f"argument --key-value-heads: expected a divisor of --heads {n}, got {k}"
-                )
+                expected = f"expected a divisor of --heads {n}, got {k}"
+                raise argparse.ArgumentTypeError(f"argument --key-value-heads: {expected}")
     if options.devices and (values["masks"] != ["causal"] or DECODE in values["passes"]):
         raise argparse.ArgumentTypeError("argument --devices: not allowed with other masks than causal, or decode")
     return bench_problems.sweep(values, options.window)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Benchmark:
-    """What `run` does with one of the benchmarks."""
+# --- predictions, by a module that the user names, since they take a compiler; a checkout has one in its tests
 
-    total: int  # of rows
-    measure: Callable[[], Iterator[dict[str, Any]]]
-    table: Callable[[Rows], str]
-    failures: Callable[[Rows], list[str]]
-    failed: Callable[[dict[str, Any]], bool]  # whether one of our implementations did, in a row
-    write: Callable[[Rows, dict[str, Any]], Iterator[str]]  # files of rows and facts, and their names as they are there
+_PREDICTED = {FORWARD: ("forward",), DECODE: ("forward",), TRAINING: ("forward", "backward")}
+Shares = Callable[[Plan], dict[str, float]]
 
 
-def _of_problems(options: argparse.Namespace, problems: list[Problem]) -> _Benchmark:
-    """Side by side; the first implementation is compared with the others."""
-    ours = options.implementations[0]
-    chip = start_metal().device.get("name", "") if ours == "metal" else ""
-    predicted = bench_predictions.predict(options.predict, problems) if options.predict else {}
-
-    def measure() -> Iterator[dict[str, Any]]:
-        candidates = bench_models.candidates(options.implementations, not options.no_stock)
-        for row in bench_models.measure(problems, candidates, ours, options.rounds, SHORTEST):
-            problem, kind = Problem(**row["sizes"]), row["kind"]
-            row["quartiles"] = {name: bench_figures.quartiles(x) for name, x in row["times"].items()}
-            if ours in row["seconds"] and kind in (*BOTH, DECODE):
-                row["figures"] = bench_figures.figures(problem, kind, row["quartiles"][ours][1], chip)
-                row["intensity"] = bench_figures.intensity(problem, kind)
-            if predicted:
-                row["predicted"] = predicted[str(problem), kind]
-            yield {**row, "resident_bytes": _resident()}
-
-    def write(rows: Rows, facts: dict[str, Any]) -> Iterator[str]:
-        facts |= dict(chip=chip, resident_bytes=rows[-1]["resident_bytes"])
-        yield _write_json(options.out / "bench.json", dict(**facts, rows=rows))
-        if any(r["seconds"] for r in rows):
-            title = f"{ours} on {chip or facts['machine']}, JAX {facts['jax']}"
-            bench_figures.plot(rows, options.out / "bench.png", title, chip)
-            yield str(options.out / "bench.png")
-
-    return _Benchmark(
-        total=sum(len(p.passes) for p in problems),
-        measure=measure,
-        table=lambda rows: "\n".join(
-            [bench_models.table(rows), "", *bench_figures.summary(rows), *_held(rows), *bench_predictions.lines(rows)]
-        ),
-        failures=bench_models.failures,
-        failed=lambda row: any(name in row["failures"] for name in options.implementations),
-        write=write,
-    )
-
-
-def _of_devices(options: argparse.Namespace, problems: list[Problem]) -> _Benchmark:
-    """Attention over several devices, of which the first implementation is timed."""
-    if len(jax.devices()) < max(options.devices):
-        raise argparse.ArgumentTypeError(f"argument --devices: there are {len(jax.devices())}")
-
-    def write(rows: Rows, facts: dict[str, Any]) -> Iterator[str]:
-        yield _write_json(options.out / "bench_devices.json", dict(**facts, rows=rows))
-
-    return _Benchmark(
-        total=sum(len(p.passes) for p in problems) * sum(len(bench_devices.programs(n)) for n in options.devices),
-        measure=functools.partial(
-            bench_devices.measure, problems, options.devices, options.implementations[0], options.rounds
-        ),
-        table=bench_devices.table,
-        failures=bench_devices.failures,
-        failed=lambda row: bool(row["failure"]),
-        write=write,
-    )
-
-
-def _resident() -> int | None:
-    """The most memory that this process has held, in bytes."""
+def _predictor(module: str) -> Shares:
+    """`matrix_shares` of a module: by name the share of cycles in the matrix unit, of kernels that it can predict."""
     try:
-        import resource
-    except ImportError:
-        return None
+        shares: Shares = importlib.import_module(module).matrix_shares
+    except (ImportError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return shares
+
+
+def _predicted(shares: Shares, problem: Problem, kind: str) -> dict[str, float]:
+    """The share of each Metal kernel of a pass, in the tiles of an M1."""
+    abstract = specify_abstract(**bench_candidates.arguments(problem))
+    passes = () if metal.lacking(*abstract) else _PREDICTED.get(kind, ())
+    plans = [metal.plan_of(*abstract, of_pass, "staged") for of_pass in passes]
+    return {name: share for plan in plans for name, share in shares(plan).items()}
+
+
+# --- measuring and reporting
+
+
+def _side_by_side(options: argparse.Namespace, problems: list[Problem], chip: str) -> Iterator[Row]:
+    """A row for each problem and pass; the first implementation is compared with the others."""
+    ours, shares = options.implementations[0], options.predict
+    predicted = {(p, kind): _predicted(shares, p, kind) for p in problems for kind in p.passes} if shares else {}
+    candidates = bench_candidates.candidates(options.implementations, not options.no_stock)
+    for row in bench_candidates.measure(problems, candidates, ours, options.rounds, SHORTEST):
+        problem, kind = Problem(**row["sizes"]), row["kind"]
+        row["quartiles"] = {name: bench_report.quartiles(x) for name, x in row["times"].items()}
+        if ours in row["seconds"] and kind in (*BOTH, DECODE):
+            row["figures"] = bench_report.figures(problem, kind, row["quartiles"][ours][1], chip)
+            row["intensity"] = bench_report.intensity(problem, kind)
+        if predicted:
+            row["predicted"] = predicted[problem, kind]
+        yield {**row, "resident_bytes": _resident()}
+
+
+def _resident() -> int:
+    """The most memory that this process has held, in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
-def _held(rows: Rows) -> list[str]:
-    most = rows[-1]["resident_bytes"]
-    return [] if most is None else [f"the process held {most / 2**20:.0f} MiB of memory at most"]
+def _report(rows: list[Row]) -> list[str]:
+    held = f"the process held {rows[-1]['resident_bytes'] / 2**20:.0f} MiB of memory at most"
+    lines = [*bench_report.table(rows), "", *bench_report.summary(rows), held]
+    predicted = [r for r in rows if r.get("predicted")]
+    if predicted:
+        each = lambda r: ", ".join(f"{name} {share:.0%}" for name, share in r["predicted"].items())
+        heading = "Predicted for an M1 from public figures, never seen on Apple hardware: cycles in the matrix unit"
+        lines += ["", heading, *(f"{r['problem']} {r['kind']}: {each(r)}" for r in predicted)]
+    return [*lines, "", *bench_report.failures(rows)]
+
+
+def _write(rows: list[Row], facts: dict[str, Any], options: argparse.Namespace, chip: str) -> Iterator[str]:
+    """Writes the files, and says so of each."""
+    if not options.devices:
+        facts |= dict(chip=chip, resident_bytes=rows[-1]["resident_bytes"])
+    path = options.out / ("bench_devices.json" if options.devices else "bench.json")
+    path.write_text(json.dumps(dict(**facts, rows=rows), indent=1))
+    yield f"wrote {path}"
+    if not options.devices and any(r["seconds"] for r in rows):
+        title = f"{options.implementations[0]} on {chip or facts['machine']}, JAX {facts['jax']}"
+        bench_report.plot(rows, options.out / "bench.png", title, chip)
+        yield f"wrote {options.out / 'bench.png'}"
 
 
 def _compare(old: pathlib.Path, new: pathlib.Path) -> int:
     try:
-        lines, worse = bench_figures.compare(old, new)
+        lines, worse = bench_report.compare(old, new)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"argument --compare: {error}") from None
     print("\n".join(lines))
     return 1 if worse else 0
 
 
-def _write_json(path: pathlib.Path, content: dict[str, Any]) -> str:
-    path.write_text(json.dumps(content, indent=1))
-    return str(path)
+def _prepare(options: argparse.Namespace) -> str:
+    """Makes the folder, the devices and the list of implementations; the name of the chip where Metal comes first."""
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"argument --out: {error}") from None
+    if options.devices:
+        bench_devices.force_devices(max(options.devices))
+    try:
+        if options.implementations is None:
+            options.implementations = ["blockwise"] if start_metal().reason else ["metal", "blockwise"]
+        metal_first = options.implementations[0] == "metal"
+        chip: str = start_metal().device.get("name", "") if metal_first and not options.devices else ""
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if options.devices and len(jax.devices()) < max(options.devices):
+        raise argparse.ArgumentTypeError(f"argument --devices: there are {len(jax.devices())}")
+    return chip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -263,42 +244,38 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         print(f"bench needs the extra `bench`: pip install 'jax-mfa[bench]' ({error})", file=sys.stderr)
         return 2
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"argument --out: {error}") from None
+    chip = _prepare(options)
     if options.devices:
-        bench_devices.force_devices(max(options.devices))
-    if options.implementations is None:
-        try:
-            options.implementations = ["blockwise"] if start_metal().reason else ["metal", "blockwise"]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    chosen = (_of_devices if options.devices else _of_problems)(options, problems)
-    rows: Rows = []
+        total = len(bench_devices.cases(problems, options.devices))
+        steps = bench_devices.measure(problems, options.devices, options.implementations[0], options.rounds)
+    else:
+        total = sum(len(p.passes) for p in problems)
+        steps = _side_by_side(options, problems, chip)
+    rows: list[Row] = []
     interrupted = False
     try:
-        with tqdm(total=chosen.total, desc="bench", unit="measurement") as bar:
-            for row in interruptible(chosen.measure()):
+        with tqdm(total=total, desc="bench", unit="measurement") as bar:
+            for row in interruptible(steps):
                 rows.append(row)
                 bar.update()
     except KeyboardInterrupt:
         interrupted = True
-        print(f"interrupted: {len(rows)} of {chosen.total} measurements were made", file=sys.stderr)
+        print(f"interrupted: {len(rows)} of {total} measurements were made", file=sys.stderr)
         if not rows:
             return INTERRUPTED
-    # the files first: who reads the table may stop reading
-    facts = dict(backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
-    said, unwritten = [], False
+    # write the files first: who reads the table may stop reading
+    facts: Row = dict(backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
+    facts |= dict(rounds=options.rounds, interrupted=interrupted)
+    written: list[str] = []
+    unwritten = False
     try:
-        said += [
-            f"wrote {name}"
-            for name in chosen.write(rows, dict(**facts, rounds=options.rounds, interrupted=interrupted))
-        ]
+        written += _write(rows, facts, options, chip)
     except OSError as error:
         unwritten = True
         print(f"bench: --out: {error}", file=sys.stderr)
-    print("\n".join([chosen.table(rows), "", *chosen.failures(rows), *said]))
+    report = bench_devices.report(rows) if options.devices else _report(rows)
+    print("\n".join([*report, *written]))
     if interrupted:
         return INTERRUPTED
-    return 1 if unwritten or any(chosen.failed(r) for r in rows) else 0
+    ours_failed = any(r["failure"] if options.devices else {*r["failures"]} & {*options.implementations} for r in rows)
+    return 1 if unwritten or ours_failed else 0

@@ -19,13 +19,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_mfa.api import dot_product_attention
-from jax_mfa.cli import bench_models
+from jax_mfa.cli import bench_candidates
 from jax_mfa.cli.bench_problems import TRAINING, Problem
+from jax_mfa.cli.command_line import named, one_line, table_lines
 from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel.api import context_parallel_attention
 from jax_mfa.context_parallel.layout import Order
 from jax_mfa.problem import Specification
+from jax_mfa.tuning import timing
 
+Row = dict[str, Any]
 FORMS: dict[str, tuple[Any, Order]] = {
     "ring": ("ring", "contiguous"),
     "ring, zigzag": ("ring", "zigzag"),
@@ -40,96 +43,78 @@ def force_devices(count: int) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
 
 
-def programs(devices: int) -> list[str]:
-    """The forms over so many devices; one device attends alone."""
-    return ["alone"] if devices == 1 else list(FORMS)
-
-
 def bytes_sent(jaxpr: Any, devices: int) -> float:
     """What a device sends in a traced program, by permutations and exchanges, in loops as often as they turn."""
+    is_program = lambda x: hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
     total = 0.0
     for e in jaxpr.eqns:
         times = e.params.get("length", 1) if e.primitive.name == "scan" else 1
-        for x in jax.tree.leaves(e.params, is_leaf=_is_program):
-            if _is_program(x):
-                total += times * bytes_sent(getattr(x, "jaxpr", x), devices)
-        size = sum(x.aval.size * x.aval.dtype.itemsize for x in e.invars if hasattr(x.aval, "dtype"))
-        if e.primitive.name == "ppermute":
-            total += size
-        elif e.primitive.name == "all_to_all":
-            total += size * (devices - 1) / devices
+        within = filter(is_program, jax.tree.leaves(e.params, is_leaf=is_program))
+        total += times * sum(bytes_sent(getattr(x, "jaxpr", x), devices) for x in within)
+        share = {"ppermute": 1.0, "all_to_all": (devices - 1) / devices}.get(e.primitive.name, 0.0)
+        total += share * sum(x.aval.size * x.aval.dtype.itemsize for x in e.invars if share)
     return total
 
 
-def _is_program(x: Any) -> bool:
-    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
+def cases(problems: list[Problem], devices: list[int]) -> list[tuple[Problem, int, str, str]]:
+    """Problem, number of devices, pass and form of each row; one device attends alone."""
+    of = lambda p, n: itertools.product([p], [n], p.passes, ["alone"] if n == 1 else FORMS)
+    return [case for p, n in itertools.product(problems, devices) for case in of(p, n)]
 
 
-def measure(problems: list[Problem], devices: list[int], implementation: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """One row for each problem, number of devices, pass and form."""
-    for p, n in itertools.product(problems, devices):
-        mesh = Mesh(np.array(jax.devices()[:n]), ("sequence",))
-        split = NamedSharding(mesh, PartitionSpec(None, "sequence"))
-        for kind, form in itertools.product(p.passes, programs(n)):
-            row = dict(length=p.S, problem=str(p), devices=n, form=form, kind=kind, failure="")
-            row |= dict(seconds=None, bytes_sent=None, memory=None, bytes_formula=None, memory_formula=None)
-            try:
-                arrays = [jax.device_put(x, split) for x in bench_models.arrays(p)]
-                row |= _row(p, mesh, form, kind, arrays, implementation, rounds)
-            except Exception as error:  # whatever keeps a form from running belongs in the table
-                row["failure"] = f"{type(error).__name__}: {error}"
-            yield row
+def measure(problems: list[Problem], devices: list[int], implementation: str, rounds: int) -> Iterator[Row]:
+    """One row for each of the cases."""
+    for p, n, kind, form in cases(problems, devices):
+        row: Row = dict(length=p.S, problem=str(p), devices=n, form=form, kind=kind, failure="")
+        row |= dict(seconds=None, bytes_sent=None, memory=None, bytes_formula=None, memory_formula=None)
+        try:
+            row |= _measured(p, n, kind, form, implementation, rounds)
+        except Exception as error:  # list any reason that keeps a form from running
+            row["failure"] = named(error)
+        yield row
 
 
-def _row(
-    p: Problem, mesh: Mesh, form: str, kind: str, arrays: list[jax.Array], implementation: str, rounds: int
-) -> dict[str, Any]:
-    sizes = (p.B, p.T, p.S, p.N, p.K, p.H, p.H, jnp.dtype(p.dtype).itemsize)
-    problem = costs.Sizes(*sizes, Specification(is_causal=True))
-    devices = mesh.size
-    common: dict[str, Any] = {"is_causal": True, "implementation": implementation}
-    attention: Callable[..., Any] = functools.partial(dot_product_attention, **common)
-    ring, heads, ordered = 1, 1, "contiguous"
-    if form != "alone":
-        name, order = FORMS[form]
-        attention = functools.partial(
-            context_parallel_attention, mesh=mesh, axis_name="sequence", form=name, order=order, **common
-        )
-        ring, heads, ordered = (1, devices, order) if name == "ulysses" else (devices, 1, order)
-    found = costs.cost(problem, ring, heads, ordered)
-    run = bench_models.PROGRAMS[kind](attention)
-    sent = bytes_sent(jax.make_jaxpr(run)(*arrays).jaxpr, devices)
+def _measured(p: Problem, devices: int, kind: str, form: str, implementation: str, rounds: int) -> Row:
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("sequence",))
+    split = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+    arrays = [jax.device_put(x, split) for x in bench_candidates.arrays(p)]
+    keywords: dict[str, Any] = {"is_causal": True, "implementation": implementation}
+    attention: Callable[..., Any] = functools.partial(dot_product_attention, **keywords)
+    name, order = FORMS.get(form, (form, "contiguous"))
+    if form in FORMS:
+        keywords |= dict(mesh=mesh, axis_name="sequence", form=name, order=order)
+        attention = functools.partial(context_parallel_attention, **keywords)
+    run = bench_candidates.of_pass(kind, attention)
     program = jax.jit(run).lower(*arrays).compile()
     analysis: Any = program.memory_analysis()
-    memory = None
-    if analysis is not None:
-        memory = sum(getattr(analysis, f"{x}_size_in_bytes") for x in ("argument", "output", "temp"))
-    call: dict[str, Callable[[], Any]] = {"": functools.partial(bench_models.call, program, arrays)}
+    parts = ("argument", "output", "temp")
+    sizes = (p.B, p.T, p.S, p.N, p.K, p.H, p.H, jnp.dtype(p.dtype).itemsize)
+    ring, heads = (1, devices) if name == "ulysses" else (devices, 1)
+    cost = costs.cost(costs.Sizes(*sizes, Specification(is_causal=True)), ring, heads, order)
+    training = kind == TRAINING
     return dict(
-        seconds=min(bench_models.timed(call, rounds, 0.0)[""]),
-        bytes_sent=sent,
-        bytes_formula=found.forward_bytes + (found.backward_bytes if kind == TRAINING else 0),
-        memory=memory,
-        memory_formula=found.backward_memory if kind == TRAINING else found.forward_memory,
+        seconds=min(timing.timed({"": functools.partial(timing.call, program, arrays)}, rounds, 0.0)[""]),
+        bytes_sent=bytes_sent(jax.make_jaxpr(run)(*arrays).jaxpr, devices),
+        bytes_formula=cost.forward_bytes + (cost.backward_bytes if training else 0),
+        memory=analysis and sum(getattr(analysis, f"{x}_size_in_bytes") for x in parts),
+        memory_formula=cost.backward_memory if training else cost.forward_memory,
     )
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
-    lines = [
-        "| problem | devices | form | pass | time | sent by a device | by formula | memory of a device | by formula |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        cells = [str(r[name]) for name in ("problem", "devices", "form", "kind")]
-        cells.append("-" if r["seconds"] is None else f"{r['seconds'] * 1e3:.1f} ms")
-        for name in ("bytes_sent", "bytes_formula", "memory", "memory_formula"):
-            cells.append("-" if r[name] is None else costs.human(r[name]))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def failures(rows: list[dict[str, Any]]) -> list[str]:
-    """What could not run, and why: a line for each."""
+def report(rows: list[Row]) -> list[str]:
+    """The rows as a Markdown table, and of those that could not run a line each."""
+    size = lambda name: lambda r: None if r[name] is None else costs.human(r[name])
+    columns: dict[str, Callable[[Row], str | None]] = {
+        "problem": lambda r: r["problem"],
+        "devices": lambda r: str(r["devices"]),
+        "form": lambda r: r["form"],
+        "pass": lambda r: r["kind"],
+        "time": lambda r: None if r["seconds"] is None else f"{r['seconds'] * 1e3:.1f} ms",
+        "sent by a device": size("bytes_sent"),
+        "sent, by formula": size("bytes_formula"),
+        "memory of a device": size("memory"),
+        "memory, by formula": size("memory_formula"),
+    }
     where = lambda r: f"{r['form']} did not run {r['problem']} over {r['devices']} devices, {r['kind']}"
-    return [f"{where(r)}: {' '.join(r['failure'].split())[:300]}" for r in rows if r["failure"]]
+    failures = [f"{where(r)}: {one_line(r['failure'])}" for r in rows if r["failure"]]
+    return [*table_lines(columns, rows), "", *failures]

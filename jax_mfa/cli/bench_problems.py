@@ -1,16 +1,17 @@
 """The problems of `python -m jax_mfa bench`: those of models and of kinds of models, and sweeps over sizes and masks.
 
-What is asked of the attention of a model, or of a kind of model, with the lengths that its users meet, is data; those
-of `models.json` name their source. Knows which columns a row sees; runs nothing.
+`models.json` holds what users of a model, or of a kind of model, ask of its attention, with a source or a reason. Knows
+which columns a row sees; runs nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -75,10 +76,6 @@ class Problem:
         column = np.arange(self.S)
         return (column >= begin) & (column < end)
 
-    @property
-    def heads(self) -> str:
-        return f"{self.N}" if self.K == self.N else f"{self.N}/{self.K}"
-
     def __str__(self) -> str:
         heads = f"N{self.N}" if self.K == self.N else f"N{self.N} K{self.K}"
         length = f"T{self.T}" if self.T == self.S else f"T{self.T} S{self.S}"
@@ -88,15 +85,7 @@ class Problem:
         return " ".join(facts)
 
 
-def _square(name: str, B: int, T: int, N: int, H: int, **other: Any) -> Problem:
-    return Problem(name, B, T, T, N, other.pop("K", N), H, **other)
-
-
-def _decode(name: str, B: int, S: int, N: int, K: int, H: int, **other: Any) -> Problem:
-    return Problem(name, B, 1, S, N, K, H, passes=(DECODE,), **other)
-
-
-# the values that a sweep goes through, by option; `None` of key_value_heads: as many as there are query heads
+# values that a sweep goes through, by option; `None` of key_value_heads: as many as there are query heads
 SWEEP: dict[str, list[Any]] = {
     "lengths": [256, 512, 1024, 2048, 4096],
     "batches": [1],
@@ -108,12 +97,7 @@ SWEEP: dict[str, list[Any]] = {
     "passes": list(BOTH),
 }
 # 48 short problems, where what a call costs by itself shows
-PRESET = {
-    "lengths": [64, 128, 256, 512],
-    "batches": [1, 2, 4, 8],
-    "head_sizes": [32, 64, 128],
-    "masks": ["none"],
-}
+PRESET = {"lengths": [64, 128, 256, 512], "batches": [1, 2, 4, 8], "head_sizes": [32, 64, 128], "masks": ["none"]}
 
 
 def sweep(values: Mapping[str, list[Any]], window: int = WINDOW) -> list[Problem]:
@@ -123,52 +107,26 @@ def sweep(values: Mapping[str, list[Any]], window: int = WINDOW) -> list[Problem
     """
     passes = tuple(x for x in values["passes"] if x != DECODE)
     names = ("dtypes", "heads", "key_value_heads", "head_sizes", "batches", "lengths", "masks")
-    found = []
-    for dtype, n, k, h, b, length, mask in itertools.product(*(values[name] for name in names)):
-        other = dict(K=k or n, mask=mask, dtype=dtype, window=window if mask == "window" else None)
+    problems = []
+    for dtype, n, k, h, b, s, mask in itertools.product(*(values[name] for name in names)):
+        make = functools.partial(
+            Problem, "", B=b, S=s, N=n, K=k or n, H=h, dtype=dtype, window=window if mask == "window" else None
+        )
         if passes:
-            found.append(_square("", b, length, n, h, passes=passes, **other))
+            problems.append(make(T=s, mask=mask, passes=passes))
         if DECODE in values["passes"]:
-            found.append(_decode("", b, length, n, H=h, **{**other, "mask": "none" if mask == "causal" else mask}))
-    return list(dict.fromkeys(found))
+            problems.append(make(T=1, mask="none" if mask == "causal" else mask, passes=(DECODE,)))
+    return list(dict.fromkeys(problems))
 
 
-def _of_models() -> tuple[Problem, ...]:
-    """Those of `models.json`."""
-    found = []
+def _of_models() -> Iterator[Problem]:
     text = importlib.resources.files("jax_mfa.cli").joinpath("models.json").read_text(encoding="utf-8")
     for model in json.loads(text):
-        sizes = {"B": 1, "S": model["T"]} | {name: x for name, x in model.items() if name != "source"}
-        found.append(Problem(**sizes))
-    return tuple(found)
+        sizes = {name: x for name, x in model.items() if name not in ("source", "why")}
+        yield Problem(**{"B": 1, "S": model["T"], **sizes, "passes": tuple(model.get("passes", BOTH))})
 
 
-PROBLEMS = (
-    *_of_models(),
-    # lengths that no power of two divides
-    _square("one token more than a tile", 1, 513, 8, 64, mask="causal"),
-    _square("ViT-B/16 at 384 pixels", 1, 577, 12, 64),
-    _square("640 tokens", 1, 640, 8, 64),
-    _square("ViT at 512 pixels", 1, 1025, 8, 64),
-    _square("DINOv2 ViT-L/14 at 518 pixels", 1, 1370, 16, 64),
-    _square("Whisper base, encoder", 1, 1500, 8, 64),
-    Problem("Whisper base, cross attention", 1, 1, 1500, 8, 8, 64),
-    # one token at a time
-    _decode("decoding, Llama 3 8B", 1, 1024, 32, 8, 128),
-    _decode("decoding", 1, 4096, 8, 8, 64),
-    _decode("decoding", 1, 4096, 8, 8, 64, dtype="bfloat16"),
-    _decode("decoding, one key head", 8, 4096, 8, 1, 64),
-    # many small ones
-    _square("pixels of a patch", 512, 16, 4, 32),
-    _square("short sentences", 256, 32, 4, 32),
-    _square("Swin, windows of 7 x 7", 64, 49, 4, 32),
-    _square("CLIP, text encoder", 16, 77, 8, 64, mask="causal"),
-    _square("a line of text", 1, 32, 8, 64, mask="causal"),
-    _square("a line of text", 1, 64, 8, 64, mask="causal"),
-    # long ones
-    _square("GPT-2", 1, 1024, 12, 64, mask="causal", passes=(*BOTH, TANGENT, COMPILING)),
-    _square("Llama 3 8B", 1, 2048, 32, 128, K=8, mask="causal"),
-)
+PROBLEMS = tuple(_of_models())
 
 
 def select(pattern: str) -> list[Problem]:

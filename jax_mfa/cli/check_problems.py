@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -25,10 +25,10 @@ from jax_mfa.problem import DIFFERENTIABLE
 
 BATCH, HEADS, KEY_HEADS = 2, 4, 2
 PAGE = 16
-# what comes out, and the derivative of which argument it is
+# argument → the name of its derivative among the results
 GRADIENTS = dict(zip(DIFFERENTIABLE, ("dq", "dk", "dv", "dbias", "dscale", "dslopes", "dsinks"), strict=True))
-FORWARD = 2e-6  # float32 forward, of the largest output
-# dtype → another one, of a bias beside it
+FORWARD = 2e-6  # error of a float32 forward pass, relative to the largest output
+# dtype → another one, for a bias beside it
 _OTHER = dict(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
 _Arguments: TypeAlias = dict[str, Any]
 
@@ -79,25 +79,9 @@ def _normal(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
     return np.asarray(rng.standard_normal(shape), np.float32).astype(jnp.dtype(dtype))
 
 
-def _causal(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {"is_causal": True, "query_offset": p.keys - p.queries if p.decoding else 7}
-
-
-def _window(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {"local_window_size": (9, 3)}
-
-
-def _lengths(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {
-        "query_seq_lengths": np.array([p.queries, p.queries - 2], np.int32),
-        "key_value_seq_lengths": np.array([p.keys - 27, p.keys], np.int32),
-        "query_offset": np.array([0, -3], np.int32),
-    }
-
-
 def _mask(p: Problem, rng: np.random.Generator) -> _Arguments:
     mask = rng.random((BATCH, 1, p.queries, p.keys)) < 0.7
-    mask[0, :, 1] = False  # a row that sees nothing
+    mask[0, :, 1] = False  # one row sees nothing
     return {"mask": mask}
 
 
@@ -117,39 +101,6 @@ def _ranges(p: Problem, rng: np.random.Generator) -> _Arguments:
     return {"key_value_ranges": np.stack([first, last], -1).astype(np.int32)}
 
 
-def _bias(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {"bias": _normal(rng, p.dtype, 1, HEADS, p.queries, p.keys)}
-
-
-def _score(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {
-        "scale": np.full((), 0.2, np.float32),
-        "alibi_slopes": np.linspace(0.02, 0.1, HEADS, dtype=np.float32),
-        "sinks": _normal(rng, "float32", HEADS),
-        "logits_soft_cap": 4.0,
-    }
-
-
-def _dropout(p: Problem, rng: np.random.Generator) -> _Arguments:
-    return {"dropout_rate": 0.25, "dropout_seed": 7}
-
-
-def _everything(p: Problem, rng: np.random.Generator) -> _Arguments:
-    """All of them, so that each kernel is also compiled with all that it can do; the bias has another dtype."""
-    parts = [_window, _lengths, _mask, _blocks, _segments, _ranges, _score]
-    parts += [] if p.decoding else [_dropout]
-    found: _Arguments = {"bias": _normal(rng, _OTHER[p.dtype], 1, HEADS, p.queries, p.keys)}
-    for part in parts:
-        found |= part(p, rng)
-    # wide enough that rows still see something
-    first = np.ones((BATCH, p.queries), np.int32)
-    found["local_window_size"] = (p.keys // 2, 30)
-    found["key_value_ranges"] = np.stack([first, first + p.keys - 10], -1)
-    if p.decoding:  # few rows, at the end of many keys
-        found |= {"query_offset": np.array([p.keys - 30, p.keys - 8], np.int32), "query_segment_ids": first}
-    return found
-
-
 _Feature: TypeAlias = Callable[[Problem, np.random.Generator], _Arguments]
 
 
@@ -159,14 +110,14 @@ def _kept(key: Scheme | None, value: Scheme | None, paged: bool = False) -> _Fea
     def feature(p: Problem, rng: np.random.Generator) -> _Arguments:
         width = -(-p.keys // PAGE)
         tables = rng.permutation(BATCH * width).astype(np.int32).reshape(BATCH, width)
-        found: _Arguments = {}
+        arguments: _Arguments = {}
         for name, size, scheme in (("key", p.head_size, key), ("value", p.value_size, value)):
             x = _normal(rng, p.dtype, *((BATCH * width, PAGE) if paged else (BATCH, p.keys)), KEY_HEADS, size)
             kept = x if scheme is None else jax.tree.map(np.asarray, quantize(x, scheme))
-            found[name] = PagedArray(kept, tables) if paged else kept
+            arguments[name] = PagedArray(kept, tables) if paged else kept
         lengths = np.array([p.keys, p.keys - 5], np.int32)
         at_the_end = {"is_causal": True, "key_value_seq_lengths": lengths, "query_offset": lengths - p.queries}
-        return found | at_the_end if paged else found
+        return arguments | at_the_end if paged else arguments
 
     return feature
 
@@ -178,23 +129,49 @@ _KEPT = {  # ways to store keys and values
     "pages": _kept(None, None, True),
     "pages of int8": _kept(Scheme("int8"), Scheme("int4"), True),
 }
+
+
+def _everything(p: Problem, rng: np.random.Generator) -> _Arguments:
+    """All of them, so that each kernel is also compiled with all that it can do; the bias has another dtype."""
+    arguments: _Arguments = {"bias": _normal(rng, _OTHER[p.dtype], 1, HEADS, p.queries, p.keys)}
+    parts = ["window", "lengths", "mask", "blocks", "segments", "ranges", "score"]
+    for part in parts if p.decoding else [*parts, "dropout"]:
+        arguments |= FEATURES[part](p, rng)
+    # widen the window and the ranges so that rows still see something
+    first = np.ones((BATCH, p.queries), np.int32)
+    arguments["local_window_size"] = (p.keys // 2, 30)
+    arguments["key_value_ranges"] = np.stack([first, first + p.keys - 10], -1)
+    if p.decoding:  # place the few rows at the end of many keys
+        arguments |= {"query_offset": np.array([p.keys - 30, p.keys - 8], np.int32), "query_segment_ids": first}
+    return arguments
+
+
 FEATURES: dict[str, _Feature] = {
     "dense": lambda p, rng: {},
-    "causal": _causal,
-    "window": _window,
-    "lengths": _lengths,
+    "causal": lambda p, rng: {"is_causal": True, "query_offset": p.keys - p.queries if p.decoding else 7},
+    "window": lambda p, rng: {"local_window_size": (9, 3)},
+    "lengths": lambda p, rng: {
+        "query_seq_lengths": np.array([p.queries, p.queries - 2], np.int32),
+        "key_value_seq_lengths": np.array([p.keys - 27, p.keys], np.int32),
+        "query_offset": np.array([0, -3], np.int32),
+    },
     "mask": _mask,
     "blocks": _blocks,
     "segments": _segments,
     "ranges": _ranges,
-    "bias": _bias,
-    "score": _score,
-    "dropout": _dropout,
+    "bias": lambda p, rng: {"bias": _normal(rng, p.dtype, 1, HEADS, p.queries, p.keys)},
+    "score": lambda p, rng: {
+        "scale": np.full((), 0.2, np.float32),
+        "alibi_slopes": np.linspace(0.02, 0.1, HEADS, dtype=np.float32),
+        "sinks": _normal(rng, "float32", HEADS),
+        "logits_soft_cap": 4.0,
+    },
+    "dropout": lambda p, rng: {"dropout_rate": 0.25, "dropout_seed": 7},
     "everything": _everything,
     **_KEPT,
 }
 _EACH_TILE = ("dense", "causal")
-_EACH_DTYPE = ("bias", "everything")  # kernels of their own, and all function constants
+_EACH_DTYPE = ("bias", "everything")  # features with kernels of their own, and with all function constants
 
 
 def head_sizes(variant: str, dtype: str) -> list[tuple[int, int]]:
@@ -207,42 +184,40 @@ def head_sizes(variant: str, dtype: str) -> list[tuple[int, int]]:
 
 def decode_sizes(dtype: str) -> list[tuple[int, int, int]]:
     """T, H and V for each tile that decoding may take: the smallest heads that it serves."""
-    found: dict[tiles.DecodeTiles | tiles.DecodeRows, tuple[int, int, int]] = {}
-    item = ITEM_SIZES["float32" if dtype == "bfloat16" else dtype]  # of the operands
+    sizes: dict[tiles.DecodeTiles | tiles.DecodeRows, tuple[int, int, int]] = {}
+    item = ITEM_SIZES["float32" if dtype == "bfloat16" else dtype]  # operands of bfloat16 are float32
     for queries, v in itertools.product((3, 7, 1, 2), range(8, tiles.MAX_HEAD + 1, 8)):
         for h in (v, 8):
             tile = tiles.decode(HEADS // KEY_HEADS * queries, h, v, item)
             if tile is not None:
-                found.setdefault(tile, (queries, h, v))
-    return list(found.values())
+                sizes.setdefault(tile, (queries, h, v))
+    return list(sizes.values())
 
 
-def _of_variant(variant: str) -> list[Problem]:
-    found, kept = [], list(_KEPT)
+def _of_variant(variant: str) -> Iterator[Problem]:
+    kept = list(_KEPT)
     rotating = [x for x in FEATURES if x not in (*_EACH_TILE, *_EACH_DTYPE, *_KEPT, "mask")]
     for at, dtype in enumerate(DTYPES):
         for i, (h, v) in enumerate(head_sizes(variant, dtype)):
-            # above H = 128, where kernels are slow to compile, in turns
+            # take features in turns above H = 128, where kernels are slow to compile
             features = [*(_EACH_TILE if h <= 128 else _EACH_TILE[i % 2 :][:1])]
-            if variant in tiles.VARIANTS and dtype != "bfloat16":  # lists know tiles, and no dtype
+            if variant in tiles.VARIANTS and dtype != "bfloat16":  # lists of tiles do not depend on the dtype
                 features.append("mask")
             if i == 0 and variant in tiles.NAMES:
                 features += [*_EACH_DTYPE, *rotating[at :: len(DTYPES)]]
                 features += kept if at == 0 else kept[at :: len(DTYPES)]
-            found += [Problem(variant, dtype, h, v, feature) for feature in features]
-    return found
+            yield from (Problem(variant, dtype, h, v, feature) for feature in features)
 
 
-def _decoding(variant: str) -> list[Problem]:
-    found, kept = [], list(_KEPT)
+def _decoding(variant: str) -> Iterator[Problem]:
+    kept = list(_KEPT)
     for dtype in DTYPES:
         sizes = decode_sizes(dtype)
-        few = next(size for size in sizes if size[0] == 2)  # without the matrix unit
+        few = next(size for size in sizes if size[0] == 2)  # takes tiles without the matrix unit
         features = ("everything", "dense", *(kept[1:] if dtype == DTYPES[0] else kept[-1:]))
-        some = [(*size, feature) for size in (sizes[0], few) for feature in features]
-        some += [(*size, "causal") for size in sizes]
-        found += [Problem(variant, dtype, h, v, feature, t, tiles.DECODE_KEYS + 18) for t, h, v, feature in some]
-    return found
+        each = [*itertools.product((sizes[0], few), features), *itertools.product(sizes, ["causal"])]
+        for (t, h, v), feature in each:
+            yield Problem(variant, dtype, h, v, feature, t, tiles.DECODE_KEYS + 18)
 
 
 def problems(variants: Sequence[str]) -> list[Problem]:
@@ -250,10 +225,10 @@ def problems(variants: Sequence[str]) -> list[Problem]:
 
     What is no tile table, as "blockwise", has no kernels: there it is one head size dense and causal, and another.
     """
-    found = [problem for variant in variants for problem in _of_variant(variant)]
+    chosen = [problem for variant in variants for problem in _of_variant(variant)]
     split = next((variant for variant in variants if variant in tiles.VARIANTS), None)
-    found += _decoding(split) if split else []
-    return sorted(found, key=lambda p: list(variants).index(p.variant))
+    chosen += _decoding(split) if split else []
+    return sorted(chosen, key=lambda p: list(variants).index(p.variant))
 
 
 def quick(problem: Problem) -> bool:
@@ -275,6 +250,6 @@ def allowed(problem: Problem) -> dict[str, float]:
     terms = max(problem.keys, problem.queries * HEADS // KEY_HEADS) + problem.head_size
     gradient = single * (8 + terms**0.5) + 3 * unit
     rounding = unit if problem.dtype != "float32" else 0.0
-    found = {"out": FORWARD + rounding, "lse": FORWARD, **dict.fromkeys(GRADIENTS.values(), gradient)}
+    bounds = {"out": FORWARD + rounding, "lse": FORWARD, **dict.fromkeys(GRADIENTS.values(), gradient)}
     bias = problem.arguments().get("bias")
-    return found if bias is None else found | {"dbias": gradient + eps(bias.dtype)}
+    return bounds if bias is None else bounds | {"dbias": gradient + eps(bias.dtype)}

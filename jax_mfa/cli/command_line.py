@@ -1,4 +1,4 @@
-"""What the commands of `python -m jax_mfa` share: kinds of options, work that Ctrl-C ends, and text for any terminal.
+"""What the commands of `python -m jax_mfa` share: kinds of options, work that Ctrl-C ends, tables, and text.
 
 An option that contradicts another is an `argparse.ArgumentTypeError` too; the program says it as argparse says its own.
 """
@@ -9,19 +9,16 @@ import argparse
 import codecs
 import io
 import os
-import queue
 import sys
-import threading
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
+from typing import Any, TypeVar
 
 from jax_mfa.metal import runtime
 
-INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ends
+INTERRUPTED = 130  # status that a shell reports of a program that Ctrl-C ends
 _ASCII = {"×": "x", "·": "*", "–": "-", "−": "-", "→": ">", "…": "...", "≤": "<=", "≠": "!=", "²": "^2", "ᵀ": "^T"}
 _ASCII |= {"∞": "inf", "Σ": "sum", "√": "sqrt"}
-
-
 Item = TypeVar("Item")
 
 
@@ -41,8 +38,8 @@ def start_metal() -> runtime.Runtime:
     """The runtime. Says beforehand, on stderr, that it may have to be built. Raises ValueError on an unknown device."""
     module, _ = runtime.named()
     if module:
-        said = f"asking {module} for a native module, which it may have to build: minutes the first time"
-        print(said, file=sys.stderr)
+        notice = f"asking {module} for a native module, which it may have to build: minutes the first time"
+        print(notice, file=sys.stderr)
     return runtime.get()
 
 
@@ -51,27 +48,34 @@ def interruptible(items: Iterator[Item]) -> Iterator[Item]:
 
     Within JAX an interrupt may be lost (its callback of the garbage collector), or crash the interpreter at its end.
     """
-    asked: queue.SimpleQueue[None] = queue.SimpleQueue()
-    made: queue.SimpleQueue[tuple[Item] | BaseException] = queue.SimpleQueue()
+    end: Any = object()
+    thread = futures.ThreadPoolExecutor(1)
+    try:
+        while (item := thread.submit(next, items, end).result()) is not end:
+            yield item
+    finally:
+        thread.shutdown(wait=False)
 
-    def work() -> None:
-        while True:
-            asked.get()
-            try:
-                made.put((next(items),))
-            except BaseException as error:  # raised again where the items are taken
-                made.put(error)
-                return
 
-    threading.Thread(target=work, daemon=True).start()
-    while True:
-        asked.put(None)
-        found = made.get()
-        if isinstance(found, StopIteration):
-            return
-        if isinstance(found, BaseException):
-            raise found
-        yield found[0]
+def named(error: BaseException) -> str:
+    """An error with its kind."""
+    return f"{type(error).__name__}: {error}"
+
+
+def one_line(text: str, most: int = 300) -> str:
+    """A text on one line, as far as a reader of a table goes."""
+    return " ".join(text.split())[:most]
+
+
+def table_line(cells: Iterable[str]) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(cells)}".rstrip() + " |"
+
+
+def table_lines(columns: Mapping[str, Callable[[Any], str | None]], rows: Iterable[Any]) -> list[str]:
+    """A Markdown table: each column by its heading, a function of a row; "-" where that has nothing to say."""
+    heading = [table_line(columns), f"{'|---' * len(columns)}|"]
+    return heading + [table_line(cell(row) or "-" for cell in columns.values()) for row in rows]
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:

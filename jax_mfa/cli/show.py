@@ -37,16 +37,16 @@ def program(plan: Plan) -> str:
 
 def _decoded(data: bytes, kind: str) -> list[dict[str, Any]]:
     """The numbers of inline bytes, each with its offset and value."""
-    found, offset = [], 0
+    fields, offset = [], 0
     for field in operands.fields(kind):
         code = operands.FORMATS[field.msl]
         (value,) = struct.unpack_from("<" + code, data, offset)
         note = {"note": field.meaning} if field.meaning else {}
-        found.append({"offset": offset, "type": field.msl, "name": field.name, "value": value} | note)
+        fields.append({"offset": offset, "type": field.msl, "name": field.name, "value": value} | note)
         offset += struct.calcsize(code)
     if offset != len(data):
         raise ValueError(f"{len(data)} inline bytes for {offset} bytes of {kind}")
-    return found
+    return fields
 
 
 def described(plan: Plan) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def described(plan: Plan) -> dict[str, Any]:
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "note": f"source: sha256 of the text without its instantiations; MSL {major}.{minor}, fast math off",
     }
-    notes = {name: operands.OPERANDS[name].note for name in operands.CARRIED}  # also what no kernel of the pass reads
+    notes = {name: operands.OPERANDS[name].note for name in operands.CARRIED}  # a kernel need not read all of these
     for dispatch, known in zip(body["dispatches"], plan.dispatches):
         function, *arguments = known.kernel.template
         signature = operands.signature(function)
@@ -84,36 +84,31 @@ def make_plan(options: argparse.Namespace) -> Plan:
     t, s = options.queries, options.keys or options.queries
     h, v = options.head_size, options.value_size or options.head_size
     shaped = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    shapes = {"query": (b, t, n, h), "key": (b, s, k, h), "value": (b, s, k, v)}
-    arrays = {name: shaped(options.dtype, *shape) for name, shape in shapes.items()}
-    static = {"is_causal": options.causal, "local_window_size": options.window, "query_offset": options.query_offset}
-    static["logits_soft_cap"] = options.soft_cap
-    if options.lengths:
-        arrays |= dict.fromkeys(("query_offset", "query_seq_lengths", "key_value_seq_lengths"), shaped("int32", b))
-    if options.mask:
-        arrays["mask"] = shaped("bool", b, 1, t, s)
-    if options.bias:
-        arrays["bias"] = shaped(options.dtype, 1, n, t, s)
-    if options.alibi:
-        arrays["alibi_slopes"] = shaped("float32", n)
-    if options.sinks:
-        arrays["sinks"] = shaped("float32", n)
-    if options.segments:
-        arrays |= {"query_segment_ids": shaped("int32", b, t), "key_value_segment_ids": shaped("int32", b, s)}
-    if options.dropout:
-        static["dropout_rate"] = options.dropout
-        arrays["dropout_seed"] = shaped("uint32", 2)
-    spec, o = specify_abstract(**{**static, **arrays})
+    arguments = {
+        "query": shaped(options.dtype, b, t, n, h),
+        "key": shaped(options.dtype, b, s, k, h),
+        "value": shaped(options.dtype, b, s, k, v),
+        "is_causal": options.causal,
+        "local_window_size": options.window,
+        "query_offset": options.query_offset,
+        "logits_soft_cap": options.soft_cap,
+    }
+    by_option = {
+        "lengths": dict.fromkeys(("query_offset", "query_seq_lengths", "key_value_seq_lengths"), shaped("int32", b)),
+        "mask": {"mask": shaped("bool", b, 1, t, s)},
+        "bias": {"bias": shaped(options.dtype, 1, n, t, s)},
+        "alibi": {"alibi_slopes": shaped("float32", n)},
+        "sinks": {"sinks": shaped("float32", n)},
+        "segments": {"query_segment_ids": shaped("int32", b, t), "key_value_segment_ids": shaped("int32", b, s)},
+        "dropout": {"dropout_rate": options.dropout, "dropout_seed": shaped("uint32", 2)},
+    }
+    for option, others in by_option.items():
+        arguments |= others if getattr(options, option) else {}
+    spec, o = specify_abstract(**arguments)
     refused = metal.lacking(spec, o)
     if refused:
         raise ValueError(refused)
     return plan_of(spec, o, options.of_pass, options.variant)
-
-
-def _json(body: dict[str, Any]) -> str:
-    """JSON with a line for each field, and lists of numbers on one line."""
-    text = json.dumps(body, indent=1, ensure_ascii=False)
-    return re.sub(r"\[[\s\d,]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
@@ -136,15 +131,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size("--value-size", None, "V, default: --head-size")
     parser.add_argument("--dtype", choices=DTYPES, default="float16", help="default: %(default)s")
     parser.add_argument("--causal", action="store_true", help="row t sees columns up to t + the offset")
-    parser.add_argument(
-        "--window", type=_window, metavar="LEFT,RIGHT", help="columns seen on either side; empty for no limit"
-    )
+    window = "columns seen on either side; empty for no limit"
+    parser.add_argument("--window", type=_window, metavar="LEFT,RIGHT", help=window)
     parser.add_argument("--query-offset", type=int, default=0, help="position of row 0, default: %(default)s")
-    parser.add_argument(
-        "--lengths",
-        action="store_true",
-        help="offset and lengths differ by batch row",
-    )
+    parser.add_argument("--lengths", action="store_true", help="offset and lengths differ by batch row")
     parser.add_argument("--mask", action="store_true", help="a boolean mask [B, 1, T, S]")
     parser.add_argument("--bias", action="store_true", help="a bias [1, N, T, S] of the dtype")
     parser.add_argument("--soft-cap", type=float, metavar="CAP", help="scores become CAP * tanh(score / CAP)")
@@ -153,18 +143,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--segments", action="store_true", help="segment ids of queries and keys")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="RATE", help="default: %(default)s")
     parser.add_argument("--pass", dest="of_pass", choices=PASSES, default="forward", help="default: %(default)s")
-    parser.add_argument(
-        "--variant",
-        choices=tiles.NAMES,
-        default="staged",
-        help="tiles in threadgroup memory, or read from device memory directly; default: %(default)s",
-    )
-    parser.add_argument(
-        "--what",
-        choices=("msl", "plan", "both"),
-        default="both",
-        help=f"default: %(default)s, the text first and the plan after the line `{SEPARATOR}`",
-    )
+    variant = "tiles in threadgroup memory, or read from device memory directly; default: %(default)s"
+    parser.add_argument("--variant", choices=tiles.NAMES, default="staged", help=variant)
+    what = f"default: %(default)s, the text first and the plan after the line `{SEPARATOR}`"
+    parser.add_argument("--what", choices=("msl", "plan", "both"), default="both", help=what)
     parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="write program.metal and plan.json there")
 
 
@@ -175,23 +157,21 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, TypeError) as error:
         print(f"source: {error}", file=sys.stderr)
         return 2
-    msl, text = program(plan), _json(described(plan))
-    if options.output is not None:
-        written = [("program.metal", msl)] if options.what != "plan" else []
-        written += [("plan.json", text)] if options.what != "msl" else []
-        try:
-            options.output.mkdir(parents=True, exist_ok=True)
-            for name, content in written:
-                (options.output / name).write_text(content, encoding="utf-8")
-                print(f"wrote {options.output / name}")
-        except OSError as error:
-            print(f"source: --output: {error}", file=sys.stderr)
-            return 2
+    text = json.dumps(described(plan), indent=1, ensure_ascii=False)
+    text = re.sub(
+        r"\[[\s\d,]*\]", lambda numbers: " ".join(numbers[0].split()), text
+    )  # puts lists of numbers on one line
+    files = {"msl": ("program.metal", program(plan)), "plan": ("plan.json", text + "\n")}
+    wanted = list(files.values()) if options.what == "both" else [files[options.what]]
+    if options.output is None:
+        print(*(content for _, content in wanted), sep=f"{SEPARATOR}\n", end="")
         return 0
-    if options.what != "plan":
-        print(msl, end="")
-    if options.what == "both":
-        print(SEPARATOR)
-    if options.what != "msl":
-        print(text, end="")
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        for name, content in wanted:
+            (options.output / name).write_text(content, encoding="utf-8")
+            print(f"wrote {options.output / name}")
+    except OSError as error:
+        print(f"source: --output: {error}", file=sys.stderr)
+        return 2
     return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import functools
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 import jax_mfa
 from jax_mfa.api import Implementation, dot_product_attention
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.tuning import crossover
+from jax_mfa.tuning import crossover, timing
 
 CALLS = 4  # one after another within a program, so that starting the program is not what is timed
 LONG = 10e-3  # seconds: a call that takes this is not mostly its start
@@ -39,17 +38,12 @@ def _chain(implementation: Implementation, query: Any, key: Any, value: Any) -> 
 
 
 def _seconds(implementation: Implementation, shapes: list[jax.ShapeDtypeStruct]) -> float:
-    """Of one call: the median of several programs of `CALLS` calls, compiled and run once before."""
+    """Of one call: the median of several runs of a program of `CALLS` calls."""
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in shapes]
     program = jax.jit(functools.partial(_chain, implementation)).lower(*arrays).compile()
-    jax.block_until_ready(program(*arrays))
-    taken: list[float] = []
-    while len(taken) < 5 or (sum(taken) < 0.2 and len(taken) < 200):
-        start = time.perf_counter()
-        jax.block_until_ready(program(*arrays))
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken) / CALLS
+    run = functools.partial(timing.call, program, arrays)
+    return statistics.median(timing.timed({"": run}, 5, 0.2)[""]) / CALLS
 
 
 def fitted(start: float, many: tuple[float, int, int], wide: tuple[float, int, int]) -> crossover.Cost:

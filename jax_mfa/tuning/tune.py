@@ -1,4 +1,4 @@
-"""Finds the fastest tiles for a problem on this machine: `jax_mfa.tune`, and `python -m jax_mfa tune`.
+"""Finds the fastest tiles for a problem on this machine: `jax_mfa.tune`.
 
 Each plan of a problem (forward and backward of `blockwise`; where Metal can be used, its kernels, and how decoding
 splits the keys) is run with the usual tiles and with others that the planner would accept, nearest first. What gives
@@ -9,7 +9,6 @@ kept for this chip (`tuned`), and serve programs that are traced from then on.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import functools
@@ -23,13 +22,10 @@ import numpy as np
 
 from jax_mfa import blockwise, metal
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.cli import bench_models, bench_problems
-from jax_mfa.cli.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
-from jax_mfa.problem import DTYPES, Operands, Specification
+from jax_mfa.problem import Operands, Specification
 from jax_mfa.recording import Recorder
-from jax_mfa.tuning import tuned
+from jax_mfa.tuning import timing, tuned
 
-HELP = "find the fastest tiles for problems on this machine, and keep them"
 LEAST_GAIN = 1.03  # less is noise, or not worth a program of its own
 SHORTEST = 0.3  # seconds of timing, each time
 PASSES = ("forward", "backward")
@@ -143,7 +139,7 @@ def _tuned(
         try:
             with tuned.trial(plan, each):
                 compiled = jax.jit(make()).lower(*arrays).compile()
-            run = functools.partial(bench_models.call, compiled, arrays)
+            run = functools.partial(timing.call, compiled, arrays)
             found = run()
         except Exception:  # what the device or its compiler does not take
             if each == usual:
@@ -156,12 +152,12 @@ def _tuned(
             programs[each] = run
         else:
             wrong += 1
-    times = bench_models.timed(programs, rounds, SHORTEST)
+    times = timing.timed(programs, rounds, SHORTEST)
     ratio = lambda times, x: statistics.median(a / b for a, b in zip(times[usual], times[x]))
     best = max(programs, key=lambda x: ratio(times, x))
     gain, seconds = 1.0, statistics.median(times[usual])
     if best != usual:  # the luckiest of many: once more, on its own
-        both = bench_models.timed({x: programs[x] for x in (usual, best)}, 2 * rounds + 1, SHORTEST)
+        both = timing.timed({x: programs[x] for x in (usual, best)}, 2 * rounds + 1, SHORTEST)
         gain, seconds = ratio(both, best), statistics.median(both[usual])
         faster = sum(a > b for a, b in zip(both[usual], both[best]))
         if gain < LEAST_GAIN or faster < 0.75 * len(both[best]):
@@ -181,7 +177,8 @@ def _plans(spec: Specification, operands: Operands, of_pass: str) -> Iterator[tu
             yield f"metal {part}", metal, gradients, metal.candidates(spec, operands, part)
 
 
-def _of_problem(spec: Specification, operands: Operands, passes: Any, tries: int, rounds: int) -> Iterator[Tuned]:
+def search(spec: Specification, operands: Operands, passes: Any, tries: int, rounds: int) -> Iterator[Tuned]:
+    """Times the tiles of each plan of a problem; what was found for one after another."""
     arrays = _filled(spec, operands)
     terms = max(operands.key.shape[1], operands.query.shape[1] * operands.query.shape[2]) + operands.query.shape[3]
     for of_pass in passes:
@@ -228,7 +225,7 @@ def tune(
         if number < 1:
             raise ValueError(f"{name}: expected a positive integer, got {number!r}")
     todo = [x for each in problems for x in _problems(each) if not _unfit(*x)]
-    found = [x for each in todo for x in _of_problem(*each, passes, tries, rounds)]
+    found = [x for each in todo for x in search(*each, passes, tries, rounds)]
     if keep:
         store(found)
     return found
@@ -243,66 +240,3 @@ def store(found: list[Tuned]) -> Any:
     file = tuned.store(won, source)
     jax.clear_caches()  # or programs of the same shapes would not be traced anew
     return file
-
-
-# --- the command
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of `python -m jax_mfa tune`."""
-    parser.add_argument(
-        "--models", metavar="PART", help="the problems of `bench --models` whose name or shape holds PART"
-    )
-    parser.add_argument(
-        "--lengths", type=positives, default="1024", help="T = S, comma separated; default: %(default)s"
-    )
-    for flag, default, what in (("--batch", 1, "B"), ("--heads", 8, "N"), ("--head-size", 64, "H = V")):
-        parser.add_argument(flag, type=positive, default=default, help=f"{what}, default: %(default)s")
-    parser.add_argument("--key-value-heads", type=positive, help="K, a divisor of N, default: --heads")
-    parser.add_argument("--dtype", choices=DTYPES[:3], default="float32", help="default: %(default)s")
-    parser.add_argument("--causal", action="store_true", help="row t sees columns up to t")
-    parser.add_argument("--tries", type=positive, default=12, help="other tiles for each plan, default: %(default)s")
-    parser.add_argument("--rounds", type=positive, default=5, help="turns of each, at least; default: %(default)s")
-    parser.add_argument("--dry-run", action="store_true", help="keep nothing")
-
-
-def _named(options: argparse.Namespace) -> list[tuple[Problem, tuple[str, ...]]]:
-    """The problems of the options, with the passes of each."""
-    if options.models is None:
-        heads, mask = options.key_value_heads or options.heads, "causal" if options.causal else "none"
-        sizes = (options.heads, heads, options.head_size, mask, options.dtype)
-        chosen = [bench_problems.Problem("", options.batch, x, x, *sizes) for x in options.lengths]
-    else:
-        chosen = bench_problems.select(options.models)
-        if not chosen:
-            raise argparse.ArgumentTypeError(f"argument --models: no problem has {options.models!r}")
-    return [(specify_abstract(**bench_models.arguments(p)), PASSES[:1] if p.decodes else PASSES) for p in chosen]
-
-
-def run(options: argparse.Namespace) -> int:
-    """Prints what was found, line by line, and keeps it. 0: done. 1: it could not be kept. 130: interrupted."""
-    try:
-        problems = _named(options)
-        start_metal()
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    print(f"{tuned.chip()}; gains are medians of pairs of calls, in one run", flush=True)
-    found: list[Tuned] = []
-    status = 0
-    try:
-        lines = (x for each, passes in problems for x in _of_problem(*each, passes, options.tries, options.rounds))
-        for line in interruptible(lines):
-            print(line, flush=True)
-            found.append(line)
-    except KeyboardInterrupt:
-        print("interrupted")
-        status = INTERRUPTED
-    if options.dry_run:
-        return status
-    try:
-        file = store(found)
-    except (OSError, RuntimeError) as error:
-        print(f"tune: nothing could be kept: {error}")
-        return status or 1
-    print(f"kept in {file}" if file else "nothing is kept")
-    return status

@@ -12,7 +12,7 @@ import runners
 from runners import needs_core
 
 from jax_mfa import PagedKVCache, Scheme
-from jax_mfa.cli import check_pages
+from jax_mfa.cli import check_writes
 from jax_mfa.kv_cache import pool as paged_cache
 from jax_mfa.kv_cache.page_book import Write
 from jax_mfa.kv_cache.storage import Storage
@@ -69,7 +69,7 @@ def assert_same(reports, got, wanted):
     """Plain pages bit for bit. A scale may be rounded otherwise, and then seldom a number: by a step."""
     assert not reports, reports[:3]
     for a, b in zip(got, wanted):
-        error = check_pages.steps_apart(a, b)
+        error = check_writes.steps_apart(a, b)
         assert error.max() <= 1.06, error.max()
         assert np.mean(error > 0.1) < 0.01
 

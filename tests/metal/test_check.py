@@ -21,7 +21,7 @@ import jax_mfa
 from jax_mfa import BlockMask, metal
 from jax_mfa.__main__ import READER_GONE
 from jax_mfa.arguments import specify
-from jax_mfa.cli import check, check_lines, check_pages, check_problems, show
+from jax_mfa.cli import check, check_problems, check_writes, show
 from jax_mfa.cli.command_line import INTERRUPTED
 from jax_mfa.kv_cache import pool as paged_cache
 from jax_mfa.metal import DTYPES, runtime, source, tiles
@@ -44,7 +44,7 @@ def options(**given: bool) -> argparse.Namespace:
 @pytest.fixture(autouse=True)
 def fewer_steps(monkeypatch):
     """Without LLVM's optimiser 1,000 steps take as long as the kernels beside them."""
-    monkeypatch.setattr(check_lines, "STEPS", 1000)
+    monkeypatch.setattr(check_writes, "STEPS", 1000)
 
 
 class Lines:
@@ -154,8 +154,8 @@ def passing(monkeypatch):
         return check.Verdict(problem, dict.fromkeys(check.RESULTS, 0.0), dict.fromkeys(check.RESULTS, 0.0))
 
     monkeypatch.setattr(check, "judge", judge)
-    monkeypatch.setattr(check_lines, "lost", lambda module: 0)
-    monkeypatch.setattr(check_pages, "differing", lambda: [])
+    monkeypatch.setattr(check_writes, "lost", lambda module: 0)
+    monkeypatch.setattr(check_writes, "differing", lambda: [])
     return judge
 
 
@@ -232,8 +232,8 @@ def test_metal_is_judged_on_cpu_whatever_the_default_device(monkeypatch, capsys)
 
     monkeypatch.setattr(check, "judge", judge)
     monkeypatch.setattr(check.Kernels, "prepare", lambda self, problem: [])
-    monkeypatch.setattr(check_lines, "lost", lambda module: 0)
-    monkeypatch.setattr(check_pages, "differing", lambda: [])
+    monkeypatch.setattr(check_writes, "lost", lambda module: 0)
+    monkeypatch.setattr(check_writes, "differing", lambda: [])
     assert check.run(options()) == 0
     assert places and set(places) == {("metal", "cpu")}
     assert "all passed: metal" in capsys.readouterr().out
@@ -457,7 +457,7 @@ def test_after_a_gpu_fault_the_next_problem_runs(on_device, monkeypatch, capsys)
 
 def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(check, "problems", lambda variants: [])
-    monkeypatch.setattr(check_pages, "differing", lambda: [])
+    monkeypatch.setattr(check_writes, "differing", lambda: [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     module, chip = runtime.get().module, runtime.get().device["name"]
     assert check.run(options()) == 0
@@ -470,23 +470,23 @@ def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monke
             r"shared lines: FAIL [1-9]\d* entries lost .*; 0 with outputs staged, as .* on this chip", printed
         )
         assert "FAILED: 1 of metal, 0 problems" in printed
-        assert runtime.staged_below(chip) == check_lines.ALL and runtime.staged_below("Apple M9") == 0
+        assert runtime.staged_below(chip) == check_writes.ALL and runtime.staged_below("Apple M9") == 0
         # in this process, and in each that starts later
-        assert module.stage_shared_lines(0) == check_lines.ALL
+        assert module.stage_shared_lines(0) == check_writes.ALL
         runtime.start()
         with on_device.option(device.Option.LINE_BYTES, 128), jax.default_device(jax.devices("cpu")[0]):
-            assert check_lines.lost(module) == 0
+            assert check_writes.lost(module) == 0
         # one run without a loss is no proof that there is none
         assert check.run(options()) == 0
         assert "they stay staged, as found before" in capsys.readouterr().out
-        assert module.stage_shared_lines(0) == check_lines.ALL
+        assert module.stage_shared_lines(0) == check_writes.ALL
     finally:
         module.stage_shared_lines(0)
 
 
 def test_pages_that_a_kernel_fills_wrongly_are_noticed(on_device, monkeypatch, capsys):
     monkeypatch.setattr(check, "problems", lambda variants: [])
-    monkeypatch.setattr(check_lines, "lost", lambda module: 0)
+    monkeypatch.setattr(check_writes, "lost", lambda module: 0)
     assert check.run(options()) == 0
     assert "pages filled: pass: pages of float16, int8, int4, fp8" in capsys.readouterr().out
     written = paged_cache.write_in_place
@@ -501,11 +501,11 @@ def test_what_cannot_be_kept_is_staged_in_this_process(monkeypatch, tmp_path, lo
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     module, answers = Lines(), list(lost)
-    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=module))
-    monkeypatch.setattr(check_lines, "lost", lambda module: answers.pop(0))
-    ((text, passed),) = check._shared_lines("Apple M1")
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=module, device={"name": "Apple M1"}))
+    monkeypatch.setattr(check_writes, "lost", lambda module: answers.pop(0))
+    text, passed = check._shared_lines()
     assert passed == (lost == (0, 0)) and ("in this process only" in text) == (lost == (3, 0))
-    assert module.below == (check_lines.ALL if lost == (3, 0) else 0)
+    assert module.below == (check_writes.ALL if lost == (3, 0) else 0)
 
 
 @pytest.mark.parametrize(

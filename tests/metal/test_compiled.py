@@ -10,7 +10,7 @@ from serving import Serving
 
 from jax_mfa import Scheme
 from jax_mfa.__main__ import main
-from jax_mfa.cli import bench, bench_models
+from jax_mfa.cli import bench, bench_candidates
 from jax_mfa.metal import tiles
 
 ENTRIES = [
@@ -60,7 +60,7 @@ def test_most_cycles_of_the_interior_are_spent_in_products(h):
 
 def test_bench_prints_the_predicted_shares_of_its_problems(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "SHORTEST", 0.0)
-    monkeypatch.setattr(bench_models, "OTHERS", {})
+    monkeypatch.setattr(bench_candidates, "OTHERS", {})
     sweep = ["--lengths", "512", "--heads", "2", "--masks", "causal", "--passes", "forward,forward+backward,decode"]
     arguments = ["--implementations", "blockwise", "--no-stock", "--rounds", "1", "--out", str(tmp_path)]
     assert main(["bench", *sweep, *arguments, "--dtypes", "float16", "--predict", "compiled"]) == 0

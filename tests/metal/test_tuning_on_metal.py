@@ -12,9 +12,8 @@ from harness import assert_allclose
 import jax_mfa
 from jax_mfa import metal
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.cli import bench_models
 from jax_mfa.metal import tiles
-from jax_mfa.tuning import tuned
+from jax_mfa.tuning import timing, tuned
 
 SHAPE = jax.ShapeDtypeStruct((1, 40, 2, 16), jnp.float32)
 
@@ -104,7 +103,7 @@ def test_decoding_is_tuned_and_its_winner_taken(on_device, tmp_path, monkeypatch
         return {x: [0.5 if x == (512,) else 1.0] * 4 for x in programs}
 
     monkeypatch.setenv(tuned.FILE, str(tmp_path / "tiles.json"))
-    monkeypatch.setattr(bench_models, "timed", timed)
+    monkeypatch.setattr(timing, "timed", timed)
     (found,) = (x for x in jax_mfa.tune(DECODING, passes=("forward",), tries=2) if x.plan == "metal decode")
     assert (found.usual, found.best, found.tried, found.wrong) == ((256,), (512,), 2, 0)
     assert json.loads((tmp_path / "tiles.json").read_text())[tuned.chip()]["winners"][KEY] == [512]

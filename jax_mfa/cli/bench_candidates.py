@@ -1,0 +1,220 @@
+"""Times problems of `bench_problems`: ours, stock JAX, and PyTorch and MLX where they are installed, side by side.
+
+All candidates of a problem take turns in one process, and ratios are of the fastest turns. Knows how each candidate is
+called; not what is made of the times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mfa.api import decode_attention, dot_product_attention
+from jax_mfa.cli.bench_problems import BOTH, COMPILING, DECODE, TANGENT, TRAINING, Problem
+from jax_mfa.cli.command_line import named
+from jax_mfa.tuning import timing
+
+STOCK, TORCH, MLX = "jax.nn", "PyTorch", "MLX"
+LAYERS = 24
+Program = Callable[[], Any]
+Attention = Callable[..., Any]  # takes query, key and value
+Candidates = dict[str, Callable[[Problem], Attention]]
+
+
+def arrays(problem: Problem) -> list[jax.Array]:
+    """Query, key, value, and a cotangent of the output which is a tangent of the query too; random."""
+    p = problem
+    shapes = (p.B, p.T, p.N, p.H), (p.B, p.S, p.K, p.H), (p.B, p.S, p.K, p.H), (p.B, p.T, p.N, p.H)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape, jnp.dtype(p.dtype)) for key, shape in zip(keys, shapes)]
+
+
+def arguments(problem: Problem) -> dict[str, Any]:
+    """The arguments of `dot_product_attention` by name, arrays by their shapes; of decoding, those that it sets."""
+    p = problem
+    queries, keys, of_rows = (p.B, p.T, p.N, p.H), (p.B, p.S, p.K, p.H), jax.ShapeDtypeStruct((p.B,), jnp.int32)
+    shapes = {"query": queries, "key": keys, "value": keys}
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(p.dtype)) for name, shape in shapes.items()}
+    if p.decodes:
+        arrays["query_offset"] = of_rows
+    if p.decodes or p.mask == "padding":
+        arrays["key_value_seq_lengths"] = of_rows
+    return {**arrays, **_static(p), "is_causal": p.is_causal or p.decodes}
+
+
+def _static(problem: Problem) -> dict[str, Any]:
+    static: dict[str, Any] = {} if problem.soft_cap is None else {"logits_soft_cap": problem.soft_cap}
+    return static if problem.window is None else static | {"local_window_size": (problem.window - 1, 0)}
+
+
+# --- candidates: makers of a problem's attention, a function of query, key and value
+
+
+def _of_jax(problem: Problem, attention: Attention, decode: Attention) -> Attention:
+    static, lengths = _static(problem), jnp.asarray(problem.lengths)
+    if problem.decodes:
+        return functools.partial(decode, lengths=lengths, **static)
+    if problem.mask == "padding":
+        static["key_value_seq_lengths"] = lengths
+    return functools.partial(attention, is_causal=problem.is_causal, **static)
+
+
+def _stock(problem: Problem) -> Attention:
+    """Its windows begin at the first column, so what decodes through one needs a mask."""
+    stock = jax.nn.dot_product_attention
+    if problem.decodes and problem.window is not None:
+        return functools.partial(stock, mask=jnp.asarray(problem.visible))
+    return _of_jax(problem, stock, lambda q, k, v, lengths: stock(q, k, v, key_value_seq_lengths=lengths))
+
+
+def candidates(implementations: Sequence[str], stock: bool = True) -> Candidates:
+    """Those of JAX by name."""
+    makers: Candidates = {STOCK: _stock} if stock else {}
+    for name in implementations:
+        attend, decode = (functools.partial(f, implementation=name) for f in (dot_product_attention, decode_attention))
+        makers[name] = functools.partial(_of_jax, attention=attend, decode=decode)
+    return makers
+
+
+# --- programs: a pass of a candidate on the arrays of a problem
+
+
+def of_pass(kind: str, attention: Attention) -> Callable[..., Any]:
+    """What a pass runs: a function of query, key, value, and a cotangent of the output or tangent of the query."""
+
+    def training(q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        out, pullback = jax.vjp(attention, q, k, v)
+        return out, pullback(d_out)
+
+    forward = lambda q, k, v, _: attention(q, k, v)
+    tangent = lambda q, k, v, d_q: jax.jvp(attention, (q, k, v), (d_q, k, v))
+    return {TRAINING: training, TANGENT: tangent}.get(kind, forward)
+
+
+def _compile_layers(problem: Problem, attention: Attention) -> None:
+    """Traces, lowers and compiles anew the gradient of `LAYERS` layers of attention and four matrices each, in a Python
+    loop as models have it."""
+    p = problem
+    heads = lambda x, n: x.reshape(p.B, p.T, n, p.H)
+
+    def loss(x: Any, weights: Any) -> Any:
+        for query, key, value, out in weights:
+            attended = attention(heads(x @ query, p.N), heads(x @ key, p.K), heads(x @ value, p.K))
+            x = x + attended.reshape(x.shape) @ out
+        return (x**2).sum()
+
+    size, kv = p.N * p.H, p.K * p.H
+    shaped = lambda *shape: jax.ShapeDtypeStruct(shape, p.dtype)
+    layer = shaped(size, size), shaped(size, kv), shaped(size, kv), shaped(size, size)
+    jax.clear_caches()
+    jax.jit(jax.grad(loss, argnums=1)).lower(shaped(p.B, p.T, size), [layer] * LAYERS).compile()
+
+
+def _in_jax(
+    make: Callable[[Problem], Attention], problem: Problem, kind: str, arrays: list[jax.Array]
+) -> tuple[Program, int | None]:
+    """A program, and the temporary memory that the compiler reports, in bytes."""
+    attention = make(problem)
+    if kind == COMPILING:
+        return functools.partial(_compile_layers, problem, attention), None
+    compiled = jax.jit(of_pass(kind, attention)).lower(*arrays).compile()
+    memory = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+    return functools.partial(timing.call, compiled, arrays), memory
+
+
+_MASKED = ("window", "padding")  # masks that PyTorch and MLX have no other word for
+
+
+def _in_torch(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
+    """The same in PyTorch, on the same [B, T, N, H] arrays."""
+    import torch
+
+    tensors = [torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, problem.dtype)) for x in arrays]
+    q, k, v, d_out = (x.transpose(1, 2) for x in tensors)
+    keywords: dict[str, Any] = {"enable_gqa": True} if problem.K != problem.N else {}
+    if problem.mask in _MASKED:
+        keywords["attn_mask"] = torch.from_numpy(problem.visible)
+    elif not problem.decodes:
+        keywords["is_causal"] = problem.is_causal
+    attend: Any = functools.partial(torch.nn.functional.scaled_dot_product_attention, **keywords)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attend(q, k, v)
+
+    def training() -> Any:
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(attend(*inputs), inputs, d_out)
+
+    return training if kind == TRAINING else forward
+
+
+def _in_mlx(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
+    """The same in MLX."""
+    import mlx.core as mx
+
+    converted = (mx.array(np.array(x, np.float32)).astype(getattr(mx, problem.dtype)) for x in arrays)
+    q, k, v, d_out = (x.transpose(0, 2, 1, 3) for x in converted)
+    mask = mx.array(problem.visible) if problem.mask in _MASKED else "causal" if problem.is_causal else None
+    attend = functools.partial(mx.fast.scaled_dot_product_attention, scale=problem.H**-0.5, mask=mask)
+
+    def run() -> Any:
+        results = mx.vjp(attend, [q, k, v], [d_out]) if kind == TRAINING else attend(q, k, v)
+        mx.eval(results)
+        return results
+
+    return run
+
+
+OTHERS = {TORCH: _in_torch, MLX: _in_mlx}
+
+
+# --- measuring
+
+
+def _measure(
+    problem: Problem, kind: str, candidates: Candidates, rounds: int, shortest: float
+) -> tuple[dict[str, list[float]], dict[str, int | None], dict[str, str]]:
+    """Times by candidate, temporary memory of those of JAX, and why others have none."""
+    memory: dict[str, int | None] = {}
+    failures: dict[str, str] = {}
+    programs: dict[str, Program] = {}
+    inputs = [] if kind == COMPILING else arrays(problem)
+    in_others = kind in (*BOTH, DECODE) and problem.soft_cap is None
+    for name in [*candidates, *(OTHERS if in_others else ())]:
+        try:
+            if name in candidates:
+                program, memory[name] = _in_jax(candidates[name], problem, kind, inputs)
+            else:
+                program = OTHERS[name](problem, kind, inputs)
+            program()
+            programs[name] = program
+        except Exception as error:  # list any reason that keeps a candidate from running
+            if name in candidates or not isinstance(error, ImportError):
+                failures[name] = named(error)
+    return timing.timed(programs, rounds, shortest) if programs else {}, memory, failures
+
+
+def measure(
+    problems: Iterable[Problem], candidates: Candidates, ours: str, rounds: int, shortest: float
+) -> Iterator[dict[str, Any]]:
+    """A row for each problem and each of its passes; `ours` is the candidate that the others are compared with.
+
+    `seconds` by candidate, the least, and all `times`; in `ratios` those of each other candidate over ours, in
+    `temporary_bytes` what the compiler reports, in `failures` what could not run.
+    """
+    for problem in problems:
+        for kind in problem.passes:
+            times, memory, failures = _measure(problem, kind, candidates, rounds, shortest)
+            seconds = {name: min(x) for name, x in times.items()}
+            best = seconds.get(ours)
+            ratios = {} if best is None else {name: x / best for name, x in seconds.items() if name != ours}
+            row = dict(name=problem.name, problem=str(problem), kind=kind, seconds=seconds, ratios=ratios, times=times)
+            row |= dict(temporary_bytes=memory, sizes=dataclasses.asdict(problem))
+            yield {**row, "implementation": ours, "failures": failures}
