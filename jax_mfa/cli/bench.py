@@ -14,7 +14,6 @@ import importlib
 import json
 import pathlib
 import platform
-import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -170,15 +169,20 @@ def _side_by_side(options: argparse.Namespace, problems: list[Problem], chip: st
         yield {**row, "resident_bytes": _resident()}
 
 
-def _resident() -> int:
-    """The most memory that this process has held, in bytes."""
+def _resident() -> int | None:
+    """The most memory that this process has held, in bytes; None where the system does not say."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 def _report(rows: list[Row]) -> list[str]:
-    held = f"the process held {rows[-1]['resident_bytes'] / 2**20:.0f} MiB of memory at most"
-    lines = [*bench_report.table(rows), "", *bench_report.summary(rows), held]
+    lines = [*bench_report.table(rows), "", *bench_report.summary(rows)]
+    if (held := rows[-1]["resident_bytes"]) is not None:
+        lines.append(f"the process held {held / 2**20:.0f} MiB of memory at most")
     predicted = [r for r in rows if r.get("predicted")]
     if predicted:
         each = lambda r: ", ".join(f"{name} {share:.0%}" for name, share in r["predicted"].items())
