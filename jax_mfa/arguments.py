@@ -17,8 +17,17 @@ from jax import Array
 
 from jax_mfa import checks
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray, as_operands, page_size_of, storage_of
-from jax_mfa.problem import DTYPES, MAX_POSITION, Operands, Specification, accumulation_dtype
+from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
+from jax_mfa.problem import (
+    DTYPES,
+    MAX_POSITION,
+    Operands,
+    Specification,
+    accumulation_dtype,
+    as_operands,
+    page_size_of,
+    storage_of,
+)
 
 
 def _shape(x: Any) -> str:

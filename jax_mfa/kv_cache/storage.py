@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -33,7 +32,7 @@ from jax import Array, lax
 from jax_mfa import checks, compat
 
 if TYPE_CHECKING:
-    from jax_mfa.problem import Operands, Specification
+    pass
 
 KINDS = ("int8", "int4", "fp8")
 # the largest |d| of a symmetric scheme, and the largest d of an asymmetric one, which begins at 0
@@ -172,7 +171,7 @@ class QuantizedArray:
         read = lambda parts: decoded(
             self.scheme, self.head_size, {name: along(name, x) for name, x in parts.items()}, wide
         )
-        x = compat.without_types(read, self.parts(), compat.spec_of(self.data)).astype(dtype)
+        x = compat.without_types(read, self.parts(), lambda: compat.spec_of(self.data)).astype(dtype)
         return x if self.original is None else straight_through(x, self.original.astype(x.dtype))
 
     def tokens(self, start: int, stop: int) -> QuantizedArray:
@@ -290,108 +289,3 @@ class PagedArray(NamedTuple):
     @property
     def dtype(self) -> Any:
         return dtype_of(self.pages)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Among the operands of a problem
-
-
-@dataclasses.dataclass(frozen=True)
-class Storage:
-    """The static facts of quantised keys or values: their scheme, and the size of a head."""
-
-    scheme: Scheme
-    size: int
-
-
-def as_operands(name: str, x: Any, batch: int) -> dict[str, Any]:
-    """`x`, the plain, quantised or paged "key" or "value" of a batch, as fields of `Operands`."""
-    if isinstance(x, PagedArray):
-        # not another shape: of an array whose last axis is of size 1 XLA may make a copy for it
-        pool = as_operands(name, x.pages, x.pages.shape[0])
-        return {**pool, "block_tables": x.tables.reshape(batch, x.tables.shape[-1])}
-    if not isinstance(x, QuantizedArray):
-        return {name: x.reshape(batch, *x.shape[-3:])}
-    parts = {field_of(name, part): lax.stop_gradient(a) for part, a in x.parts().items()}
-    if x.original is not None:
-        parts[f"{name}_original"] = x.original
-    return {field: a.reshape(batch, *a.shape[-3:]) for field, a in parts.items()}
-
-
-def pool_fields(names: Collection[str]) -> tuple[str, ...]:
-    """Those of the operands of these names that are pages of a pool, and have no rows of their own."""
-    return tuple(x for x in names if x in ("key", "value") or is_part(x)) if "block_tables" in names else ()
-
-
-def storage_of(x: Any) -> Storage | None:
-    """The static facts of a key or value; None where it is not quantised."""
-    x = x.pages if isinstance(x, PagedArray) else x
-    return Storage(x.scheme, x.head_size) if isinstance(x, QuantizedArray) else None
-
-
-def page_size_of(x: Any) -> int | None:
-    return x.pages.shape[1] if isinstance(x, PagedArray) else None
-
-
-def field_of(name: str, part: str) -> str:
-    """The field of `Operands` that holds a part of "key" or "value"."""
-    return name if part == "data" else f"{name}_{part}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """The keys or values among the operands of a problem where they are quantised, in pages or both: the shape and
-    dtype of the plain array that they stand for, and its parts.
-
-    Attributes:
-      name: "key" or "value".
-      parts: what there is of "data", "scales", "zeros", "means": `[rows, entries, 1|K, …]`, or of pages `[P, entries,
-        1|K, …]`.
-      storage: None where the data are plain.
-      page_size, tables: None where tokens lie one after another; else tables are int32 `[rows, pages]`.
-    """
-
-    name: str
-    parts: dict[str, Any]
-    storage: Storage | None
-    page_size: int | None
-    tables: Any
-    dtype: Any
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        rows, s, k, size = self.parts["data"].shape
-        if self.page_size is not None:
-            rows, s = self.tables.shape[0], self.tables.shape[1] * self.page_size
-        return rows, s, k, size if self.storage is None else self.storage.size
-
-    def tokens_of(self, part: str) -> int:
-        """How many tokens share an entry of a part."""
-        most = self.shape[1] if self.page_size is None else self.page_size
-        tokens = 1 if self.storage is None else self.storage.scheme.tokens_of(part)
-        return max(min(tokens or most, most), 1)
-
-    def decoded(self, parts: dict[str, Any], dtype: Any) -> Any:
-        """The numbers that parts of like tokens stand for."""
-        if self.storage is None:
-            return from_bits(parts["data"]).astype(dtype)
-        return decoded(self.storage.scheme, self.storage.size, parts, dtype)
-
-
-def stored(spec: Specification, operands: Operands, kind: Any = None) -> Operands:
-    """The operands, with a `Stored` (or that `kind` of it) in place of a key or value that is not a plain array."""
-
-    def of(name: str, storage: Any) -> Any:
-        if storage is None and spec.page_size is None:
-            return getattr(operands, name)
-        parts = {part: getattr(operands, field_of(name, part)) for part in PARTS}
-        parts = {part: x for part, x in parts.items() if x is not None}
-        return (kind or Stored)(name, parts, storage, spec.page_size, operands.block_tables, operands.query.dtype)
-
-    return operands._replace(key=of("key", spec.key_storage), value=of("value", spec.value_storage))
-
-
-def is_part(field: str) -> bool:
-    """Whether a field of `Operands` belongs to a key or value beside its data."""
-    name, _, part = field.partition("_")
-    return name in ("key", "value") and part in (*PARTS, "original")
