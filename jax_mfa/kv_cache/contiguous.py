@@ -94,7 +94,7 @@ def _append(
     arrays = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
     arrays |= {"start": start, "count": count}
     both = lambda x: tuple(write(x[f"{name}_cache"], x[name], x["start"], x["count"]) for name in ("key", "value"))
-    specs = compat.spec_of(key_cache), compat.spec_of(value_cache)
+    specs = lambda: (compat.spec_of(key_cache), compat.spec_of(value_cache))
     return (*compat.without_types(both, arrays, specs), start + count)
 
 
@@ -187,7 +187,7 @@ def attend(
         # column c is position start − left + c; the first `left − start` were never written
         ends = lambda x: jnp.stack([jnp.maximum(left - x["start"], 0), left + x["count"]], axis=-1)
         seen = lambda x: jnp.broadcast_to(ends(x)[..., None, :], (*start.shape, tokens, 2))
-        spec = PartitionSpec(*compat.spec_of(start), None, None)
+        spec = lambda: PartitionSpec(*compat.spec_of(start), None, None)
         seen = compat.without_types(seen, {"start": start, "count": count}, spec)
         visible |= {"query_offset": left, "key_value_ranges": seen}
     out = dot_product_attention(
@@ -234,8 +234,11 @@ def _in_order(cache: Array, new: Array, start: Array, count: int) -> Array:
     for _ in start.shape:
         take = jax.vmap(take)
     run = lambda x: jnp.concatenate([take(x["cache"], x["start"]), x["new"].astype(cache.dtype)], axis=-3)
-    *rows, _, heads, size = compat.spec_of(cache)
-    spec = PartitionSpec(*rows, None, heads, size)
+
+    def spec() -> PartitionSpec:
+        *rows, _, heads, size = compat.spec_of(cache)
+        return PartitionSpec(*rows, None, heads, size)
+
     return compat.without_types(run, {"cache": cache, "new": new, "start": start}, spec)
 
 

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import checks, compat
+from jax_mfa import checks, sharding
 from jax_mfa.api import Columns, Implementation, attend_by_name
 from jax_mfa.arguments import as_array, clipped, concrete, known_integers, known_lengths
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray, dtype_of
@@ -165,9 +164,7 @@ def paged_attention(
     if ragged:
         arguments["starts"] = _starts(query_start_locs, batch, new.shape[0])
     attend = functools.partial(_attend, implementation=implementation, return_residual=return_residual)
-    rows_spec = PartitionSpec(*compat.spec_of(new)[:-1])
-    out_spec = PartitionSpec(*rows_spec, None)
-    return compat.without_types(attend, arguments, (out_spec, rows_spec) if return_residual else out_spec)
+    return sharding.automatically(attend, arguments, return_residual)
 
 
 def _attend(arguments: dict[str, Any], implementation: Any, return_residual: bool) -> Any:

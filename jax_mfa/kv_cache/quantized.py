@@ -112,12 +112,13 @@ def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
 
 def _stored_anywhere(x: Array, scheme: Scheme) -> dict[str, Any]:
     """`_stored`, whose parts are split as an array is whose sharding is explicit, along axes that they have of it."""
-    shapes = jax.eval_shape(functools.partial(_stored, scheme=scheme), jax.ShapeDtypeStruct(x.shape, x.dtype))
-    of = lambda part: zip(compat.spec_of(x)[:-1], part.shape, x.shape)
-    specs = {
-        name: PartitionSpec(*(axis if n == size else None for axis, n, size in of(part)), None)
-        for name, part in shapes.items()
-    }
+
+    def specs() -> dict[str, PartitionSpec]:
+        shapes = jax.eval_shape(functools.partial(_stored, scheme=scheme), jax.ShapeDtypeStruct(x.shape, x.dtype))
+        axes = lambda part: zip(compat.spec_of(x)[:-1], part.shape, x.shape)
+        kept = lambda part: (axis if n == size else None for axis, n, size in axes(part))
+        return {name: PartitionSpec(*kept(part), None) for name, part in shapes.items()}
+
     return compat.without_types(lambda known: _stored(known["x"], scheme), {"x": x}, specs)
 
 
