@@ -156,6 +156,19 @@ def known_lengths(name: str, x: Any, limit: int) -> Any:
     return known_integers(name, x, 0, limit, "integers [B]")
 
 
+def sequence_bounds(name: str, x: Any, limit: int, letters: str, count: int | None = None) -> Array:
+    """Where `count` sequences begin and the last one ends, int32 clipped to 0..limit; refused where known to fall."""
+    x = known_integers(name, x, 0, limit, f"integers {letters}")
+    if count is None:
+        checks.fits(name, x, x.ndim == 1 and x.size > 0, letters)
+    else:
+        checks.fits(name, x, x.shape == (count + 1,), f"{letters} = [{count + 1}]")
+    values = concrete(x)
+    if values is not None and (values[1:] < values[:-1]).any():
+        raise ValueError(f"{name} must not fall from one sequence to the next, got {values.tolist()}")
+    return jnp.asarray(clipped(x, 0, limit))
+
+
 def _lengths(name: str, x: Any, lead: tuple[int, ...], limit: int) -> Array:
     x = known_lengths(name, x, limit)
     return jnp.asarray(_per_row(name, clipped(x, 0, limit), lead, (), "[B]"))

@@ -99,7 +99,7 @@ def vary(tree: Any, axes: frozenset[Any]) -> Any:
 
 
 def without_types(run: Callable[..., Any], arguments: dict[str, Any], results: Callable[[], Any]) -> Any:
-    """`run(arguments)` with no sharding in the types of arrays inside, and the specs of `results()` in those of results.
+    """`run(arguments)` with no sharding in the types of arrays inside, and specs, `results()`, in those of its results.
 
     The mesh is the one that the caller has set, else that of the arrays. `results` is called only where it is explicit.
     """

@@ -129,7 +129,7 @@ class PageBook:
         own, length = self._of(sequence), checks.integer("length", length, least=0)
         if length > own.length:
             raise ValueError(f"length must be at most the {own.length} tokens of sequence {sequence}, got {length}")
-        keep = -(-length // self.page_size)
+        keep = self._page_count(length)
         self._release(own.pages[keep:])
         own.pages, own.length, own.tokens = own.pages[:keep], length, own.tokens[:length]
         own.digests = own.digests[: length // self.page_size]
@@ -173,31 +173,32 @@ class PageBook:
                     f"tokens must hold as many integers as counts, {coming}, got {[len(x) for x in known]}"
                 )
 
-        shared = self._shared_ends(own, coming)
-        missing = [-(-(x.length + n) // self.page_size) - len(x.pages) for x, n in zip(own, coming)]
-        needed = sum(missing) + sum(shared)
+        # a last page that is not full is written to: of the sequences that share it, all but the last owner copy it
+        begun = [n > 0 and x.length % self.page_size > 0 for x, n in zip(own, coming)]
+        writers = collections.Counter(x.pages[-1] for x, writes in zip(own, begun) if writes)
+        copied = sum(min(count, self._owners[page] - 1) for page, count in writers.items())
+        missing = [self._page_count(x.length + n) - len(x.pages) for x, n in zip(own, coming)]
+        needed = sum(missing) + copied
         if needed > self.free_pages:
             raise OutOfPages(f"{needed} pages are needed for {sum(coming)} tokens, and {self.free_pages} are free")
 
         copies, slots = [], []
         for i, (x, n) in enumerate(zip(own, coming)):
-            if n and x.length % self.page_size:
-                last = x.pages[-1]
-                if shared[i]:
-                    x.pages[-1] = self._take()
-                    copies.append((last, x.pages[-1]))
-                    self._release([last])
-                else:
-                    self._forget(last)
+            if begun[i] and self._owners[x.pages[-1]] > 1:
+                copies.append((x.pages[-1], self._take()))
+                self._release(x.pages[-1:])
+                x.pages[-1] = copies[-1][1]
+            elif begun[i]:
+                self._forget(x.pages[-1])
             x.pages += [self._take() for _ in range(missing[i])]
-            place = np.arange(x.length, x.length + n)
-            slots.append(np.array(x.pages, np.int64)[place // self.page_size] * self.page_size + place % self.page_size)
+            page, within = np.divmod(np.arange(x.length, x.length + n), self.page_size)
+            slots.append(np.array(x.pages, np.int64)[page] * self.page_size + within)
             if known is not None and len(x.tokens) == x.length:
                 x.tokens += known[i]
             x.length += n
             self._remember(x)
-        moved = np.array(copies, np.int32).reshape(-1, 2)
-        return Write(np.concatenate([np.zeros(0), *slots]).astype(np.int32), moved[:, 0], moved[:, 1])
+        sources, targets = np.array(copies, np.int32).reshape(-1, 2).T
+        return Write(np.concatenate([np.zeros(0), *slots]).astype(np.int32), sources, targets)
 
     def tables(
         self, sequences: Sequence[int], width: int | None = None
@@ -234,18 +235,8 @@ class PageBook:
         self._sequences[number] = sequence
         return number
 
-    def _shared_ends(self, own: list[_Sequence], coming: list[int]) -> list[bool]:
-        """Whose last page must be copied before tokens are written to it: of those who share one, all but the last."""
-        left: dict[int, int] = {}
-        shared = []
-        for x, n in zip(own, coming):
-            written = n > 0 and x.length % self.page_size > 0
-            page = x.pages[-1] if written else -1
-            holders = left.get(page, self._owners[page]) if written else 1
-            shared.append(holders > 1)
-            if holders > 1:
-                left[page] = holders - 1
-        return shared
+    def _page_count(self, length: int) -> int:
+        return -(-length // self.page_size)
 
     def _hold(self, page: int) -> None:
         self._owners[page] += 1
