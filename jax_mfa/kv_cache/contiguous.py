@@ -83,7 +83,7 @@ def append(
 def write(
     key_cache: Array, value_cache: Array, key: Array, value: Array, start: Array, count: Array, ring: bool
 ) -> tuple[Array, Array, Array]:
-    """`append`, of arrays, starts and counts that were checked. Tokens that would stand before a cache are dropped."""
+    """`append` of what was checked: `count` tokens from position `start` on. Those before position 0 are dropped."""
     columns, tokens = key_cache.shape[-3], np.arange(key.shape[-3], dtype=np.int32)
 
     def write_row(cache: Array, new: Array, start: Array, count: Array) -> Array:
@@ -191,7 +191,12 @@ def attend(
         visible = {"query_offset": filled - 1, "key_value_seq_lengths": filled}
     else:
         keys, values = (_in_order(x, new, start, left) for x, new in ((key_cache, key), (value_cache, value)))
-        visible |= {"query_offset": left, "key_value_ranges": _ring_ranges(start, count, left, tokens)}
+        # column c is position start − left + c; the first `left − start` were never written
+        ends = lambda start, count: jnp.stack([jnp.maximum(left - start, 0), left + count])
+        seen = lambda start, count: jnp.broadcast_to(ends(start, count), (tokens, 2))
+        spec = lambda: PartitionSpec(*compat.spec_of(start), None, None)
+        ranges = _for_each_row(seen, {"start": start, "count": count}, spec)
+        visible |= {"query_offset": left, "key_value_ranges": ranges}
     out = dot_product_attention(
         query,
         keys.astype(query.dtype),
@@ -234,18 +239,6 @@ def _in_order(cache: Array, new: Array, start: Array, count: int) -> Array:
         return PartitionSpec(*rows, None, heads, size)
 
     return _for_each_row(row_in_order, {"cache": cache, "new": new, "start": start}, spec)
-
-
-def _ring_ranges(start: Array, count: Array, left: int, tokens: int) -> Array:
-    """Which columns of a ring in order the new tokens see: column c is position start − left + c, of which the first
-    left − start were never written."""
-
-    def ranges(known: dict[str, Array]) -> Array:
-        ends = jnp.stack([jnp.maximum(left - known["start"], 0), left + known["count"]], axis=-1)
-        return jnp.broadcast_to(ends[..., None, :], (*start.shape, tokens, 2))
-
-    spec = lambda: PartitionSpec(*compat.spec_of(start), None, None)
-    return compat.without_types(ranges, {"start": start, "count": count}, spec)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

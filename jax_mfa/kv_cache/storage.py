@@ -1,18 +1,15 @@
-"""Keys and values in 8 or 4 bits: schemes, and arrays that are stored by one.
+"""Keys and values in 8 or 4 bits: schemes, and arrays that are stored by one, in pages or not.
 
-A stored number stands for `scale · d + zero + mean`, where d is what is stored in few bits, and a *block* of tokens and
-channels of one head shares a scale (and, unless the scheme is symmetric, a zero). The zero is the number that d = 0
-stands for, kept as such: as an integer in units of the scale it would overflow in any block far from 0. A block whose
-numbers are all alike is stored exactly; one that holds NaN or ∞ stands for NaN. Sums are
-taken in an order that does not overflow where what is meant does not.
+A stored element stands for `scale · d + zero + mean`, where d is stored in few bits, and a *block* of tokens and
+channels of one head shares a scale (and, unless the scheme is symmetric, a zero). The zero is the value of d = 0, kept
+in the array's dtype: as an integer in units of the scale it would overflow in any block far from 0. A block of equal
+elements is stored exactly; one that holds NaN or ∞ stands for NaN. Sums are taken in an order that does not overflow.
 
-*Centring* subtracts from each channel its mean over a run of tokens, before blocks are made: channels of keys often
-have a large offset that all tokens share. It is added back wherever it can be seen. With one mean c of all tokens a
-row's scores q·(k − c) differ from q·k by q·c, the same for every column, which the softmax cancels whatever columns a
-mask hides and whatever bias or ALiBi adds: output and dq do not depend on c. They do where the constant meets
-something that it is not added to: a soft cap (not linear), a sink (a column without a key), the log-sum-exp (it moves
-by scale · q·c), and always where a row sees columns of two means. Of values, Σ p (v − c) + c Σ p is Σ p v, and Σ p is
-not 1 where there is a sink or dropout.
+*Centring* subtracts from each channel its mean over a run of tokens before blocks are made: channels of keys often have
+a large offset that all tokens share. Readers add the mean back. With one mean c of all tokens, a row's scores
+q·(k − c) differ from q·k by the same q·c in every column, which the softmax cancels; but a soft cap, a sink and the
+log-sum-exp see it, as do rows that see columns of two means. Of values, Σ p (v − c) + c Σ p is Σ p v only where Σ p is
+1, which a sink and dropout change.
 
 Dimension letters: S tokens, K heads, H channels of a head; any axes in front.
 """
@@ -22,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +27,6 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa import checks, compat
-
-if TYPE_CHECKING:
-    pass
 
 KINDS = ("int8", "int4", "fp8")
 # the largest |d| of a symmetric scheme, and the largest d of an asymmetric one, which begins at 0
@@ -87,13 +81,15 @@ class Scheme:
 
 
 def as_scheme(name: str, scheme: Scheme | str) -> Scheme:
-    if isinstance(scheme, str):
-        if scheme not in KINDS:
-            raise ValueError(f"{name} must be a jax_mfa.Scheme or one of {KINDS}, got {scheme!r}")
-        return Scheme(scheme)  # type: ignore[arg-type]
-    if not isinstance(scheme, Scheme):
-        raise TypeError(f"{name} must be a jax_mfa.Scheme or one of {KINDS}, got {type(scheme).__name__}")
-    return scheme
+    """A scheme, or that of a kind's name. Raises `ValueError` for other names and `TypeError` for anything else."""
+    if isinstance(scheme, Scheme):
+        return scheme
+    expected = f"{name} must be a jax_mfa.Scheme or one of {KINDS}"
+    if not isinstance(scheme, str):
+        raise TypeError(f"{expected}, got {type(scheme).__name__}")
+    if scheme not in KINDS:
+        raise ValueError(f"{expected}, got {scheme!r}")
+    return Scheme(scheme)  # type: ignore[arg-type]
 
 
 PARTS = ("data", "scales", "zeros", "means")
@@ -166,11 +162,11 @@ class QuantizedArray:
           TypeError: for a dtype that is not floating.
         """
         dtype = self.dtype if dtype is None else checks.floating_dtype("dtype", dtype)
-        wide = np.promote_types(self.dtype, np.float32)
-        along = lambda name, x: spread(x, self.scheme.tokens_of(name), self.shape[-3], -3)
-        read = lambda parts: decoded(
-            self.scheme, self.head_size, {name: along(name, x) for name, x in parts.items()}, wide
-        )
+
+        def read(parts: dict[str, Any]) -> Array:
+            alike = {n: spread(x, self.scheme.tokens_of(n), self.shape[-3], -3) for n, x in parts.items()}
+            return decoded(self.scheme, self.head_size, alike, np.promote_types(self.dtype, np.float32))
+
         x = compat.without_types(read, self.parts(), lambda: compat.spec_of(self.data)).astype(dtype)
         return x if self.original is None else straight_through(x, self.original.astype(x.dtype))
 
@@ -196,9 +192,9 @@ class QuantizedArray:
                 raise ValueError(f"start must be a multiple of the {per} tokens of a block, got {start}")
             return x[..., start // per : -(-stop // per), :, :]
 
-        found = {name: cut(name, x) for name, x in self.parts().items()}
+        parts = {name: cut(name, x) for name, x in self.parts().items()}
         original = None if self.original is None else self.original[..., start:stop, :, :]
-        return dataclasses.replace(self, **found, original=original)
+        return dataclasses.replace(self, **parts, original=original)
 
 
 def as_bits(x: Any) -> Any:
