@@ -245,22 +245,10 @@ class Specification:
 
     def has_mask(self, operands: Operands) -> bool:
         """Whether any rule can make a column invisible."""
-        return (
-            self.is_causal
-            or self.window != (None, None)
-            or self.bias_hides(operands)
-            or any(
-                x is not None
-                for x in (
-                    operands.mask,
-                    operands.block_mask,
-                    operands.query_lengths,
-                    operands.key_lengths,
-                    operands.query_segment_ids,
-                    operands.key_ranges,
-                )
-            )
-        )
+        lengths = operands.query_lengths, operands.key_lengths
+        if self.band != (None, None) or any(x is not None for x in lengths):
+            return True
+        return not self.only_bounds_hide(operands)
 
     def every_row_sees(self, operands: Operands) -> bool:
         """Whether each row is known to see something: nothing hides but the band, and that leaves no row without."""

@@ -183,10 +183,8 @@ def _checked_pages(query: Any, key_pages: Any, value_pages: Any) -> list[Any]:
     """The pages as they are or as arrays, of shapes that fit."""
     n, h = query.shape[-2:]
     pages = []
-    for name, x, letters in (
-        ("key_pages", key_pages, "[P, page, K, H]"),
-        ("value_pages", value_pages, "[P, page, K, V]"),
-    ):
+    for name, x, size in (("key_pages", key_pages, "H"), ("value_pages", value_pages, "V")):
+        letters = f"[P, page, K, {size}]"
         if not isinstance(x, QuantizedArray) and getattr(x, "dtype", None) != np.uint16:
             x = as_array(name, x, "f", f"floating {letters} or quantised")
         checks.fits(name, x, x.ndim == 4, letters)

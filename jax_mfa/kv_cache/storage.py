@@ -29,7 +29,7 @@ from jax import Array, lax
 from jax_mfa import checks, compat
 
 KINDS = ("int8", "int4", "fp8")
-# the largest |d| of a symmetric scheme, and the largest d of an asymmetric one, which begins at 0
+# the largest |d| of a symmetric scheme and of fp8, and the largest d of other asymmetric ones, which begin at 0
 SYMMETRIC_LEVELS = {"int8": 127, "int4": 7, "fp8": 448}
 LEVELS = {"int8": 255, "int4": 15}
 
@@ -70,6 +70,13 @@ class Scheme:
     def whole(self) -> bool:
         """Whether one scale serves tokens, heads and channels."""
         return self.tokens is None and self.channels is None
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """The least and the largest d."""
+        if self.symmetric or self.kind == "fp8":
+            return -SYMMETRIC_LEVELS[self.kind], SYMMETRIC_LEVELS[self.kind]
+        return 0, LEVELS[self.kind]
 
     def data_size(self, size: int) -> int:
         """How many bytes hold `size` channels."""
@@ -183,11 +190,11 @@ class QuantizedArray:
             raise ValueError(f"start and stop must be a range within the {length} tokens, got {start} and {stop}")
 
         def cut(name: str, x: Any) -> Any:
-            per = self.scheme.tokens_of(name)
+            per = self.scheme.tokens_of(name) or 1
             if start == stop:
                 return x[..., :0, :, :]
-            if per is None or (x.shape[-3] == 1 and start < per):
-                return x[..., :1, :, :]
+            if x.shape[-3] == 1:  # the one entry of all tokens
+                return x
             if start % per:
                 raise ValueError(f"start must be a multiple of the {per} tokens of a block, got {start}")
             return x[..., start // per : -(-stop // per), :, :]
