@@ -172,15 +172,14 @@ def attend(
     elif new_lengths is not None:
         query_seq_lengths = count  # padding sees nothing
     left = ring_columns(local_window_size) - 1 if ring else 0
-    if ring:
-        for name in _BY_COLUMN:
-            if given[name] is not None:
-                raise ValueError(f"{name} must not be given with a ring cache, whose columns have no fixed position")
-        if columns != left + 1:
-            raise ValueError(
-                f"a ring cache for local_window_size = {local_window_size!r} must have {left + 1} columns, "
-                f"got key_cache of shape {list(key_cache.shape)}"
-            )
+    for name in _BY_COLUMN if ring else ():
+        if given[name] is not None:
+            raise ValueError(f"{name} must not be given with a ring cache, whose columns have no fixed position")
+    if ring and columns != left + 1:
+        raise ValueError(
+            f"a ring cache for local_window_size = {local_window_size!r} must have {left + 1} columns, "
+            f"got key_cache of shape {list(key_cache.shape)}"
+        )
     keys, values, total = caches = write(*arrays, start, count, ring)
 
     filled = jnp.minimum(total, columns)
@@ -280,7 +279,9 @@ def checked_counts(
     lengths = known_lengths("lengths", lengths, MAX_POSITION if ring else columns)
     new_lengths = np.int32(tokens) if new_lengths is None else known_lengths("new_lengths", new_lengths, tokens)
     start, count = _per_row("lengths", lengths, lead, MAX_POSITION), _per_row("new_lengths", new_lengths, lead, tokens)
-    written, coming = np.broadcast_arrays(_known(lengths), _known(new_lengths))
+    # integers that are traced or live on other hosts are taken for 0
+    known = lambda x: np.int64(0) if (values := concrete(x)) is None else values.astype(np.int64)
+    written, coming = np.broadcast_arrays(known(lengths), known(new_lengths))
     if not ring and written.size and (written + coming).max() > columns:
         row = np.argmax(written + coming)
         raise ValueError(
@@ -288,12 +289,6 @@ def checked_counts(
             f"it cannot take {coming.flat[row]} more of key"
         )
     return start, count
-
-
-def _known(x: Any) -> Any:
-    """Integers, or 0 while they are traced or live on other hosts."""
-    values = concrete(x)
-    return np.int64(0) if values is None else values.astype(np.int64)
 
 
 def _per_row(name: str, x: Any, lead: tuple[int, ...], most: int) -> Array:

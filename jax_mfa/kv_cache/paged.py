@@ -153,30 +153,36 @@ def paged_attention(
             checks.fits(name, x, x.shape in ((n,), (batch, n)), f"[N] = [{n}] or [B, N], B = {batch}")
     if ragged:
         arguments["starts"] = sequence_bounds("query_start_locs", query_start_locs, new.shape[0], "[B + 1]", batch)
-    attend = lambda arguments: _attend(**arguments, implementation=implementation, with_lse=return_residual)
+
+    def attend(arguments: dict[str, Any]) -> Any:
+        rows, specified = _specified(**arguments)
+        results = attend_by_name(specified, implementation, return_residual)
+        if rows is None:
+            return results
+        if return_residual:
+            return rows.apart(results[0], 0), rows.apart(results[1], -jnp.inf)
+        return rows.apart(results, 0)
+
     return sharding.automatically(attend, arguments, return_residual)
 
 
-def _attend(
-    query: Array, keys: Any, values: Any, tables: Array, lengths: Array, starts: Array | None = None, **arguments: Any
-) -> Any:
-    """Attention through pages, of ragged rows where there are `starts`."""
-    implementation, with_lse = arguments.pop("implementation"), arguments.pop("with_lse")
-    rows = None if starts is None else _Rows(query.shape[0], starts, tables.shape[0])
-    if rows is None:
-        arguments["query_offset"] = lengths - query.shape[1]
+def _specified(
+    query: Array, keys: Any, values: Any, tables: Array, lengths: Array, starts: Array | None = None, **features: Any
+) -> tuple[_Rows | None, dict[str, Any]]:
+    """Arguments of `attend_by_name`, and how ragged rows (where there are `starts`) were put together for it."""
+    features |= {"bias": None, "mask": None}
+    rows = None
+    if starts is None:
+        features["query_offset"] = lengths - query.shape[1]
     else:
+        rows = _Rows(query.shape[0], starts, tables.shape[0])
         query, tables, lengths = rows.together(query), _taken(tables, rows.sequence), _taken(lengths, rows.sequence)
         for name in ("alibi_slopes", "sinks"):
-            if name in arguments and arguments[name].ndim == 2:
-                arguments[name] = _taken(arguments[name], rows.sequence)
-        arguments |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
-    arguments |= {"query": query, "key": PagedArray(keys, tables), "value": PagedArray(values, tables)}
-    arguments |= {"bias": None, "mask": None, "key_value_seq_lengths": lengths}
-    results = attend_by_name(arguments, implementation, with_lse)
-    if rows is None:
-        return results
-    return (rows.apart(results[0], 0), rows.apart(results[1], -jnp.inf)) if with_lse else rows.apart(results, 0)
+            if name in features and features[name].ndim == 2:
+                features[name] = _taken(features[name], rows.sequence)
+        features |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
+    arrays = {"query": query, "key": PagedArray(keys, tables), "value": PagedArray(values, tables)}
+    return rows, {**arrays, **features, "key_value_seq_lengths": lengths}
 
 
 def _checked_pages(query: Any, key_pages: Any, value_pages: Any) -> list[Any]:
