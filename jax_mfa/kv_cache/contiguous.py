@@ -83,7 +83,7 @@ def append(
 def write(
     key_cache: Array, value_cache: Array, key: Array, value: Array, start: Array, count: Array, ring: bool
 ) -> tuple[Array, Array, Array]:
-    """`append` of what was checked: `count` tokens from position `start` on. Those before position 0 are dropped."""
+    """`append` of checked arguments: `count` tokens from position `start` on. Those before position 0 are dropped."""
     columns, tokens = key_cache.shape[-3], np.arange(key.shape[-3], dtype=np.int32)
 
     def write_row(cache: Array, new: Array, start: Array, count: Array) -> Array:
@@ -91,9 +91,9 @@ def write(
         counts = (tokens < count) & (column >= 0)
         if ring:
             column, counts = column % columns, counts & (tokens >= count - columns)
-        # there is no column `columns`: what goes there is dropped, as is what lies beyond
+        # scatters drop column `columns`, which does not exist, and those beyond
         at = jnp.where(counts, column, columns)
-        # as bits: XLA's CPU backend would convert a whole cache of bfloat16 to float32 and back
+        # bits, for XLA's CPU backend would convert a whole cache of bfloat16 to float32 and back
         return from_bits(as_bits(cache).at[at].set(as_bits(new.astype(cache.dtype)), mode="drop"))
 
     def written(cache: Array, new: Array) -> Array:
@@ -186,7 +186,7 @@ def attend(
     visible: dict[str, Any] = {"local_window_size": local_window_size}
     if not ring:
         visible |= {"query_offset": start, "key_value_seq_lengths": filled}
-    elif tokens == 1 and alibi_slopes is None:  # the ring now holds what the one query sees, and nothing more
+    elif tokens == 1 and alibi_slopes is None:  # the ring holds the columns that the one query sees, and no others
         visible = {"query_offset": filled - 1, "key_value_seq_lengths": filled}
     else:
         keys, values = (_in_order(x, new, start, left) for x, new in ((key_cache, key), (value_cache, value)))
@@ -208,7 +208,7 @@ def attend(
         **{name: given[name] for name in _FEATURES},
     )
     if not ring and isinstance(total, jax.core.Tracer):
-        # how full a traced cache is shows only at run time
+        # traced lengths are known only at run time
         out = jnp.where((total > columns)[..., None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
     return out, *caches
 

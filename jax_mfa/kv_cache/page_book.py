@@ -1,7 +1,7 @@
 """Which page of a pool belongs to which sequences: plain Python, on the host, without an array of JAX.
 
 A sequence is a number, a list of pages and a length. Pages may belong to several sequences (a fork, a common prefix);
-one that is written while others hold it is copied first. A page that nobody holds is free; if the tokens in it are
+one that is written while others own it is copied first. A page without an owner is free; if the tokens in it are
 known it keeps them till it is needed, so that a later sequence with the same beginning finds them.
 """
 
@@ -25,7 +25,7 @@ MOST_SLOTS = 2**31 - 1  # slots are int32
 
 
 class OutOfPages(RuntimeError):
-    """The pool has not enough pages for what was asked; nothing has changed."""
+    """The pool has too few free pages for new tokens; nothing has changed."""
 
 
 class Write(NamedTuple):
@@ -64,10 +64,11 @@ class PageBook:
         self.page_size = checks.integer("page_size", page_size, 1, MOST_SLOTS)
         self.pages = checks.integer("pages", pages, 1, MOST_SLOTS // self.page_size)
         self._sequences: dict[int, _Sequence] = {}
-        self._next = 0  # a sequence's number
+        self._next = 0  # number of the next sequence
         self._owners = [0] * self.pages
-        self._empty = list(range(self.pages))[::-1]  # nobody's, and nothing worth keeping
-        self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()  # nobody's, longest so first
+        # free pages, without known tokens and with them, those first that have been free for longest
+        self._empty = list(range(self.pages))[::-1]
+        self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._digest_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
@@ -241,7 +242,8 @@ class PageBook:
         self._kept.pop(page, None)
 
     def _release(self, pages: list[int]) -> None:
-        for page in reversed(pages):  # of what is kept, the end of a sequence goes first: it is found by its beginning
+        # from the end, which is then reused first: a sequence is found by its beginning
+        for page in reversed(pages):
             self._owners[page] -= 1
             if not self._owners[page]:
                 if page in self._digest_of:
@@ -259,7 +261,7 @@ class PageBook:
         return page
 
     def _forget(self, page: int) -> None:
-        """What a page holds is about to change."""
+        """Forgets the known tokens of a page that is about to change."""
         digest = self._digest_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
@@ -282,7 +284,7 @@ class PageBook:
 
 
 def _tokens(name: str, x: Any) -> list[int]:
-    """Tokens as Python integers, of 64 bits: their pages are known by what these hold."""
+    """Tokens as Python integers, of 64 bits as digests take them."""
     tokens = checks.integers(name, x)
     if tokens and not -(2**63) <= min(tokens) <= max(tokens) < 2**63:
         raise ValueError(f"{name} must be integers of 64 bits, got {min(tokens)}..{max(tokens)}")

@@ -258,8 +258,8 @@ def _taken(x: Any, at: Any) -> Array:
 
 
 class _Rows:
-    """Rows of sequences of unequal lengths, put together by equal numbers: each lot has rows of one sequence, and
-    there is the room that the worst lengths need, a lot for each sequence more than without padding.
+    """Rows of sequences of unequal lengths in lots of one size, each with rows of one sequence: as many lots as the worst
+    lengths need, one for each sequence more than without padding.
 
     Attributes:
       sequence: which sequence each lot belongs to, [lots].
@@ -296,5 +296,5 @@ class _Rows:
         within = row - self.starts[sequence]
         first = _taken(self.first_lot, sequence) + within // self.size
         at = jnp.where(inside, first * self.size + within % self.size, 0)
-        found = _taken(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), at)
-        return jnp.where(inside.reshape(-1, *(1,) * (x.ndim - 2)), found, nothing)
+        taken = _taken(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), at)
+        return jnp.where(inside.reshape(-1, *(1,) * (x.ndim - 2)), taken, nothing)

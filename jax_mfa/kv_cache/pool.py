@@ -85,16 +85,16 @@ class PagedKVCache:
         """
         if checks.integer("page_size", page_size) not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
-        own = PageBook(pages, page_size)
+        fresh = PageBook(pages, page_size)
         sizes = {"heads": heads, "head_size": head_size, "value_size": head_size if value_size is None else value_size}
         heads, head_size, value_size = (checks.integer(name, x, 1, MOST_SLOTS) for name, x in sizes.items())
         dtype = checks.floating_dtype("dtype", dtype, DTYPES)
-        book = own if book is None else book
-        if not isinstance(book, PageBook) or (book.pages, book.page_size) != (own.pages, own.page_size):
+        book = fresh if book is None else book
+        if not isinstance(book, PageBook) or (book.pages, book.page_size) != (fresh.pages, fresh.page_size):
             raise ValueError(f"book must be a PageBook of {pages} pages of {page_size} tokens, got {checks.seen(book)}")
 
         def empty(name: str, size: int, scheme: Scheme | str | None) -> Any:
-            plain = jnp.zeros((own.pages, own.page_size, heads, size), dtype)
+            plain = jnp.zeros((book.pages, book.page_size, heads, size), dtype)
             if scheme is None:
                 return as_bits(plain)
             scheme = as_scheme(name, scheme)
@@ -211,7 +211,7 @@ def scattered(pages: Any, key: Any, value: Any, where: Write) -> tuple[Any, ...]
     """The pages of keys and of values with new tokens in them, by scatters of XLA."""
     count, page = pages[0].shape[:2]
     slots, sources, targets = where
-    # there is no page `count`: what goes there is dropped
+    # scatters drop page `count`, which does not exist
     place = lambda x: jnp.where(x < 0, count, x)
 
     def written(pages: Array, new: Array) -> Array:

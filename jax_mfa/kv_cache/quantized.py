@@ -1,4 +1,4 @@
-"""How arrays are quantised: blocks, their scales and zeros, means. What the results mean says `storage`."""
+"""How arrays are quantised: blocks, their scales and zeros, means. `storage` says what the results mean."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _stored(x: Array, scheme: Scheme) -> dict[str, Any]:
     """The parts of `QuantizedArray`."""
     dtype, (s, _, h) = x.dtype, x.shape[-3:]
     values = lax.stop_gradient(x).astype(np.promote_types(dtype, np.float32))
-    # asked for apart: XLA's minima and maxima of long arrays pass over NaN
+    # NaN is looked for apart, for XLA's minima and maxima of long arrays pass over it
     finite = jnp.isfinite(values)
     not_finite = _over_blocks(~finite, scheme, jnp.any)
     values = jnp.where(finite, values, 0)
@@ -126,7 +126,7 @@ def _stored(x: Array, scheme: Scheme) -> dict[str, Any]:
     spread_blocks = lambda x: spread(spread(x, scheme.tokens, s, -3), scheme.channels, h, -1).astype(values.dtype)
     if zeros is None:
         return {"data": _encoded(scheme, values / spread_blocks(scales)), "scales": scales, **parts}
-    # a power of two keeps what is subtracted from overflow, and from what processors take for 0
+    # a power of two keeps differences from overflow, and from magnitudes that processors take for 0
     factor = spread_blocks(_factors(scales.astype(values.dtype), zeros.astype(values.dtype)))
     apart = values * factor - spread_blocks(zeros) * factor
     data = _encoded(scheme, apart / (spread_blocks(scales) * factor))
@@ -163,7 +163,7 @@ def _over_blocks(x: Array, scheme: Scheme, reduce: Any) -> Array:
 
 def _means(x: Array, per: int, dtype: Any) -> Array:
     """Of each run of `per` tokens, of which the last may be shorter, the mean of each channel: `[..., S / per, K, H]`.
-    Where numbers are so large that some might lie too far from it, the middle of their range."""
+    Where elements might lie too far from it, the middle of their range."""
     s = x.shape[-3]
     per = min(per, max(s, 1))
     count = -(-s // per)
@@ -184,11 +184,11 @@ def _scales(scheme: Scheme, low: Any, high: Any, dtype: Any) -> tuple[Array, Arr
     least: Any = float(info.smallest_subnormal) if dtype == np.float16 else float(info.tiny)
     zeros = None
     if scheme.symmetric:
-        # of numbers that are all alike, the scale is the number
+        # the scale of equal elements is their magnitude
         reach = jnp.maximum(jnp.abs(low), jnp.abs(high))
         scales = jnp.where(low == high, reach, reach / most)
         least = jnp.where(reach == 0, 1, least)
-    elif scheme.kind == "fp8":  # as many numbers on both sides of its zero, and most of them near it
+    elif scheme.kind == "fp8":  # its values lie on both sides of the zero, most of them near it
         zeros = (low / 2 + high / 2).astype(dtype)
         centre = zeros.astype(wide)
         scales = jnp.maximum(high - centre, centre - low) / most
@@ -211,7 +211,7 @@ def _rounded(x: Array, dtype: Any, up: bool) -> Array:
 
 
 def _encoded(scheme: Scheme, x: Array) -> Array:
-    """Numbers in units of their block's scale, as they are stored."""
+    """Elements in units of their block's scale, as they are stored."""
     x = jnp.clip(x, *scheme.levels)
     if scheme.kind == "fp8":
         return lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), np.uint8)

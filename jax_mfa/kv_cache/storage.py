@@ -36,10 +36,10 @@ LEVELS = {"int8": 255, "int4": 15}
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How numbers are stored. Static and hashable.
+    """How elements of an array are stored. Static and hashable.
 
     Attributes:
-      kind: "int8", "int4" (two numbers a byte, that of the even channel in the low four bits) or "fp8" (e4m3).
+      kind: "int8", "int4" (two elements a byte, that of the even channel in the low four bits) or "fp8" (e4m3).
       symmetric: blocks have a scale alone and not also a zero.
       tokens: of how many tokens a block consists; None for all.
       channels: of how many channels of a head; None for all. 1 token and all channels is a scale for each token and
@@ -63,8 +63,7 @@ class Scheme:
         checks.boolean("symmetric", self.symmetric)
         for name in ("tokens", "channels", "center"):
             if getattr(self, name) is not None:
-                number = checks.integer(name, getattr(self, name), 1, 2**31 - 1)
-                object.__setattr__(self, name, number)
+                object.__setattr__(self, name, checks.integer(name, getattr(self, name), 1, 2**31 - 1))
 
     @property
     def whole(self) -> bool:
@@ -148,7 +147,7 @@ class QuantizedArray:
 
     @property
     def size(self) -> int:
-        """How many numbers it stands for."""
+        """How many elements it stands for."""
         return math.prod(self.shape)
 
     @property
@@ -161,7 +160,7 @@ class QuantizedArray:
         return {name: getattr(self, name) for name in PARTS if getattr(self, name) is not None}
 
     def dequantize(self, dtype: Any = None) -> Array:
-        """The array `[..., S, K, H]` that is meant, of its own dtype or another floating one.
+        """The array `[..., S, K, H]` that it stands for, of its own dtype or another floating one.
 
         Differentiable with respect to what was quantised if `quantize` was told `straight_through`.
 
@@ -220,7 +219,7 @@ def dtype_of(x: Any) -> Any:
 
 
 def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype: Any) -> Array:
-    """The numbers `[..., size]` that `parts` stand for, in which tokens stand alike or broadcast."""
+    """The array `[..., size]` that `parts` stand for, whose entries are one for each token, or one for all."""
     parts = {name: from_bits(x) for name, x in parts.items()}
     data = parts["data"]
     if scheme.kind == "int4":
@@ -234,12 +233,12 @@ def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype: Any) -> Arr
     per_channel = lambda x: spread(x.astype(dtype), scheme.channels, size, -1)
     x, scales = data.astype(dtype), parts["scales"].astype(dtype)
     if "zeros" in parts:
-        # of wide blocks half of scale · d before the zero and half behind it, for the whole may overflow
+        # halves of scale · d before and behind the zero of wide blocks, for the whole may overflow
         halves = jnp.where(scales > huge_scale(jnp.finfo(dtype)), scales / 2, 0)
         x = x * per_channel(scales - halves) + per_channel(parts["zeros"]) + x * per_channel(halves)
     else:
         x = x * per_channel(scales)
-    # rounding may have passed the largest number of what was quantised; before the mean too, which cannot mend that
+    # rounding may have passed the largest number of the dtype; clipped before the mean too, which cannot mend that
     most = float(jnp.finfo(parts["scales"].dtype).max)
     x = jnp.clip(x, -most, most)
     return jnp.clip(x + parts["means"].astype(dtype), -most, most) if "means" in parts else x
