@@ -191,10 +191,10 @@ def attend(
     else:
         keys, values = (_in_order(x, new, start, left) for x, new in ((key_cache, key), (value_cache, value)))
         # column c is position start − left + c; the first `left − start` were never written
-        ends = lambda start, count: jnp.stack([jnp.maximum(left - start, 0), left + count])
-        seen = lambda start, count: jnp.broadcast_to(ends(start, count), (tokens, 2))
+        ends = lambda x: jnp.stack([jnp.maximum(left - x["start"], 0), left + x["count"]], axis=-1)
+        seen = lambda x: jnp.broadcast_to(ends(x)[..., None, :], (*start.shape, tokens, 2))
         spec = lambda: PartitionSpec(*compat.spec_of(start), None, None)
-        ranges = _for_each_row(seen, {"start": start, "count": count}, spec)
+        ranges = compat.without_types(seen, {"start": start, "count": count}, spec)
         visible |= {"query_offset": left, "key_value_ranges": ranges}
     out = dot_product_attention(
         query,

@@ -66,9 +66,8 @@ class PageBook:
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0  # number of the next sequence
         self._owners = [0] * self.pages
-        # free pages, without known tokens and with them, those first that have been free for longest
-        self._empty = list(range(self.pages))[::-1]
-        self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()
+        # free pages, in the order in which they are taken: those without known tokens, then those free for longest
+        self._free = collections.OrderedDict.fromkeys(range(self.pages))
         self._digest_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
@@ -78,7 +77,7 @@ class PageBook:
     @property
     def free_pages(self) -> int:
         """How many pages belong to no sequence."""
-        return len(self._empty) + len(self._kept)
+        return len(self._free)
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -239,24 +238,20 @@ class PageBook:
 
     def _hold(self, page: int) -> None:
         self._owners[page] += 1
-        self._kept.pop(page, None)
+        self._free.pop(page, None)
 
     def _release(self, pages: list[int]) -> None:
         # from the end, which is then reused first: a sequence is found by its beginning
         for page in reversed(pages):
             self._owners[page] -= 1
             if not self._owners[page]:
-                if page in self._digest_of:
-                    self._kept[page] = None
-                else:
-                    self._empty.append(page)
+                self._free[page] = None
+                if page not in self._digest_of:
+                    self._free.move_to_end(page, last=False)
 
     def _take(self) -> int:
-        if self._empty:
-            page = self._empty.pop()
-        else:
-            page, _ = self._kept.popitem(last=False)
-            self._forget(page)
+        page, _ = self._free.popitem(last=False)
+        self._forget(page)
         self._owners[page] = 1
         return page
 

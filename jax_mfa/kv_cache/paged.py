@@ -258,8 +258,8 @@ def _taken(x: Any, at: Any) -> Array:
 
 
 class _Rows:
-    """Rows of sequences of unequal lengths in lots of one size, each with rows of one sequence: as many lots as the worst
-    lengths need, one for each sequence more than without padding.
+    """Rows of sequences of unequal lengths in lots of one size, each of one sequence: as many lots as the worst lengths
+    need, one for each sequence more than without padding.
 
     Attributes:
       sequence: which sequence each lot belongs to, [lots].
