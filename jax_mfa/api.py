@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jax_mfa import checks, metal, partial, primitives, recording, reference, sharding
 from jax_mfa.arguments import known_lengths, specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.kv_cache.storage import QuantizedArray, stored
+from jax_mfa.kv_cache.storage import QuantizedArray
 from jax_mfa.problem import Operands, Specification, accumulation_dtype
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _attend(
 
 
 def _of_the_definition(spec: Specification, operands: Operands) -> recording.Choice:
-    return recording.Choice("forward", spec.summary(stored(spec, operands)), "reference", "the definition", "by name")
+    return recording.Choice("forward", spec.summary(spec.viewed(operands)), "reference", "the definition", "by name")
 
 
 def record() -> contextlib.AbstractContextManager[recording.Recorder]:

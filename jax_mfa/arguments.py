@@ -18,8 +18,17 @@ from jax import Array
 
 from jax_mfa import checks
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray, as_operands, page_size_of, storage_of
-from jax_mfa.problem import DTYPES, MAX_POSITION, Operands, Specification, accumulation_dtype
+from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
+from jax_mfa.problem import (
+    DTYPES,
+    MAX_POSITION,
+    Operands,
+    Specification,
+    accumulation_dtype,
+    as_operands,
+    page_size_of,
+    storage_of,
+)
 
 
 def _shape(x: Any) -> str:
@@ -146,6 +155,19 @@ def known_integers(name: str, x: Any, low: int, high: int, expected: str) -> Any
 def known_lengths(name: str, x: Any, limit: int) -> Any:
     """Lengths as they were given; within 0..limit where their values are known."""
     return known_integers(name, x, 0, limit, "integers [B]")
+
+
+def sequence_bounds(name: str, x: Any, limit: int, letters: str, count: int | None = None) -> Array:
+    """Where `count` sequences begin and the last one ends, int32 clipped to 0..limit; refused where known to fall."""
+    x = known_integers(name, x, 0, limit, f"integers {letters}")
+    if count is None:
+        checks.fits(name, x, x.ndim == 1 and x.size > 0, letters)
+    else:
+        checks.fits(name, x, x.shape == (count + 1,), f"{letters} = [{count + 1}]")
+    values = concrete(x)
+    if values is not None and (values[1:] < values[:-1]).any():
+        raise ValueError(f"{name} must not fall from one sequence to the next, got {values.tolist()}")
+    return jnp.asarray(clipped(x, 0, limit))
 
 
 def _lengths(name: str, x: Any, lead: tuple[int, ...], limit: int) -> Array:

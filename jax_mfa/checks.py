@@ -28,6 +28,21 @@ def shape(x: Any) -> tuple[int, ...]:
         return ()
 
 
+def fits(name: str, x: Any, right: bool, expected: str) -> None:
+    """Raises `ValueError` for an array whose shape is not `right`, in the words of what was `expected`."""
+    if not right:
+        raise ValueError(f"{name} must have shape {expected}, got {list(x.shape)}")
+
+
+def same_shape(name: str, x: Any, of: str, model: Any, axis: int, but: str) -> None:
+    """Raises `ValueError` for an array that differs from another in more than the size of one axis, `but` for which."""
+    others = lambda shape: (*shape[:axis], *shape[len(shape) + axis + 1 :])
+    if others(x.shape) != others(model.shape):
+        raise ValueError(
+            f"{name} must have the shape of {of}, {list(model.shape)}, but for the {but}, got {list(x.shape)}"
+        )
+
+
 def is_integer(x: Any) -> bool:
     """Whether `x` is an integer of Python or numpy; a bool is none."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)

@@ -101,10 +101,10 @@ def vary(tree: Any, axes: frozenset[Any]) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def without_types(run: Callable[..., Any], arguments: dict[str, Any], results: Any) -> Any:
-    """`run(arguments)` with no sharding in the types of arrays inside, and `results`, specs, in those of its results.
+def without_types(run: Callable[..., Any], arguments: dict[str, Any], results: Callable[[], Any]) -> Any:
+    """`run(arguments)` with no sharding in the types of arrays inside, and specs, `results()`, in those of its results.
 
-    The mesh is the one that the caller has set, else that of the arrays.
+    The mesh is the one that the caller has set, else that of the arrays. `results` is called only where it is explicit.
     """
     mesh = _explicit_mesh(arguments)
     if mesh is None:
@@ -114,7 +114,7 @@ def without_types(run: Callable[..., Any], arguments: dict[str, Any], results: A
     inside = jax.sharding.auto_axes(
         lambda placed: run({**arguments, **placed}),
         axes=axes,
-        out_sharding=jax.tree.map(lambda spec: NamedSharding(mesh, spec), results, is_leaf=_is_spec),
+        out_sharding=jax.tree.map(lambda spec: NamedSharding(mesh, spec), results(), is_leaf=_is_spec),
     )
     return inside(placed)
 

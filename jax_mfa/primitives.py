@@ -39,8 +39,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_mfa import blockwise, compat, metal, recording, reference, sharding
-from jax_mfa.kv_cache.storage import PARTS, field_of, pool_fields, stored
-from jax_mfa.problem import Operands, Specification, accumulation_dtype, pack, unpack
+from jax_mfa.kv_cache.storage import PARTS
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, field_of, pack, pool_fields, unpack
 
 RESULTS = ("out", "row_max", "row_sum")
 COTANGENTS = ("d_out", "d_lse")
@@ -132,7 +132,7 @@ def _bwd_jvp(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, 
         return _bwd(*(now[name] for name in known), call=call, module=module)
 
     results = jax.jvp(fun, tuple(given[name] for name in call.tangent_names), tangents)[1]
-    operands = stored(call.spec, BWD.split(arrays, call)[0])
+    operands = call.spec.viewed(BWD.split(arrays, call)[0])
     return tuple(x.astype(getattr(operands, name).dtype) for name, x in zip(call.wrt, results))
 
 
@@ -148,7 +148,7 @@ def _refuse_metal(call: Call) -> None:
 
 
 def _row_shapes(*avals: Any, call: Call) -> tuple[Any, Any, Any]:
-    o = stored(call.spec, unpack(avals[: len(call.names)], call.names))
+    o = call.spec.viewed(unpack(avals[: len(call.names)], call.names))
     b, t, n, _ = o.query.shape
     rows = o.query.update(shape=(b, t, n), dtype=accumulation_dtype(o.query.dtype), weak_type=False)
     return o.query.update(shape=(b, t, n, o.value.shape[-1]), weak_type=False), rows, rows
@@ -159,7 +159,7 @@ def _tangent_shapes(*avals: Any, call: Call) -> tuple[Any, Any]:
 
 
 def _cotangent_shapes(*avals: Any, call: Call) -> tuple[Any, ...]:
-    o = stored(call.spec, unpack(avals[: len(call.names)], call.names))._asdict()
+    o = call.spec.viewed(unpack(avals[: len(call.names)], call.names))._asdict()
     return tuple(o["query"].update(shape=o[x].shape, dtype=o[x].dtype, weak_type=False) for x in call.wrt)
 
 
@@ -445,7 +445,7 @@ def _choice(kind: Kind, call: Call, operands: Operands, implementation: str, rea
         text = ", ".join(f"{d.kernel.name} x {d.threadgroups}" for d in plan.dispatches)
     else:
         text = str(blockwise.tiling_of(spec, operands, "backward" in kind.text, call.differentiated))
-    return recording.Choice(kind.text, spec.summary(stored(spec, operands)), implementation, text, reason)
+    return recording.Choice(kind.text, spec.summary(spec.viewed(operands)), implementation, text, reason)
 
 
 attention_p = _primitive(FORWARD, _attention, _row_shapes, _attention_on_metal)

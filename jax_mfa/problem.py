@@ -9,13 +9,14 @@ queries and keys, V head size of values and of the output.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jax_mfa.kv_cache.storage import Storage
+from jax_mfa.kv_cache.storage import PARTS, PagedArray, QuantizedArray, Scheme, decoded, from_bits
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # lengths and offsets stay below this, so that the distance of any two positions fits 32 bits
@@ -46,7 +47,7 @@ class Operands(NamedTuple):
     sinks: Any = None  # [rows, N], float
     # [rows, 6], uint32: two words of seed, then where the random counter starts: batch index, head, row and column
     dropout: Any = None
-    # of keys and values that are quantised, in pages or both: see `storage`. Keys and values are then what is stored
+    # of keys and values that are quantised, in pages or both: see `KeyValueView`. key and value are then the data
     key_scales: Any = None
     key_zeros: Any = None
     key_means: Any = None
@@ -91,6 +92,102 @@ AXES = {
 DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "alibi_slopes", "sinks")
 
 
+# --- keys and values that are quantised, in pages or both
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """The static facts of quantised keys or values: their scheme, and the size of a head."""
+
+    scheme: Scheme
+    size: int
+
+
+def field_of(name: str, part: str) -> str:
+    """The field of `Operands` that holds a part of "key" or "value"."""
+    return name if part == "data" else f"{name}_{part}"
+
+
+# fields beside the data of "key" and "value"
+_BESIDE = frozenset(field_of(name, part) for name in ("key", "value") for part in (*PARTS[1:], "original"))
+
+
+def is_part(field: str) -> bool:
+    """Whether a field of `Operands` belongs to a key or value beside its data."""
+    return field in _BESIDE
+
+
+def pool_fields(names: Collection[str]) -> tuple[str, ...]:
+    """Those of the operands of these names that are pages of a pool, and have no rows of their own."""
+    return tuple(x for x in names if x in ("key", "value") or is_part(x)) if "block_tables" in names else ()
+
+
+def storage_of(x: Any) -> Storage | None:
+    """The static facts of a key or value; None where it is not quantised."""
+    x = x.pages if isinstance(x, PagedArray) else x
+    return Storage(x.scheme, x.head_size) if isinstance(x, QuantizedArray) else None
+
+
+def page_size_of(x: Any) -> int | None:
+    return x.pages.shape[1] if isinstance(x, PagedArray) else None
+
+
+def as_operands(name: str, x: Any, batch: int) -> dict[str, Any]:
+    """`x`, the plain, quantised or paged "key" or "value" of a batch, as fields of `Operands`."""
+    if isinstance(x, PagedArray):
+        # the pool keeps its shape: of an array whose last axis is of size 1 XLA may make a copy for another one
+        pool = as_operands(name, x.pages, x.pages.shape[0])
+        return {**pool, "block_tables": x.tables.reshape(batch, x.tables.shape[-1])}
+    fields = {name: x}
+    if isinstance(x, QuantizedArray):
+        fields = {field_of(name, part): lax.stop_gradient(a) for part, a in x.parts().items()}
+        fields |= {} if x.original is None else {f"{name}_original": x.original}
+    return {field: a.reshape(batch, *a.shape[-3:]) for field, a in fields.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyValueView:
+    """The keys or values among the operands of a problem where they are quantised, in pages or both: the shape and
+    dtype of the plain array that they stand for, and its parts.
+
+    Attributes:
+      name: "key" or "value".
+      parts: what there is of "data", "scales", "zeros", "means": `[rows, entries, 1|K, …]`, or of pages `[P, entries,
+        1|K, …]`.
+      storage: None where the data are plain.
+      page_size, tables: None where tokens lie one after another; else tables are int32 `[rows, pages]`.
+    """
+
+    name: str
+    parts: dict[str, Any]
+    storage: Storage | None
+    page_size: int | None
+    tables: Any
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        rows, s, k, size = self.parts["data"].shape
+        if self.page_size is not None:
+            rows, s = self.tables.shape[0], self.tables.shape[1] * self.page_size
+        return rows, s, k, size if self.storage is None else self.storage.size
+
+    def tokens_of(self, part: str) -> int:
+        """How many tokens share an entry of a part."""
+        most = self.shape[1] if self.page_size is None else self.page_size
+        tokens = 1 if self.storage is None else self.storage.scheme.tokens_of(part)
+        return max(min(tokens or most, most), 1)
+
+    def decoded(self, parts: dict[str, Any], dtype: Any) -> Any:
+        """The array that parts of like tokens stand for."""
+        if self.storage is None:
+            return from_bits(parts["data"]).astype(dtype)
+        return decoded(self.storage.scheme, self.storage.size, parts, dtype)
+
+
+# --- a problem
+
+
 @dataclasses.dataclass(frozen=True)
 class Specification:
     """The static facts of an attention problem. Hashable: it keys traces, compiled programs and launch plans."""
@@ -120,6 +217,18 @@ class Specification:
             right = 0 if right is None else min(right, 0)
         return left, right
 
+    def viewed(self, operands: Operands, kind: type[KeyValueView] = KeyValueView) -> Operands:
+        """The operands, with a view of this kind in place of a key or value that is not a plain array."""
+
+        def view(name: str, storage: Storage | None) -> Any:
+            if storage is None and self.page_size is None:
+                return getattr(operands, name)
+            parts = {part: getattr(operands, field_of(name, part)) for part in PARTS}
+            parts = {part: x for part, x in parts.items() if x is not None}
+            return kind(name, parts, storage, self.page_size, operands.block_tables, operands.query.dtype)
+
+        return operands._replace(key=view("key", self.key_storage), value=view("value", self.value_storage))
+
     def summary(self, operands: Operands) -> str:
         """A problem as text: shapes, dtype and features, without the values of cap, scale and rate."""
         (b, t, n, h), (s, k, v) = operands.query.shape, operands.value.shape[1:]
@@ -136,22 +245,10 @@ class Specification:
 
     def has_mask(self, operands: Operands) -> bool:
         """Whether any rule can make a column invisible."""
-        return (
-            self.is_causal
-            or self.window != (None, None)
-            or self.bias_hides(operands)
-            or any(
-                x is not None
-                for x in (
-                    operands.mask,
-                    operands.block_mask,
-                    operands.query_lengths,
-                    operands.key_lengths,
-                    operands.query_segment_ids,
-                    operands.key_ranges,
-                )
-            )
-        )
+        lengths = operands.query_lengths, operands.key_lengths
+        if self.band != (None, None) or any(x is not None for x in lengths):
+            return True
+        return not self.only_bounds_hide(operands)
 
     def every_row_sees(self, operands: Operands) -> bool:
         """Whether each row is known to see something: nothing hides but the band, and that leaves no row without."""

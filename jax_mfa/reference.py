@@ -32,9 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mfa.kv_cache.storage import Stored, is_part, stored, straight_through
+from jax_mfa.kv_cache.storage import straight_through
 from jax_mfa.philox import keep_mask
-from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand
+from jax_mfa.problem import KeyValueView, Operands, Specification, accumulation_dtype, expand, is_part
 
 
 @jax.custom_jvp
@@ -68,7 +68,7 @@ def plain(spec: Specification, operands: Operands) -> tuple[Specification, Opera
     repeats = Operands(*spec.repeats)
     if spec.page_size is not None:  # what is read has the rows of the tables
         repeats = repeats._replace(key=repeats.block_tables, value=repeats.block_tables)
-    views = stored(spec, operands)
+    views = spec.viewed(operands)
     parts: dict[str, Any] = {x: None for x in Operands._fields if is_part(x)}
     both = {x: _all_of(getattr(views, x), getattr(operands, f"{x}_original")) for x in ("key", "value")}
     spec = dataclasses.replace(spec, key_storage=None, value_storage=None, page_size=None, repeats=tuple(repeats))
@@ -76,8 +76,8 @@ def plain(spec: Specification, operands: Operands) -> tuple[Specification, Opera
 
 
 def _all_of(x: Any, original: Any) -> Array:
-    """`[rows, S, K, H]` of an array or of `Stored`: as wide as sums are, where it was quantised."""
-    if not isinstance(x, Stored):
+    """`[rows, S, K, H]` of an array or of `KeyValueView`: as wide as sums are, where it was quantised."""
+    if not isinstance(x, KeyValueView):
         return x
     token = np.arange(x.shape[1])
 
@@ -268,5 +268,5 @@ def backward(
     weight, apart = _share(results, out, row_max, row_sum)
     d_lse = weight * (d_lse + (d_out.astype(d_lse.dtype) * apart).sum(-1))
     found = pullback(((weight[..., None] * d_out).astype(results[0].dtype), d_lse.astype(results[1].dtype)))
-    dtypes = (getattr(stored(spec, operands), name).dtype for name in wrt)
+    dtypes = (getattr(spec.viewed(operands), name).dtype for name in wrt)
     return tuple(x.astype(dtype) for x, dtype in zip(found, dtypes))

@@ -28,8 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_mfa import compat
 from jax_mfa.context_parallel import ring as rings
 from jax_mfa.context_parallel.ring import Ring
-from jax_mfa.kv_cache.storage import is_part, pool_fields
-from jax_mfa.problem import AXES, Operands, Specification, counted_from
+from jax_mfa.problem import AXES, Operands, Specification, counted_from, is_part, pool_fields
 
 _HEAD_AXIS = {name: i for name, letters in AXES.items() for i, x in enumerate(letters) if x in "NK"}
 # of tokens, of queries but where an array is of keys; of bias and masks the keys are not split
@@ -267,6 +266,10 @@ def automatically(run: Callable[..., Any], arguments: dict[str, Any], with_lse: 
     The output is then sharded like the query but for its last axis, and replicated where the query has no sharding;
     with `with_lse`, the second result likewise.
     """
-    rows = PartitionSpec(*compat.spec_of(arguments["query"])[:-1])
-    out = PartitionSpec(*rows, None)
-    return compat.without_types(run, arguments, (out, rows) if with_lse else out)
+
+    def results() -> Any:
+        rows = PartitionSpec(*compat.spec_of(arguments["query"])[:-1])
+        out = PartitionSpec(*rows, None)
+        return (out, rows) if with_lse else out
+
+    return compat.without_types(run, arguments, results)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.api import Columns, Implementation, flash_attention
-from jax_mfa.arguments import as_array, as_columns, as_window, clipped, concrete, known_integers
+from jax_mfa.arguments import as_array, as_columns, as_window, clipped, known_integers, sequence_bounds
 from jax_mfa.kv_cache.storage import QuantizedArray
 from jax_mfa.problem import MAX_POSITION, Specification
 
@@ -87,8 +87,9 @@ def flash_attention_varlen(
         raise ValueError(
             "alibi_slopes must be None where cu_seqlens_k or query_offset is given: distances would differ"
         )
-    bounds = _bounds("cu_seqlens_q", cu_seqlens_q, rows)
-    key_bounds = _bounds("cu_seqlens_k", cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, columns)
+    bounds = sequence_bounds("cu_seqlens_q", cu_seqlens_q, rows, "[R + 1]")
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    key_bounds = sequence_bounds("cu_seqlens_k", cu_seqlens_k, columns, "[R + 1]")
     if key_bounds.shape != bounds.shape:
         raise ValueError(
             f"cu_seqlens_k must have the shape of cu_seqlens_q, {list(bounds.shape)}, got {list(key_bounds.shape)}"
@@ -115,17 +116,6 @@ def flash_attention_varlen(
         dropout_seed=dropout_seed,
         implementation=implementation,
     )
-
-
-def _bounds(name: str, x: Any, limit: int) -> Array:
-    """Where sequences begin and the last one ends: int32 `[R + 1]`, clipped to 0..limit."""
-    x = known_integers(name, x, 0, limit, "integers [R + 1]")
-    if x.ndim != 1 or x.size == 0:
-        raise ValueError(f"{name} must have shape [R + 1], got {list(x.shape)}")
-    values = concrete(x)
-    if values is not None and (values[1:] < values[:-1]).any():
-        raise ValueError(f"{name} must not fall from one sequence to the next, got {values.tolist()}")
-    return jnp.asarray(clipped(x, 0, limit))
 
 
 def _ranges(rows: int, bounds: Array, key_bounds: Array, offset: Any, band: tuple[int | None, int | None]) -> Array:

@@ -13,16 +13,16 @@ import numpy as np
 from jax import Array
 
 from jax_mfa.blockwise.tile import Tile, from_words, part_of, to_words
-from jax_mfa.kv_cache.storage import Stored, field_of, spread, stored
-from jax_mfa.problem import Operands, Specification
+from jax_mfa.kv_cache.storage import spread
+from jax_mfa.problem import KeyValueView, Operands, Specification, field_of
 
 
 def viewed(spec: Specification, operands: Operands) -> Operands:
-    """The operands, with a `KeyValueView` in place of keys and values that are no plain array."""
-    return stored(spec, operands, KeyValueView)
+    """The operands, with `KeyValueTiles` in place of keys and values that are no plain array."""
+    return spec.viewed(operands, KeyValueTiles)
 
 
-class KeyValueView(Stored):
+class KeyValueTiles(KeyValueView):
     """Keys or values whose tiles are read one at a time."""
 
     def tile(self, tile: Tile) -> Array:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jax_mfa.kv_cache.storage import pool_fields
-from jax_mfa.problem import Operands, Specification
+from jax_mfa.problem import Operands, Specification, pool_fields
 from jax_mfa.tuning import tuned
 
 LARGEST = 2**20  # elements of a step's largest array: stays in caches, and is large enough to multiply fast

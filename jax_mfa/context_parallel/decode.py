@@ -181,15 +181,15 @@ def sharded_append(
     Raises:
       ValueError, TypeError: as `cache.append`; also for an axis that is not there, and a cache that does not divide.
     """
-    arrays = cache._arrays(key_cache, value_cache, key, value)
+    arrays = cache.checked_arrays(key_cache, value_cache, key, value)
     columns, devices = arrays[0].shape[-3], axis_size(axis_name, "axis_name", mesh)
     parts = devices if mesh is None else 1
     caches = [jax.ShapeDtypeStruct((*x.shape[:-3], parts * columns, *x.shape[-2:]), x.dtype) for x in arrays[:2]]
-    start, count = cache._counts(caches[0], caches[1], arrays[2], arrays[3], lengths, None, False)
+    start, count = cache.checked_counts(caches[0], caches[1], arrays[2], arrays[3], lengths, None, False)
 
     def run(key_cache: Array, value_cache: Array, key: Any, value: Any, start: Any, count: Any) -> tuple[Any, ...]:
         first = lax.axis_index(axis_name) * key_cache.shape[-3]
-        *caches, _ = cache._append(key_cache, value_cache, key, value, start - first, count, False)
+        *caches, _ = cache.write(key_cache, value_cache, key, value, start - first, count, False)
         return *caches, start + count
 
     if mesh is not None:

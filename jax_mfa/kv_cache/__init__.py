@@ -1,1 +1,1 @@
-"""Caches of keys and values: contiguous ones and rings, pools of pages, and what is quantised in either."""
+"""Caches of keys and values: contiguous ones and rings, pools of pages, and quantised arrays."""

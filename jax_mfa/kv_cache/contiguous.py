@@ -13,6 +13,7 @@ it for ever. Keys are turned by a rotary embedding before they are cached: their
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from jax_mfa.typing import Bias, Float, Int32, Integer, Key, Lists, Mask
 
 __all__ = ["append", "attend"]
+
+# arguments of `attend` that `dot_product_attention` takes as they are
+_FEATURES = (
+    *("scale", "logits_soft_cap", "alibi_slopes", "sinks", "query_segment_ids", "key_value_segment_ids"),
+    *("dropout_rate", "dropout_seed", "implementation"),
+)
+_BY_COLUMN = ("bias", "mask", "query_segment_ids", "key_value_segment_ids")
 
 
 def append(
@@ -68,34 +76,38 @@ def append(
       ValueError, TypeError: naming the argument, what was seen and what was expected; also where more tokens are known
         to come than a plain cache holds. Values are known where they are not traced.
     """
-    arrays = _arrays(key_cache, value_cache, key, value)
-    start, count = _counts(*arrays, lengths, new_lengths, ring)
-    return _append(*arrays, start, count, ring)
+    arrays = checked_arrays(key_cache, value_cache, key, value)
+    return write(*arrays, *checked_counts(*arrays, lengths, new_lengths, ring), ring)
 
 
-def _append(
+def write(
     key_cache: Array, value_cache: Array, key: Array, value: Array, start: Array, count: Array, ring: bool
 ) -> tuple[Array, Array, Array]:
+    """`append` of checked arguments: `count` tokens from position `start` on. Those before position 0 are dropped."""
     columns, tokens = key_cache.shape[-3], np.arange(key.shape[-3], dtype=np.int32)
 
-    def write(cache: Array, new: Array, start: Array, count: Array) -> Array:  # of one batch row
+    def write_row(cache: Array, new: Array, start: Array, count: Array) -> Array:
         column = start + tokens
-        counts = (tokens < count) & (column >= 0)  # what stands before belongs to another device
+        counts = (tokens < count) & (column >= 0)
         if ring:
             column, counts = column % columns, counts & (tokens >= count - columns)
-        # there is no column `columns`: what goes there is dropped, as is what lies beyond
+        # scatters drop column `columns`, which does not exist, and those beyond
         at = jnp.where(counts, column, columns)
-        # as bits: XLA's CPU backend would convert a whole cache of bfloat16 to float32 and back
+        # bits, for XLA's CPU backend would convert a whole cache of bfloat16 to float32 and back
         return from_bits(as_bits(cache).at[at].set(as_bits(new.astype(cache.dtype)), mode="drop"))
 
-    for _ in start.shape:
-        write = jax.vmap(write)
+    def written(cache: Array, new: Array) -> Array:
+        arrays = {"cache": cache, "new": new, "start": start, "count": count}
+        return _for_each_row(write_row, arrays, lambda: compat.spec_of(cache))
 
-    arrays = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
-    arrays |= {"start": start, "count": count}
-    both = lambda x: tuple(write(x[f"{name}_cache"], x[name], x["start"], x["count"]) for name in ("key", "value"))
-    specs = compat.spec_of(key_cache), compat.spec_of(value_cache)
-    return (*compat.without_types(both, arrays, specs), start + count)
+    return written(key_cache, key), written(value_cache, value), start + count
+
+
+def _for_each_row(run: Callable[..., Array], arrays: dict[str, Array], spec: Callable[[], PartitionSpec]) -> Array:
+    """`run` of each batch row's arrays, "start" among them; `spec` is that of the result where sharding is explicit."""
+    for _ in arrays["start"].shape:
+        run = jax.vmap(run)
+    return compat.without_types(lambda arrays: run(*arrays.values()), arrays, spec)
 
 
 def attend(
@@ -147,9 +159,10 @@ def attend(
         another size.
       NotImplementedError: where a named implementation cannot run the call.
     """
+    given = locals()
     query = _floating("query", query, "[..., T, N, H]")
-    arrays = key_cache, value_cache, key, value = _arrays(key_cache, value_cache, key, value)
-    start, count = _counts(*arrays, lengths, new_lengths, ring)
+    arrays = key_cache, value_cache, key, value = checked_arrays(key_cache, value_cache, key, value)
+    start, count = checked_counts(*arrays, lengths, new_lengths, ring)
     columns, tokens = key_cache.shape[-3], key.shape[-3]
     if query.shape[-3] != tokens:
         raise ValueError(f"query must be as long as key, [..., T = {tokens}, N, H], got {list(query.shape)}")
@@ -159,37 +172,30 @@ def attend(
     elif new_lengths is not None:
         query_seq_lengths = count  # padding sees nothing
     left = ring_columns(local_window_size) - 1 if ring else 0
-    if ring:
-        by_column = {
-            "bias": bias,
-            "mask": mask,
-            "query_segment_ids": query_segment_ids,
-            "key_value_segment_ids": key_value_segment_ids,
-        }
-        for name, x in by_column.items():
-            if x is not None:
-                raise ValueError(f"{name} must not be given with a ring cache, whose columns have no fixed position")
-        if columns != left + 1:
-            raise ValueError(
-                f"a ring cache for local_window_size = {local_window_size!r} must have {left + 1} columns, "
-                f"got key_cache of shape {list(key_cache.shape)}"
-            )
-    keys, values, total = caches = _append(*arrays, start, count, ring)
+    for name in _BY_COLUMN if ring else ():
+        if given[name] is not None:
+            raise ValueError(f"{name} must not be given with a ring cache, whose columns have no fixed position")
+    if ring and columns != left + 1:
+        raise ValueError(
+            f"a ring cache for local_window_size = {local_window_size!r} must have {left + 1} columns, "
+            f"got key_cache of shape {list(key_cache.shape)}"
+        )
+    keys, values, total = caches = write(*arrays, start, count, ring)
 
     filled = jnp.minimum(total, columns)
     visible: dict[str, Any] = {"local_window_size": local_window_size}
     if not ring:
         visible |= {"query_offset": start, "key_value_seq_lengths": filled}
-    elif tokens == 1 and alibi_slopes is None:  # the ring now holds what the one query sees, and nothing more
+    elif tokens == 1 and alibi_slopes is None:  # the ring holds the columns that the one query sees, and no others
         visible = {"query_offset": filled - 1, "key_value_seq_lengths": filled}
     else:
         keys, values = (_in_order(x, new, start, left) for x, new in ((key_cache, key), (value_cache, value)))
         # column c is position start − left + c; the first `left − start` were never written
         ends = lambda x: jnp.stack([jnp.maximum(left - x["start"], 0), left + x["count"]], axis=-1)
         seen = lambda x: jnp.broadcast_to(ends(x)[..., None, :], (*start.shape, tokens, 2))
-        spec = PartitionSpec(*compat.spec_of(start), None, None)
-        seen = compat.without_types(seen, {"start": start, "count": count}, spec)
-        visible |= {"query_offset": left, "key_value_ranges": seen}
+        spec = lambda: PartitionSpec(*compat.spec_of(start), None, None)
+        ranges = compat.without_types(seen, {"start": start, "count": count}, spec)
+        visible |= {"query_offset": left, "key_value_ranges": ranges}
     out = dot_product_attention(
         query,
         keys.astype(query.dtype),
@@ -197,20 +203,12 @@ def attend(
         bias,
         mask,
         is_causal=True,
-        scale=scale,
         query_seq_lengths=query_seq_lengths,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        dropout_rate=dropout_rate,
-        dropout_seed=dropout_seed,
-        implementation=implementation,
         **visible,
+        **{name: given[name] for name in _FEATURES},
     )
     if not ring and isinstance(total, jax.core.Tracer):
-        # how full a traced cache is shows only at run time
+        # traced lengths are known only at run time
         out = jnp.where((total > columns)[..., None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
     return out, *caches
 
@@ -230,13 +228,16 @@ def ring_columns(local_window_size: int | tuple[int | None, int | None] | None) 
 def _in_order(cache: Array, new: Array, start: Array, count: int) -> Array:
     """The `count` tokens before position `start` of a ring of `count + 1` columns, in order, and the new ones."""
     tokens = np.arange(count, dtype=np.int32)
-    take = lambda cache, start: jnp.take(cache, (start + 1 + tokens) % (count + 1), axis=0, mode="clip")
-    for _ in start.shape:
-        take = jax.vmap(take)
-    run = lambda x: jnp.concatenate([take(x["cache"], x["start"]), x["new"].astype(cache.dtype)], axis=-3)
-    *rows, _, heads, size = compat.spec_of(cache)
-    spec = PartitionSpec(*rows, None, heads, size)
-    return compat.without_types(run, {"cache": cache, "new": new, "start": start}, spec)
+
+    def row_in_order(cache: Array, new: Array, start: Array) -> Array:
+        old = jnp.take(cache, (start + 1 + tokens) % (count + 1), axis=0, mode="clip")
+        return jnp.concatenate([old, new.astype(cache.dtype)], axis=0)
+
+    def spec() -> PartitionSpec:
+        *rows, _, heads, size = compat.spec_of(cache)
+        return PartitionSpec(*rows, None, heads, size)
+
+    return _for_each_row(row_in_order, {"cache": cache, "new": new, "start": start}, spec)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,35 +251,26 @@ def _floating(name: str, x: Any, shape: str) -> Array:
             "PagedKVCache, and not in a plain cache or a ring"
         )
     x = as_array(name, x, "f", f"floating {shape}")
-    if x.ndim < 3:
-        raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
+    checks.fits(name, x, x.ndim >= 3, shape)
     return x
 
 
-def _arrays(
+def checked_arrays(
     key_cache: ArrayLike, value_cache: ArrayLike, key: ArrayLike, value: ArrayLike
 ) -> tuple[Array, Array, Array, Array]:
     """The arrays of `append`, of JAX and of shapes that fit."""
     key_cache = _floating("key_cache", key_cache, "[..., S, K, H]")
     value_cache = _floating("value_cache", value_cache, "[..., S, K, V]")
     key, value = _floating("key", key, "[..., T, K, H]"), _floating("value", value, "[..., T, K, V]")
-    if value_cache.shape[:-1] != key_cache.shape[:-1]:
-        raise ValueError(
-            f"value_cache must have the shape of key_cache, {list(key_cache.shape)}, but for the head size, "
-            f"got {list(value_cache.shape)}"
-        )
-    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        if new.shape[:-3] != cache.shape[:-3] or new.shape[-2:] != cache.shape[-2:]:
-            raise ValueError(
-                f"{name} must have the shape of {name}_cache, {list(cache.shape)}, but for the length, "
-                f"got {list(new.shape)}"
-            )
+    checks.same_shape("value_cache", value_cache, "key_cache", key_cache, -1, "head size")
+    checks.same_shape("key", key, "key_cache", key_cache, -3, "length")
+    checks.same_shape("value", value, "value_cache", value_cache, -3, "length")
     if value.shape[-3] != key.shape[-3]:
         raise ValueError(f"value must have the length T = {key.shape[-3]} of key, got {list(value.shape)}")
     return key_cache, value_cache, key, value
 
 
-def _counts(
+def checked_counts(
     key_cache: Any, value_cache: Any, key: Array, value: Array, lengths: Any, new_lengths: Any, ring: bool
 ) -> tuple[Array, Array]:
     """How many tokens each batch row has and how many come, int32 with the leading axes of the cache."""
@@ -287,7 +279,9 @@ def _counts(
     lengths = known_lengths("lengths", lengths, MAX_POSITION if ring else columns)
     new_lengths = np.int32(tokens) if new_lengths is None else known_lengths("new_lengths", new_lengths, tokens)
     start, count = _per_row("lengths", lengths, lead, MAX_POSITION), _per_row("new_lengths", new_lengths, lead, tokens)
-    written, coming = np.broadcast_arrays(_known(lengths), _known(new_lengths))
+    # integers that are traced or live on other hosts are taken for 0
+    known = lambda x: np.int64(0) if (values := concrete(x)) is None else values.astype(np.int64)
+    written, coming = np.broadcast_arrays(known(lengths), known(new_lengths))
     if not ring and written.size and (written + coming).max() > columns:
         row = np.argmax(written + coming)
         raise ValueError(
@@ -297,14 +291,7 @@ def _counts(
     return start, count
 
 
-def _known(x: Any) -> Any:
-    """Integers, or 0 while they are traced or live on other hosts."""
-    values = concrete(x)
-    return np.int64(0) if values is None else values.astype(np.int64)
-
-
 def _per_row(name: str, x: Any, lead: tuple[int, ...], most: int) -> Array:
     """Integers of the shape `lead`, or one for all, as int32 of the shape `lead`, brought within 0..most."""
-    if np.shape(x) not in ((), lead):
-        raise ValueError(f"{name} must have shape [B] = {list(lead)}, got {list(np.shape(x))}")
+    checks.fits(name, x, x.shape in ((), lead), f"[B] = {list(lead)}")
     return jnp.broadcast_to(clipped(x, 0, most), lead)

@@ -1,7 +1,7 @@
 """Which page of a pool belongs to which sequences: plain Python, on the host, without an array of JAX.
 
 A sequence is a number, a list of pages and a length. Pages may belong to several sequences (a fork, a common prefix);
-one that is written while others hold it is copied first. A page that nobody holds is free; if the tokens in it are
+one that is written while others own it is copied first. A page without an owner is free; if the tokens in it are
 known it keeps them till it is needed, so that a later sequence with the same beginning finds them.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ MOST_SLOTS = 2**31 - 1  # slots are int32
 
 
 class OutOfPages(RuntimeError):
-    """The pool has not enough pages for what was asked; nothing has changed."""
+    """The pool has too few free pages for new tokens; nothing has changed."""
 
 
 class Write(NamedTuple):
@@ -64,10 +64,10 @@ class PageBook:
         self.page_size = checks.integer("page_size", page_size, 1, MOST_SLOTS)
         self.pages = checks.integer("pages", pages, 1, MOST_SLOTS // self.page_size)
         self._sequences: dict[int, _Sequence] = {}
-        self._next = 0  # a sequence's number
+        self._next = 0  # number of the next sequence
         self._owners = [0] * self.pages
-        self._empty = list(range(self.pages))[::-1]  # nobody's, and nothing worth keeping
-        self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()  # nobody's, longest so first
+        # free pages, in the order in which they are taken: those without known tokens, then those free for longest
+        self._free = collections.OrderedDict.fromkeys(range(self.pages))
         self._digest_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
@@ -77,7 +77,7 @@ class PageBook:
     @property
     def free_pages(self) -> int:
         """How many pages belong to no sequence."""
-        return len(self._empty) + len(self._kept)
+        return len(self._free)
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -102,37 +102,34 @@ class PageBook:
         Returns:
           The number of the sequence.
         """
-        found = _Sequence([], 0, [], [])
-        given, digest = _tokens("tokens", tokens), b""
-        for start in range(0, len(given) - self.page_size, self.page_size):
-            part = given[start : start + self.page_size]
-            digest = _digest(digest, part)
+        sequence, given = _Sequence([], 0, [], []), _tokens("tokens", tokens)
+        for digest in self._digests(b"", given[:-1]):
             page = self._page_of.get(digest)
             if page is None:
                 break
             self._hold(page)
-            found.pages.append(page)
-            found.tokens += part
-            found.digests.append(digest)
-        found.length = len(found.tokens)
-        return self._add(found)
+            sequence.pages.append(page)
+            sequence.digests.append(digest)
+        sequence.length = len(sequence.pages) * self.page_size
+        sequence.tokens = given[: sequence.length]
+        return self._add(sequence)
 
     def fork(self, sequence: int) -> int:
         """A new sequence of the same tokens, which shares all pages till either is appended to."""
-        own = self._of(sequence)
-        for page in own.pages:
+        old = self._of(sequence)
+        for page in old.pages:
             self._hold(page)
-        return self._add(_Sequence(list(own.pages), own.length, list(own.tokens), list(own.digests)))
+        return self._add(_Sequence(list(old.pages), old.length, list(old.tokens), list(old.digests)))
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets all tokens from `length` on."""
-        own, length = self._of(sequence), checks.integer("length", length, least=0)
-        if length > own.length:
-            raise ValueError(f"length must be at most the {own.length} tokens of sequence {sequence}, got {length}")
-        keep = -(-length // self.page_size)
-        self._release(own.pages[keep:])
-        own.pages, own.length, own.tokens = own.pages[:keep], length, own.tokens[:length]
-        own.digests = own.digests[: length // self.page_size]
+        x, length = self._of(sequence), checks.integer("length", length, least=0)
+        if length > x.length:
+            raise ValueError(f"length must be at most the {x.length} tokens of sequence {sequence}, got {length}")
+        keep = self._page_count(length)
+        self._release(x.pages[keep:])
+        x.pages, x.length, x.tokens = x.pages[:keep], length, x.tokens[:length]
+        x.digests = x.digests[: length // self.page_size]
 
     def free(self, sequence: int) -> None:
         """Ends a sequence: its pages are free where no other holds them."""
@@ -159,45 +156,45 @@ class PageBook:
           OutOfPages: where the pool has not the room; nothing has changed.
         """
         sequences = checks.integers("sequences", sequences)
-        own = [self._of(x, "sequences") for x in sequences]
-        if len({*sequences}) < len(own):
+        several = self._several(sequences)
+        if len({*sequences}) < len(several):
             raise ValueError(f"sequences must be named once each, got {sequences}")
         coming = checks.integers("counts", counts, least=0)
-        if len(coming) != len(own):
-            raise ValueError(f"counts must have one number for each of {len(own)} sequences, got {len(coming)}")
+        if len(coming) != len(several):
+            raise ValueError(f"counts must have one number for each of {len(several)} sequences, got {len(coming)}")
         known = None
         if tokens is not None:
             known = [_tokens("tokens", x) for x in checks.sequence("tokens", tokens, "integers of each sequence")]
-            if [len(x) for x in known] != coming:
-                raise ValueError(
-                    f"tokens must hold as many integers as counts, {coming}, got {[len(x) for x in known]}"
-                )
+            sizes = [len(x) for x in known]
+            if sizes != coming:
+                raise ValueError(f"tokens must hold as many integers as counts, {coming}, got {sizes}")
 
-        shared = self._shared_ends(own, coming)
-        missing = [-(-(x.length + n) // self.page_size) - len(x.pages) for x, n in zip(own, coming)]
-        needed = sum(missing) + sum(shared)
+        # a last page that is not full is written to: of the sequences that share it, all but the last owner copy it
+        begun = [n > 0 and x.length % self.page_size > 0 for x, n in zip(several, coming)]
+        writers = collections.Counter(x.pages[-1] for x, writes in zip(several, begun) if writes)
+        copied = sum(min(count, self._owners[page] - 1) for page, count in writers.items())
+        missing = [self._page_count(x.length + n) - len(x.pages) for x, n in zip(several, coming)]
+        needed = sum(missing) + copied
         if needed > self.free_pages:
             raise OutOfPages(f"{needed} pages are needed for {sum(coming)} tokens, and {self.free_pages} are free")
 
         copies, slots = [], []
-        for i, (x, n) in enumerate(zip(own, coming)):
-            if n and x.length % self.page_size:
-                last = x.pages[-1]
-                if shared[i]:
-                    x.pages[-1] = self._take()
-                    copies.append((last, x.pages[-1]))
-                    self._release([last])
-                else:
-                    self._forget(last)
+        for i, (x, n) in enumerate(zip(several, coming)):
+            if begun[i] and self._owners[x.pages[-1]] > 1:
+                copies.append((x.pages[-1], self._take()))
+                self._release(x.pages[-1:])
+                x.pages[-1] = copies[-1][1]
+            elif begun[i]:
+                self._forget(x.pages[-1])
             x.pages += [self._take() for _ in range(missing[i])]
-            place = np.arange(x.length, x.length + n)
-            slots.append(np.array(x.pages, np.int64)[place // self.page_size] * self.page_size + place % self.page_size)
+            page, within = np.divmod(np.arange(x.length, x.length + n), self.page_size)
+            slots.append(np.array(x.pages, np.int64)[page] * self.page_size + within)
             if known is not None and len(x.tokens) == x.length:
                 x.tokens += known[i]
             x.length += n
             self._remember(x)
-        moved = np.array(copies, np.int32).reshape(-1, 2)
-        return Write(np.concatenate([np.zeros(0), *slots]).astype(np.int32), moved[:, 0], moved[:, 1])
+        sources, targets = np.array(copies, np.int32).reshape(-1, 2).T
+        return Write(np.concatenate([np.zeros(0), *slots]).astype(np.int32), sources, targets)
 
     def tables(
         self, sequences: Sequence[int], width: int | None = None
@@ -211,87 +208,79 @@ class PageBook:
           block_tables: int32 `[B, width]`, −1 behind the pages of a sequence.
           context_lens: int32 `[B]`.
         """
-        own = [self._of(x, "sequences") for x in checks.integers("sequences", sequences)]
-        most = max([len(x.pages) for x in own], default=0)
+        several = self._several(sequences)
+        most = max([len(x.pages) for x in several], default=0)
         width = 1 << max(most - 1, 0).bit_length() if width is None else checks.integer("width", width, 0, MOST_SLOTS)
         if width < most:
             raise ValueError(f"width must be at least {most}, the pages of the longest sequence, got {width}")
-        table = np.full((len(own), width), -1, np.int32)
-        for row, x in zip(table, own):
+        table = np.full((len(several), width), -1, np.int32)
+        for row, x in zip(table, several):
             row[: len(x.pages)] = x.pages
-        return table, np.array([x.length for x in own], np.int32)
+        return table, np.array([x.length for x in several], np.int32)
 
     # --- pages
 
     def _of(self, sequence: int, name: str = "sequence") -> _Sequence:
-        found = self._sequences.get(checks.integer(name, sequence))
-        if found is None:
+        if checks.integer(name, sequence) not in self._sequences:
             raise ValueError(f"{name} must be allocated and not freed, got {sequence}")
-        return found
+        return self._sequences[sequence]
+
+    def _several(self, sequences: Sequence[int]) -> list[_Sequence]:
+        return [self._of(x, "sequences") for x in checks.integers("sequences", sequences)]
 
     def _add(self, sequence: _Sequence) -> int:
         number, self._next = self._next, self._next + 1
         self._sequences[number] = sequence
         return number
 
-    def _shared_ends(self, own: list[_Sequence], coming: list[int]) -> list[bool]:
-        """Whose last page must be copied before tokens are written to it: of those who share one, all but the last."""
-        left: dict[int, int] = {}
-        shared = []
-        for x, n in zip(own, coming):
-            written = n > 0 and x.length % self.page_size > 0
-            page = x.pages[-1] if written else -1
-            holders = left.get(page, self._owners[page]) if written else 1
-            shared.append(holders > 1)
-            if holders > 1:
-                left[page] = holders - 1
-        return shared
+    def _page_count(self, length: int) -> int:
+        return -(-length // self.page_size)
 
     def _hold(self, page: int) -> None:
         self._owners[page] += 1
-        self._kept.pop(page, None)
+        self._free.pop(page, None)
 
     def _release(self, pages: list[int]) -> None:
-        for page in reversed(pages):  # of what is kept, the end of a sequence goes first: it is found by its beginning
+        # from the end, which is then reused first: a sequence is found by its beginning
+        for page in reversed(pages):
             self._owners[page] -= 1
             if not self._owners[page]:
-                if page in self._digest_of:
-                    self._kept[page] = None
-                else:
-                    self._empty.append(page)
+                self._free[page] = None
+                if page not in self._digest_of:
+                    self._free.move_to_end(page, last=False)
 
     def _take(self) -> int:
-        if self._empty:
-            page = self._empty.pop()
-        else:
-            page, _ = self._kept.popitem(last=False)
-            self._forget(page)
+        page, _ = self._free.popitem(last=False)
+        self._forget(page)
         self._owners[page] = 1
         return page
 
     def _forget(self, page: int) -> None:
-        """What a page holds is about to change."""
+        """Forgets the known tokens of a page that is about to change."""
         digest = self._digest_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
 
     def _remember(self, x: _Sequence) -> None:
         """Full pages of known tokens may be found from now on."""
-        for i in range(len(x.digests), len(x.tokens) // self.page_size):
-            digest = _digest(x.digests[-1] if i else b"", x.tokens[i * self.page_size : (i + 1) * self.page_size])
+        known = len(x.digests)
+        before = x.digests[-1] if known else b""
+        for page, digest in zip(x.pages[known:], self._digests(before, x.tokens[known * self.page_size :])):
             x.digests.append(digest)
             if digest not in self._page_of:
-                self._digest_of[x.pages[i]], self._page_of[digest] = digest, x.pages[i]
+                self._digest_of[page], self._page_of[digest] = digest, page
+
+    def _digests(self, before: bytes, tokens: list[int]) -> Iterator[bytes]:
+        """Of each full page of tokens a digest, of it and of all pages before it."""
+        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
+            page = np.array(tokens[start : start + self.page_size], np.int64)
+            before = hashlib.blake2b(before + page.tobytes(), digest_size=16).digest()
+            yield before
 
 
 def _tokens(name: str, x: Any) -> list[int]:
-    """Tokens as Python integers, of 64 bits: their pages are known by what these hold."""
-    found = checks.integers(name, x)
-    if found and not -(2**63) <= min(found) <= max(found) < 2**63:
-        raise ValueError(f"{name} must be integers of 64 bits, got {min(found)}..{max(found)}")
-    return found
-
-
-def _digest(before: bytes, tokens: list[int]) -> bytes:
-    """Of the tokens of a page, and of all pages before it."""
-    return hashlib.blake2b(before + np.array(tokens, np.int64).tobytes(), digest_size=16).digest()
+    """Tokens as Python integers, of 64 bits as digests take them."""
+    tokens = checks.integers(name, x)
+    if tokens and not -(2**63) <= min(tokens) <= max(tokens) < 2**63:
+        raise ValueError(f"{name} must be integers of 64 bits, got {min(tokens)}..{max(tokens)}")
+    return tokens

@@ -9,7 +9,6 @@ heads, H head size of queries and keys, V of values.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -17,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import checks, compat
+from jax_mfa import checks, sharding
 from jax_mfa.api import Columns, Implementation, attend_by_name
-from jax_mfa.arguments import as_array, clipped, concrete, known_integers, known_lengths
+from jax_mfa.arguments import as_array, clipped, concrete, known_integers, known_lengths, sequence_bounds
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray, dtype_of
 
 if TYPE_CHECKING:
@@ -123,22 +121,19 @@ def paged_attention(
       NotImplementedError: where a named implementation cannot run the call, and for derivatives of pages.
     """
     ragged = query_start_locs is not None
-    given: Any = query.dequantize() if isinstance(query, QuantizedArray) else query
-    new = as_array("query", given, "f", "floating [T, N, H]" if ragged else "floating [B, T, N, H]")
-    if new.ndim != (3 if ragged else 4):
-        letters = "[T, N, H] with query_start_locs" if ragged else "[B, T, N, H] without query_start_locs"
-        raise ValueError(f"query must have shape {letters}, got {list(new.shape)}")
-    keys, values = _pages(new, key_pages, value_pages)
+    query = query.dequantize() if isinstance(query, QuantizedArray) else query
+    new = as_array("query", query, "f", "floating [T, N, H]" if ragged else "floating [B, T, N, H]")
+    letters = "[T, N, H] with query_start_locs" if ragged else "[B, T, N, H] without query_start_locs"
+    checks.fits("query", new, new.ndim == (3 if ragged else 4), letters)
+    keys, values = _checked_pages(new, key_pages, value_pages)
     count, page = keys.shape[:2]
     tables = known_integers("block_tables", block_tables, -(2**31), 2**31 - 1, "integers [B, pages]")
     tables = tables.reshape(0, 0) if tables.shape == (0,) else tables  # the list of no sequences
-    if tables.ndim != 2 or not (ragged or tables.shape[0] == new.shape[0]):
-        letters = "[B, pages]" if ragged else f"[B, pages] with B = {new.shape[0]}"
-        raise ValueError(f"block_tables must have shape {letters}, got {list(tables.shape)}")
+    letters = "[B, pages]" if ragged else f"[B, pages] with B = {new.shape[0]}"
+    checks.fits("block_tables", tables, tables.ndim == 2 and (ragged or tables.shape[0] == new.shape[0]), letters)
     batch, width = tables.shape
     lengths = known_lengths("context_lens", context_lens, width * page)
-    if lengths.shape != (batch,):
-        raise ValueError(f"context_lens must have shape [B] = [{batch}], got {list(lengths.shape)}")
+    checks.fits("context_lens", lengths, lengths.shape == (batch,), f"[B] = [{batch}]")
     _refuse_outside(tables, lengths, count, page)
     tables = jnp.asarray(clipped(tables, -(2**31), 2**31 - 1))
     lengths = jnp.asarray(clipped(lengths, 0, width * page))
@@ -148,66 +143,57 @@ def paged_attention(
     tables = _read_tables(tables, lengths, count, page)
     lengths = lengths if tables.size else jnp.zeros_like(lengths)  # there is nothing to read
 
-    names = {"alibi_slopes": alibi_slopes, "sinks": sinks}
-    per_head = {name: as_array(name, x, "f", "floating [N]") for name, x in names.items() if x is not None}
-    for name, x in per_head.items():
-        if x.shape not in ((new.shape[-2],), (batch, new.shape[-2])):
-            raise ValueError(
-                f"{name} must have shape [N] = [{new.shape[-2]}] or [B, N], B = {batch}, got {list(x.shape)}"
-            )
-    arguments: dict[str, Any] = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "local_window_size": local_window_size,
-        "logits_soft_cap": logits_soft_cap,
-    }
-    arguments |= {"query": new, "keys": keys, "values": values, "tables": tables, "lengths": lengths, **per_head}
+    arguments: dict[str, Any] = {"query": new, "keys": keys, "values": values, "tables": tables, "lengths": lengths}
+    arguments |= {"is_causal": is_causal, "scale": scale}
+    arguments |= {"local_window_size": local_window_size, "logits_soft_cap": logits_soft_cap}
+    n = new.shape[-2]
+    for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if x is not None:
+            arguments[name] = x = as_array(name, x, "f", "floating [N]")
+            checks.fits(name, x, x.shape in ((n,), (batch, n)), f"[N] = [{n}] or [B, N], B = {batch}")
     if ragged:
-        arguments["starts"] = _starts(query_start_locs, batch, new.shape[0])
-    attend = functools.partial(_attend, implementation=implementation, return_residual=return_residual)
-    rows_spec = PartitionSpec(*compat.spec_of(new)[:-1])
-    out_spec = PartitionSpec(*rows_spec, None)
-    return compat.without_types(attend, arguments, (out_spec, rows_spec) if return_residual else out_spec)
+        arguments["starts"] = sequence_bounds("query_start_locs", query_start_locs, new.shape[0], "[B + 1]", batch)
+
+    def attend(arguments: dict[str, Any]) -> Any:
+        rows, specified = _specified(**arguments)
+        results = attend_by_name(specified, implementation, return_residual)
+        if rows is None:
+            return results
+        if return_residual:
+            return rows.apart(results[0], 0), rows.apart(results[1], -jnp.inf)
+        return rows.apart(results, 0)
+
+    return sharding.automatically(attend, arguments, return_residual)
 
 
-def _attend(arguments: dict[str, Any], implementation: Any, return_residual: bool) -> Any:
-    """Attention through pages, of ragged rows where there are `starts`."""
-    new, keys, values, tables, lengths, starts = (
-        arguments.pop(name, None) for name in ("query", "keys", "values", "tables", "lengths", "starts")
-    )
+def _specified(
+    query: Array, keys: Any, values: Any, tables: Array, lengths: Array, starts: Array | None = None, **features: Any
+) -> tuple[_Rows | None, dict[str, Any]]:
+    """Arguments of `attend_by_name`, and how ragged rows (where there are `starts`) were put together for it."""
+    features |= {"bias": None, "mask": None}
     rows = None
-    if starts is not None:
-        rows = _Rows(new.shape[0], starts, tables.shape[0])
-        new = rows.together(new)
-        for name in ("alibi_slopes", "sinks"):
-            if name in arguments and arguments[name].ndim == 2:
-                arguments[name] = _taken(arguments[name], rows.sequence)
-        tables, lengths = _taken(tables, rows.sequence), _taken(lengths, rows.sequence)
-        arguments |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
+    if starts is None:
+        features["query_offset"] = lengths - query.shape[1]
     else:
-        arguments["query_offset"] = lengths - new.shape[1]
-    arguments |= {"query": new, "key": PagedArray(keys, tables), "value": PagedArray(values, tables)}
-    arguments |= {"bias": None, "mask": None, "key_value_seq_lengths": lengths}
-    results = attend_by_name(arguments, implementation, return_residual)
-    if rows is None:
-        return results
-    if return_residual:
-        return rows.apart(results[0], 0), rows.apart(results[1], -jnp.inf)
-    return rows.apart(results, 0)
+        rows = _Rows(query.shape[0], starts, tables.shape[0])
+        query, tables, lengths = rows.together(query), _taken(tables, rows.sequence), _taken(lengths, rows.sequence)
+        for name in ("alibi_slopes", "sinks"):
+            if name in features and features[name].ndim == 2:
+                features[name] = _taken(features[name], rows.sequence)
+        features |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
+    arrays = {"query": query, "key": PagedArray(keys, tables), "value": PagedArray(values, tables)}
+    return rows, {**arrays, **features, "key_value_seq_lengths": lengths}
 
 
-def _pages(query: Any, key_pages: Any, value_pages: Any) -> tuple[Any, Any]:
+def _checked_pages(query: Any, key_pages: Any, value_pages: Any) -> list[Any]:
     """The pages as they are or as arrays, of shapes that fit."""
     n, h = query.shape[-2:]
     pages = []
-    for name, x, letters in (
-        ("key_pages", key_pages, "[P, page, K, H]"),
-        ("value_pages", value_pages, "[P, page, K, V]"),
-    ):
+    for name, x, size in (("key_pages", key_pages, "H"), ("value_pages", value_pages, "V")):
+        letters = f"[P, page, K, {size}]"
         if not isinstance(x, QuantizedArray) and getattr(x, "dtype", None) != np.uint16:
             x = as_array(name, x, "f", f"floating {letters} or quantised")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have shape {letters}, got {list(x.shape)}")
+        checks.fits(name, x, x.ndim == 4, letters)
         if x.shape[1] not in PAGE_SIZES:
             raise ValueError(f"{name} must have pages of {', '.join(map(str, PAGE_SIZES))} tokens, got {list(x.shape)}")
         if dtype_of(x) != query.dtype:
@@ -216,14 +202,10 @@ def _pages(query: Any, key_pages: Any, value_pages: Any) -> tuple[Any, Any]:
     key, value = pages
     if key.shape[-1] != h:
         raise ValueError(f"key_pages must have the head size of query, H = {h}, got shape {list(key.shape)}")
-    if value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(
-            f"value_pages must have the shape of key_pages, {list(key.shape)}, but for the head size, "
-            f"got {list(value.shape)}"
-        )
+    checks.same_shape("value_pages", value, "key_pages", key, -1, "head size")
     if n % key.shape[2] if key.shape[2] else n:
         raise ValueError(f"the heads of query must be a multiple of those of key_pages, got {n} and {key.shape[2]}")
-    return key, value
+    return pages
 
 
 # --- tables
@@ -238,25 +220,23 @@ def _outside(tables: Any, lengths: Any, count: int, page: int) -> Any:
 
 def _refuse_outside(tables: Any, lengths: Any, count: int, page: int) -> None:
     tables, lengths = concrete(tables), concrete(lengths)
-    if tables is None or lengths is None:
-        return
-    outside = np.argwhere(_outside(tables, lengths, count, page))
-    if len(outside):
-        at = tuple(int(i) for i in outside[0])
+    outside = tables is not None and lengths is not None and _outside(tables, lengths, count, page)
+    if np.any(outside):
+        first = _first(outside)
         raise ValueError(
-            f"block_tables must hold pages 0..{count - 1} within context_lens, got {tables[at]} at {list(at)}"
+            f"block_tables must hold pages 0..{count - 1} within context_lens, got {tables[first]} at {list(first)}"
         )
 
 
 def _report(wrong: Any, tables: Any, outside: Any, count: Any) -> None:
     if wrong:
-        at = [int(i) for i in np.argwhere(outside)[0]]
-        warnings.warn(
-            f"block_tables: {int(wrong)} entries outside of the pool's {int(count)} pages, the first "
-            f"{int(tables[tuple(at)])} at {at}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        first = _first(outside)
+        text = f"block_tables: {int(wrong)} entries outside of the pool's {int(count)} pages, the first"
+        warnings.warn(f"{text} {int(tables[first])} at {list(first)}", RuntimeWarning, stacklevel=2)
+
+
+def _first(outside: Any) -> tuple[int, ...]:
+    return tuple(np.argwhere(outside)[0].tolist())
 
 
 def _read_tables(tables: Any, lengths: Any, count: int, page: int) -> Any:
@@ -272,24 +252,14 @@ def _read_tables(tables: Any, lengths: Any, count: int, page: int) -> Any:
 # --- rows of unequal sequences
 
 
-def _starts(query_start_locs: Any, batch: int, total: int) -> Array:
-    starts = known_integers("query_start_locs", query_start_locs, 0, total, "integers [B + 1]")
-    if starts.shape != (batch + 1,):
-        raise ValueError(f"query_start_locs must have shape [B + 1] = [{batch + 1}], got {list(starts.shape)}")
-    values = concrete(starts)
-    if values is not None and (values[1:] < values[:-1]).any():
-        raise ValueError(f"query_start_locs must not fall from one sequence to the next, got {values.tolist()}")
-    return jnp.asarray(clipped(starts, 0, total))
-
-
 def _taken(x: Any, at: Any) -> Array:
     """`x[at]` with indices clipped; zeros where there is nothing to take, or to take from."""
     return jnp.take(x, at, axis=0, mode="clip") if at.size and len(x) else jnp.zeros((*at.shape, *x.shape[1:]), x.dtype)
 
 
 class _Rows:
-    """Rows of sequences of unequal lengths, put together by equal numbers: each lot has rows of one sequence, and
-    there is the room that the worst lengths need, a lot for each sequence more than without padding.
+    """Rows of sequences of unequal lengths in lots of one size, each of one sequence: as many lots as the worst lengths
+    need, one for each sequence more than without padding.
 
     Attributes:
       sequence: which sequence each lot belongs to, [lots].
@@ -303,10 +273,10 @@ class _Rows:
         self.size = min(1 << (max(-(-total // max(batch, 1)), 1) - 1).bit_length(), MOST_ROWS)
         lots = (total + batch * (self.size - 1)) // self.size if total * batch else 0
         rows = jnp.maximum(starts[1:] - starts[:-1], 0)
-        self.ends = jnp.cumsum(-(-rows // self.size), dtype=jnp.int32)
+        ends = jnp.cumsum(-(-rows // self.size), dtype=jnp.int32)
         lot = jnp.arange(lots, dtype=jnp.int32)
-        self.sequence = jnp.clip(jnp.searchsorted(self.ends, lot, side="right").astype(jnp.int32), 0, max(batch - 1, 0))
-        self.first_lot = jnp.concatenate([jnp.zeros(1, self.ends.dtype), self.ends[:-1]])[:batch]
+        self.sequence = jnp.clip(jnp.searchsorted(ends, lot, side="right").astype(jnp.int32), 0, max(batch - 1, 0))
+        self.first_lot = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])[:batch]
         before = (lot - _taken(self.first_lot, self.sequence)) * self.size
         self.after = _taken(rows, self.sequence) - before
         self.counts = jnp.clip(self.after, 0, self.size)
@@ -326,5 +296,5 @@ class _Rows:
         within = row - self.starts[sequence]
         first = _taken(self.first_lot, sequence) + within // self.size
         at = jnp.where(inside, first * self.size + within % self.size, 0)
-        found = _taken(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), at)
-        return jnp.where(inside.reshape(-1, *(1,) * (x.ndim - 2)), found, nothing)
+        taken = _taken(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), at)
+        return jnp.where(inside.reshape(-1, *(1,) * (x.ndim - 2)), taken, nothing)

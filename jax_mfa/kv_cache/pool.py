@@ -85,27 +85,24 @@ class PagedKVCache:
         """
         if checks.integer("page_size", page_size) not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
-        own = PageBook(pages, page_size)
+        fresh = PageBook(pages, page_size)
         sizes = {"heads": heads, "head_size": head_size, "value_size": head_size if value_size is None else value_size}
         heads, head_size, value_size = (checks.integer(name, x, 1, MOST_SLOTS) for name, x in sizes.items())
         dtype = checks.floating_dtype("dtype", dtype, DTYPES)
-        if book is None:
-            book = own
-        elif not isinstance(book, PageBook) or (book.pages, book.page_size) != (own.pages, own.page_size):
+        book = fresh if book is None else book
+        if not isinstance(book, PageBook) or (book.pages, book.page_size) != (fresh.pages, fresh.page_size):
             raise ValueError(f"book must be a PageBook of {pages} pages of {page_size} tokens, got {checks.seen(book)}")
 
-        def empty(name: str, size: Any, scheme: Any) -> Array:
-            plain = jnp.zeros((own.pages, own.page_size, heads, size), dtype)
+        def empty(name: str, size: int, scheme: Scheme | str | None) -> Any:
+            plain = jnp.zeros((book.pages, book.page_size, heads, size), dtype)
             if scheme is None:
                 return as_bits(plain)
             scheme = as_scheme(name, scheme)
             if scheme.tokens != 1 or scheme.center is not None:
                 raise ValueError(f"{name} must have blocks within a token (tokens = 1, no center), got {scheme}")
-            quantized = jax.jit(functools.partial(quantize, scheme=scheme))(plain)
-            return dataclasses.replace(quantized, **{name: as_bits(x) for name, x in quantized.parts().items()})
+            return jax.tree.map(as_bits, jax.jit(functools.partial(quantize, scheme=scheme))(plain))
 
-        keys, values = empty("key_scheme", head_size, key_scheme), empty("value_scheme", value_size, value_scheme)
-        return cls(keys, values, book)
+        return cls(empty("key_scheme", head_size, key_scheme), empty("value_scheme", value_size, value_scheme), book)
 
     def append(
         self,
@@ -156,9 +153,8 @@ class PagedKVCache:
         new = []
         for name, x, pages in (("key", key, self.key_pages), ("value", value, self.value_pages)):
             x = as_array(name, x, "f", "floating [T, K, H]")
-            if x.shape != (tokens, *pages.shape[2:]):
-                wanted = [tokens, *pages.shape[2:]]
-                raise ValueError(f"{name} must have shape {wanted}, for {tokens} tokens of {of}, got {list(x.shape)}")
+            shape = (tokens, *pages.shape[2:])
+            checks.fits(name, x, x.shape == shape, f"{list(shape)}, for {tokens} tokens of {of}")
             if x.dtype != dtype_of(pages):
                 raise TypeError(f"{name} must have the cache's dtype, {dtype_of(pages).name}, got {x.dtype.name}")
             new.append(x)
@@ -169,29 +165,23 @@ class PagedKVCache:
         if not isinstance(where, Write):
             raise TypeError(f"where must be a Write, as PageBook.reserve gives it, got {checks.seen(where)}")
         count, page = self.key_pages.shape[:2]
-        found: dict[str, Any] = {}
+        places: dict[str, Any] = {}
         for name, x in where._asdict().items():
             letter, most = ("T", count * page) if name == "slots" else ("C", count)
             x = known_integers(f"where.{name}", x, -(2**31), most - 1, f"integers [{letter}]")
-            if x.ndim != 1:
-                raise ValueError(f"where.{name} must have shape [{letter}], got {list(x.shape)}")
-            found[name] = jnp.asarray(clipped(x, -1, most))
-        if found["sources"].shape != found["targets"].shape:
-            raise ValueError(
-                f"where.targets must have the shape of where.sources, {list(found['sources'].shape)}, "
-                f"got {list(found['targets'].shape)}"
-            )
-        return Write(**found)
+            checks.fits(f"where.{name}", x, x.ndim == 1, f"[{letter}]")
+            places[name] = jnp.asarray(clipped(x, -1, most))
+        where = Write(**places)
+        copies, targets = list(where.sources.shape), list(where.targets.shape)
+        if copies != targets:
+            raise ValueError(f"where.targets must have the shape of where.sources, {copies}, got {targets}")
+        return where
 
 
 def _padded(where: Write, sequences: int) -> Write:
     """As many copies as there are sequences, or none: few shapes of programs."""
-    if not len(where.sources):
-        return where
-    missing = (0, sequences - len(where.sources))
-    return where._replace(
-        sources=np.pad(where.sources, missing), targets=np.pad(where.targets, missing, constant_values=-1)
-    )
+    padding = np.full(sequences - len(where.sources) if len(where.sources) else 0, -1, np.int32)
+    return where._replace(sources=np.append(where.sources, padding), targets=np.append(where.targets, padding))
 
 
 def _write(pages: Any, key: Any, value: Any, where: Write) -> tuple[Any, ...]:
@@ -201,36 +191,34 @@ def _write(pages: Any, key: Any, value: Any, where: Write) -> tuple[Any, ...]:
     return scattered(pages, key, value, where)
 
 
-def scattered(pages: Any, key: Any, value: Any, where: Write) -> tuple[Any, ...]:
-    return tuple(_written(x, new, where) for x, new in zip(pages, (key, value)))
+write_in_place = jax.jit(_write, donate_argnums=0)
 
 
 @jax.custom_batching.custom_vmap
 def _on_metal(pages: Any, key: Any, value: Any, where: Write) -> tuple[Any, ...]:
-    found = append.write(pages, key, value, where)
-    return scattered(pages, key, value, where) if found is None else found
+    written = append.write(pages, key, value, where)
+    return scattered(pages, key, value, where) if written is None else written
 
 
 @_on_metal.def_vmap
 def _on_metal_mapped(size: Any, mapped: Any, *arguments: Any) -> tuple[tuple[Any, ...], Any]:
     axes = jax.tree.map(lambda x: 0 if x else None, mapped)
-    found = jax.vmap(scattered, in_axes=axes, axis_size=size)(*arguments)
-    return found, jax.tree.map(lambda _: True, found)
+    written = jax.vmap(scattered, in_axes=axes, axis_size=size)(*arguments)
+    return written, jax.tree.map(lambda _: True, written)
 
 
-write_in_place = jax.jit(_write, donate_argnums=0)
-
-
-def _written(pages: Any, new: Array, where: Write) -> Any:
-    if isinstance(pages, QuantizedArray):
-        coming = quantize(new, pages.scheme).parts()
-        written = {name: _written(x, coming[name], where) for name, x in pages.parts().items()}
-        return dataclasses.replace(pages, **written)
-    count, page = pages.shape[:2]
+def scattered(pages: Any, key: Any, value: Any, where: Write) -> tuple[Any, ...]:
+    """The pages of keys and of values with new tokens in them, by scatters of XLA."""
+    count, page = pages[0].shape[:2]
     slots, sources, targets = where
-    # there is no page `count`: what goes there is dropped
+    # scatters drop page `count`, which does not exist
     place = lambda x: jnp.where(x < 0, count, x)
-    if sources.size:
-        copied = jnp.where((sources < 0) | (sources >= count), count, place(targets))
-        pages = pages.at[copied].set(pages[sources], mode="drop")
-    return pages.at[place(slots // page), slots % page].set(as_bits(new), mode="drop")
+
+    def written(pages: Array, new: Array) -> Array:
+        if sources.size:
+            copied = jnp.where((sources < 0) | (sources >= count), count, place(targets))
+            pages = pages.at[copied].set(pages[sources], mode="drop")
+        return pages.at[place(slots // page), slots % page].set(as_bits(new), mode="drop")
+
+    coded = lambda x, new: quantize(new, x.scheme) if isinstance(x, QuantizedArray) else new
+    return tuple(jax.tree.map(written, x, coded(x, new)) for x, new in zip(pages, (key, value)))

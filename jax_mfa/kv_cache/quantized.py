@@ -1,8 +1,7 @@
-"""How arrays are quantised: blocks, their scales and zeros, means. What the results mean says `storage`."""
+"""How arrays are quantised: blocks, their scales and zeros, means. `storage` says what the results mean."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,16 +16,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks, compat
 from jax_mfa.arguments import as_array
-from jax_mfa.kv_cache.storage import (
-    LEVELS,
-    PARTS,
-    SYMMETRIC_LEVELS,
-    QuantizedArray,
-    Scheme,
-    as_scheme,
-    huge_scale,
-    spread,
-)
+from jax_mfa.kv_cache.storage import PARTS, QuantizedArray, Scheme, as_scheme, huge_scale, spread
 from jax_mfa.problem import DTYPES
 
 if TYPE_CHECKING:
@@ -99,12 +89,7 @@ def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
             per = getattr(first.scheme, name) or 1
             if x.shape[-3] % per:
                 raise ValueError(f"arrays before the last must hold a multiple of {name} = {per}, got {x.shape[-3]}")
-    whole: dict[str, Any] = {
-        name: jnp.concatenate([getattr(x, name) for x in arrays], axis=-3) for name in first.parts()
-    }
-    if first.original is not None:
-        whole["original"] = jnp.concatenate([x.original for x in arrays], axis=-3)
-    return dataclasses.replace(first, **whole)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-3), *arrays)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,12 +97,13 @@ def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
 
 def _stored_anywhere(x: Array, scheme: Scheme) -> dict[str, Any]:
     """`_stored`, whose parts are split as an array is whose sharding is explicit, along axes that they have of it."""
-    shapes = jax.eval_shape(functools.partial(_stored, scheme=scheme), jax.ShapeDtypeStruct(x.shape, x.dtype))
-    of = lambda part: zip(compat.spec_of(x)[:-1], part.shape, x.shape)
-    specs = {
-        name: PartitionSpec(*(axis if n == size else None for axis, n, size in of(part)), None)
-        for name, part in shapes.items()
-    }
+
+    def specs() -> dict[str, PartitionSpec]:
+        parts = jax.eval_shape(functools.partial(_stored, scheme=scheme), jax.ShapeDtypeStruct(x.shape, x.dtype))
+        axes = compat.spec_of(x)[:-1]
+        kept = lambda part: (axis if n == size else None for axis, n, size in zip(axes, part.shape, x.shape))
+        return {name: PartitionSpec(*kept(part), None) for name, part in parts.items()}
+
     return compat.without_types(lambda known: _stored(known["x"], scheme), {"x": x}, specs)
 
 
@@ -126,9 +112,9 @@ def _stored(x: Array, scheme: Scheme) -> dict[str, Any]:
     """The parts of `QuantizedArray`."""
     dtype, (s, _, h) = x.dtype, x.shape[-3:]
     values = lax.stop_gradient(x).astype(np.promote_types(dtype, np.float32))
-    # asked for apart: XLA's minima and maxima of long arrays pass over NaN
+    # NaN is looked for apart, for XLA's minima and maxima of long arrays pass over it
     finite = jnp.isfinite(values)
-    spoilt = _over_blocks(~finite, scheme, jnp.any)
+    not_finite = _over_blocks(~finite, scheme, jnp.any)
     values = jnp.where(finite, values, 0)
     parts = {}
     if scheme.center is not None:
@@ -136,14 +122,14 @@ def _stored(x: Array, scheme: Scheme) -> dict[str, Any]:
         values = values - spread(parts["means"], scheme.center, s, -3).astype(values.dtype)
     low, high = (_over_blocks(values, scheme, reduce) for reduce in (jnp.min, jnp.max))
     scales, zeros = _scales(scheme, low, high, dtype)
-    scales = jnp.where(spoilt, np.asarray(np.nan, dtype), scales)
-    per_number = lambda x: _spread_blocks(x, scheme, s, h).astype(values.dtype)
+    scales = jnp.where(not_finite, np.asarray(np.nan, dtype), scales)
+    spread_blocks = lambda x: spread(spread(x, scheme.tokens, s, -3), scheme.channels, h, -1).astype(values.dtype)
     if zeros is None:
-        return {"data": _encoded(scheme, values / per_number(scales)), "scales": scales, **parts}
-    # a power of two keeps what is subtracted from overflow, and from what processors take for 0
-    factor = per_number(_factors(scales.astype(values.dtype), zeros.astype(values.dtype)))
-    apart = values * factor - per_number(zeros) * factor
-    data = _encoded(scheme, apart / (per_number(scales) * factor))
+        return {"data": _encoded(scheme, values / spread_blocks(scales)), "scales": scales, **parts}
+    # a power of two keeps differences from overflow, and from magnitudes that processors take for 0
+    factor = spread_blocks(_factors(scales.astype(values.dtype), zeros.astype(values.dtype)))
+    apart = values * factor - spread_blocks(zeros) * factor
+    data = _encoded(scheme, apart / (spread_blocks(scales) * factor))
     return {"data": data, "scales": scales, "zeros": zeros, **parts}
 
 
@@ -153,10 +139,6 @@ def _factors(scales: Any, zeros: Any) -> Any:
     large = 2.0 ** (-info.minexp // 2)
     one = scales.dtype.type
     return jnp.where(scales > huge_scale(info), one(0.5), jnp.where(size < 1 / large, one(large), one(1)))
-
-
-def _spread_blocks(x: Array, scheme: Scheme, s: int, h: int) -> Array:
-    return spread(spread(x, scheme.tokens, s, -3), scheme.channels, h, -1)
 
 
 def _padded(x: Array, per: int, axis: int) -> Array:
@@ -181,7 +163,7 @@ def _over_blocks(x: Array, scheme: Scheme, reduce: Any) -> Array:
 
 def _means(x: Array, per: int, dtype: Any) -> Array:
     """Of each run of `per` tokens, of which the last may be shorter, the mean of each channel: `[..., S / per, K, H]`.
-    Where numbers are so large that some might lie too far from it, the middle of their range."""
+    Where elements might lie too far from it, the middle of their range."""
     s = x.shape[-3]
     per = min(per, max(s, 1))
     count = -(-s // per)
@@ -197,22 +179,22 @@ def _means(x: Array, per: int, dtype: Any) -> Array:
 
 def _scales(scheme: Scheme, low: Any, high: Any, dtype: Any) -> tuple[Array, Array | None]:
     """Scales and zeros (None where symmetric) of blocks that reach from `low` to `high`, which are finite."""
-    wide, info = low.dtype, jnp.finfo(dtype)
+    wide, info, (_, most) = low.dtype, jnp.finfo(dtype), scheme.levels
     # no scale is 0, nor so small that a processor takes it for 0
     least: Any = float(info.smallest_subnormal) if dtype == np.float16 else float(info.tiny)
     zeros = None
     if scheme.symmetric:
-        # of numbers that are all alike, the scale is the number
+        # the scale of equal elements is their magnitude
         reach = jnp.maximum(jnp.abs(low), jnp.abs(high))
-        scales = jnp.where(low == high, reach, reach / SYMMETRIC_LEVELS[scheme.kind])
+        scales = jnp.where(low == high, reach, reach / most)
         least = jnp.where(reach == 0, 1, least)
-    elif scheme.kind == "fp8":  # as many numbers on both sides of its zero, and most of them near it
+    elif scheme.kind == "fp8":  # its values lie on both sides of the zero, most of them near it
         zeros = (low / 2 + high / 2).astype(dtype)
         centre = zeros.astype(wide)
-        scales = jnp.maximum(high - centre, centre - low) / SYMMETRIC_LEVELS["fp8"]
+        scales = jnp.maximum(high - centre, centre - low) / most
     else:
         zeros = _rounded(low, dtype, up=False)
-        scales = (high / 2 - zeros.astype(wide) / 2) / (LEVELS[scheme.kind] / 2)  # the whole may overflow
+        scales = (high / 2 - zeros.astype(wide) / 2) / (most / 2)  # the whole may overflow
     return _rounded(jnp.maximum(scales, least).astype(wide), dtype, up=True), zeros
 
 
@@ -229,10 +211,8 @@ def _rounded(x: Array, dtype: Any, up: bool) -> Array:
 
 
 def _encoded(scheme: Scheme, x: Array) -> Array:
-    """Numbers in units of their block's scale, as they are stored."""
-    most = SYMMETRIC_LEVELS[scheme.kind] if scheme.symmetric or scheme.kind == "fp8" else LEVELS[scheme.kind]
-    least = 0 if not scheme.symmetric and scheme.kind != "fp8" else -most
-    x = jnp.clip(x, least, most)
+    """Elements in units of their block's scale, as they are stored."""
+    x = jnp.clip(x, *scheme.levels)
     if scheme.kind == "fp8":
         return lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), np.uint8)
     x = jnp.where(jnp.isnan(x), 0, jnp.round(x))

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mfa import partial
-from jax_mfa.kv_cache.storage import stored
 from jax_mfa.metal import kernels, operands, runtime, tiles
 from jax_mfa.metal.plan import Plan
 from jax_mfa.metal.problem import Problem
@@ -41,7 +40,7 @@ def lacking(spec: Specification, o: Operands) -> str:
     if o.bias is not None and o.bias.dtype.name not in DTYPES:
         return f"bias: Metal has no {o.bias.dtype.name}; it takes {', '.join(DTYPES)}"
     b, _, n, h = o.query.shape
-    v = stored(spec, o).value.shape[-1]
+    v = spec.viewed(o).value.shape[-1]
     if not isinstance(b, int):
         return f"query: a launch plan is made for a known batch, got B = {b}"
     if max(h, v) > MAX_HEAD:
@@ -212,7 +211,7 @@ def backward(
     d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
     found = runtime.call(plan, runtime.TARGETS[1], *arrays.values(), out, row_max, row_sum, d_out, d_lse)
 
-    whole = stored(spec, o)
+    whole = spec.viewed(o)
 
     def cotangent(name: str) -> Any:
         operand, repeat = getattr(whole, name), getattr(Operands(*spec.repeats), name)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from jax_mfa.kv_cache.storage import Storage
+from jax_mfa.problem import Storage
 
 _MOST = 2**30  # of tokens or channels of a block: more than there are
 

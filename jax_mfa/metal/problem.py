@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jax_mfa.kv_cache.storage import Storage, stored
 from jax_mfa.metal import operands
 from jax_mfa.metal.columns import stored_type
 from jax_mfa.metal.plan import SCALARS, Argument, Buffer
 from jax_mfa.philox import drop_below
-from jax_mfa.problem import MAX_POSITION, Operands, Specification
+from jax_mfa.problem import MAX_POSITION, Operands, Specification, Storage
 
 BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
@@ -125,7 +124,7 @@ class Problem:
     @functools.cached_property
     def _whole(self) -> Operands:
         """Operands of the shapes that quantised and paged ones stand for."""
-        return stored(self.spec, Operands(**self.by_name))
+        return self.spec.viewed(Operands(**self.by_name))
 
     def types(self, in_lanes: bool = False) -> str:
         """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`. One that

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from jax_mfa.kv_cache.storage import stored
 from jax_mfa.metal import runtime
 from jax_mfa.problem import Operands, Specification
 from jax_mfa.tuning import kept
@@ -67,7 +66,7 @@ def _clipped_sum(last: int, most: int) -> int:
 
 def _visible(spec: Specification, o: Operands) -> int:
     """Scores of one head of one batch row that static positions leave visible."""
-    t, s = o.query.shape[1], stored(spec, o).key.shape[1]
+    t, s = o.query.shape[1], spec.viewed(o).key.shape[1]
     left, right = spec.band
     if o.query_offset is not None or (left is None and right is None):
         return t * s
@@ -100,7 +99,7 @@ class Estimate:
 def work(spec: Specification, o: Operands) -> tuple[int, int]:
     """Floating-point operations of a forward pass, two for each multiply-add, and bytes that it reads and writes."""
     b, t, n, h = o.query.shape
-    v = stored(spec, o).value.shape[-1]
+    v = spec.viewed(o).value.shape[-1]
     flops = 2 * b * n * _visible(spec, o) * (h + v)
     sizes = [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in o if x is not None]
     return flops, sum(sizes) + b * t * n * v * np.dtype(o.query.dtype).itemsize

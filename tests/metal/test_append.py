@@ -15,9 +15,9 @@ from jax_mfa import PagedKVCache, Scheme
 from jax_mfa.cli import check_writes
 from jax_mfa.kv_cache import pool as paged_cache
 from jax_mfa.kv_cache.page_book import Write
-from jax_mfa.kv_cache.storage import Storage
 from jax_mfa.metal import append, source
 from jax_mfa.metal.problem import Shape
+from jax_mfa.problem import Storage
 
 PAGE, PAGES, K, H, V = 8, 5, 2, 24, 11
 # padding, both ends of the pool, pages begun and full; a page copied before it is written, and padding

@@ -11,9 +11,10 @@ import pytest
 from runners import DTYPES, needs_core
 
 from jax_mfa import Scheme, quantize
-from jax_mfa.kv_cache.storage import PARTS, Storage
+from jax_mfa.kv_cache.storage import PARTS
 from jax_mfa.metal import columns, source
 from jax_mfa.metal.plan import SCALARS
+from jax_mfa.problem import Storage
 
 pytestmark = needs_core
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from jax_mfa import Scheme
-from jax_mfa.kv_cache.storage import Storage
 from jax_mfa.metal import append, kernels, source, tiles
 from jax_mfa.metal.plan import LANGUAGE, Plan
 from jax_mfa.metal.problem import Shape
-from jax_mfa.problem import Specification
+from jax_mfa.problem import Specification, Storage
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 VARIANTS = tiles.NAMES
