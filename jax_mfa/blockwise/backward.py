@@ -70,17 +70,15 @@ def backward(
             dp = tile.rows_by_keys(do, v)
             p_kept, dp = (p, dp) if kept is None else (p * kept, dp * kept)
             ds, d_terms = pullback(p * (dp - delta_i))
-            found = {
-                name: tile.add(name, x, tile.once(d_terms[name]), acc) if name in terms else x
-                for name, x in found.items()
-            }
+            found = {name: tile.add(name, x, d_terms[name], acc) if name in terms else x for name, x in found.items()}
             # what is not finite and visible makes scores NaN, or has a weight of 0: NaN in either case
-            dq = dq + tile.weights_by_keys(ds, k, signed=False)
-            if of_keys:
-                dk, dv = tile.weights_by_rows(ds, q, signed=False), tile.weights_by_rows(p_kept, do)
-                for name, d_name, x in (("key", "dk", dk), ("value", "dv", dv)):
-                    found[name] = tile.add(d_name, found[name], x, dtypes[name])
-            return dq, found
+
+            of_rows = (tile.weights_by_rows, ds, q, False), (tile.weights_by_rows, p_kept, do, True)
+            products = (tile.weights_by_keys, ds, k, False), *(of_rows if of_keys else ())
+            dq_j, *d_keys = tile.products(*products, rows=inverse_i * delta_i)
+            for name, d_name, x in zip(("key", "value"), ("dk", "dv"), d_keys):
+                found[name] = tile.add(d_name, found[name], x, dtypes[name])
+            return dq + dq_j, found
 
         dq, found = results
         dq_i, found = loop.over_keys(tile, place, keys, (jnp.zeros(q.shape, acc), found))

@@ -9,7 +9,7 @@ from jax import Array
 
 from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
-from jax_mfa.blockwise.tile import Tile, from_words
+from jax_mfa.blockwise.tile import Tile
 from jax_mfa.blockwise.tiles import few_queries, tiles_of
 from jax_mfa.problem import Operands, Specification, accumulation_dtype
 
@@ -42,11 +42,13 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
             row_max = tile.largest(scores) if before is None else jnp.maximum(before[1], tile.largest(scores))
             shift = jnp.where(row_max == -jnp.inf, 0, row_max)  # of rows that have seen nothing yet
             p, kept = jnp.exp(scores - shift), tile.dropped()
-            sums = tile.weights_by_keys(p if kept is None else p * kept, tile.keys("value"))
-            row_sum = p.sum(-1, keepdims=True)
+            p_kept, row_sum = p if kept is None else p * kept, p.sum(-1, keepdims=True)
+            (sums,) = tile.products((tile.weights_by_keys, p_kept, tile.keys("value"), True), rows=row_sum)
             if before is not None:
                 rescale = jnp.exp(before[1] - shift)
-                sums, row_sum = tile.once(rescale, 1) * before[0] + sums, rescale * before[2] + row_sum
+                # infinities stay whatever their weight is
+                kept_sums = jnp.where(jnp.isfinite(before[0]), rescale * before[0], before[0])
+                sums, row_sum = kept_sums + sums, rescale * before[2] + row_sum
             return sums, row_max, row_sum
 
         none = jnp.zeros((*q.shape[:-1], 1), acc)
@@ -54,9 +56,6 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
         sums, *parts = loop.over_keys(tile, place, keys, None if loop.tiles_of_keys == 1 else start)
 
         out, row_max, row_sum = _normalised(tile, sums, *parts)
-        if tile.attempt is not None:  # later attempts add infinities
-            before = tile.aligned("out", from_words(tile.cut("out", results[0]), dtype)).astype(acc)
-            out = tile.once(out, before + sums)
         found = zip(("out", "row_max", "row_sum"), results, (out, row_max, row_sum), (dtype, acc, acc))
         return tuple(tile.put(name, x, tile.natural(name, part), kind) for name, x, part, kind in found)
 

@@ -1,4 +1,4 @@
-"""The loops over a problem's tiles: which tiles are seen, in what order, and again where something is not finite."""
+"""The loops over a problem's tiles: which tiles are seen, and in what order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mfa.blockwise.tile import ATTEMPTS, Attempt, Tile, from_words, part_of, to_words
+from jax_mfa.blockwise.tile import Tile, from_words, part_of, to_words
 from jax_mfa.blockwise.tiles import Tiles
-from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand_rows
+from jax_mfa.problem import Operands, Specification, expand_rows
 
 
 def tile_starts(length: int, block: int) -> np.ndarray:
@@ -96,46 +96,32 @@ class Loop:
         return see.sum(-1, dtype=np.int32), order
 
     def over_queries(self, body: Callable[[Tile, Any, Any], Any], results: Any) -> Any:
-        """The arrays `results`, zeros, after `body(tile, place, results)` of all tiles of queries; `place` is for
-        `over_keys`.
+        """The arrays `results` after `body(tile, place, results)` of all tiles of queries; `place` is for `over_keys`.
 
-        The body has arrays of 16 bits as words. Where something may be hidden and a result is not finite, all tiles are
-        visited again: see `ATTEMPTS`.
+        The body has arrays of 16 bits as words.
         """
         shape = (*self.steps, self.tiles_of_queries)
         turns = math.prod(shape)
         if self.tiles_of_keys > 1:
             _ = self._order  # before the loops
 
-        def turn(index: Any, results: Any, attempt: Any) -> Any:
+        def turn(index: Any, words: Any) -> Any:
             b, e, i = _unravelled(index, shape)
             start, own = _start(i, self.tiles.block_q, self.operands.query.shape[1])
             starts = {"B": b * self.tiles.batch, "K": e * self.tiles.heads, "T": start, "S": 0}
             own = {"T": own} if self.ragged[1] else {}
-            tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, attempt)
-            return body(tile, (b, i), results)
+            return body(
+                Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, self.hides), (b, i), words
+            )
 
-        def visit(words: Any, attempt: Any) -> Any:
-            if isinstance(turns, int) and turns == 1:
-                return turn(0, words, attempt)
-            stop = jnp.asarray(turns, jnp.int32)  # also of a batch whose size is not known
-            return lax.fori_loop(jnp.int32(0), stop, lambda index, words: turn(index, words, attempt), words)
-
-        def again(state: Any) -> Any:
-            number, words = state
-            attempt = Attempt.of(number, acc)
-            words = visit(jax.tree.map(lambda x: jnp.where(attempt.anew, jnp.zeros_like(x), x), words), attempt)
-            finite = jnp.isfinite(sum(x.astype(acc).sum() for x in jax.tree.leaves(numbers(words))))
-            return jnp.where(attempt.is_first & finite, ATTEMPTS, number + 1), words
-
-        acc = accumulation_dtype(self.operands.query.dtype)
-        first = jax.tree.map(lambda x: to_words(x, ()), results)
-        numbers = lambda words: jax.tree.map(lambda x, like: from_words(x, like.dtype), words, results)
         if isinstance(turns, int) and turns == 0:
             return results
-        if not self.hides:
-            return numbers(visit(first, None))
-        return numbers(lax.while_loop(lambda state: state[0] < ATTEMPTS, again, (jnp.int32(0), first))[1])
+        words = jax.tree.map(lambda x: to_words(x, ()), results)
+        if isinstance(turns, int) and turns == 1:
+            words = turn(0, words)
+        else:  # the number of turns may be known at run time only, in a program for batches of any size
+            words = lax.fori_loop(jnp.int32(0), jnp.asarray(turns, jnp.int32), turn, words)
+        return jax.tree.map(lambda x, like: from_words(x, like.dtype), words, results)
 
     def over_keys(self, tile: Tile, place: Any, body: Callable[[Tile, Any], Any], carry: Any) -> Any:
         """`body(tile, carry)` over the tiles of keys that a tile of queries sees."""

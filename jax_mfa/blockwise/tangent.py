@@ -64,10 +64,11 @@ def tangent(
             p, kept = tile.probability(scores, row_max_i, inverse_i), tile.dropped()
             t_p = p * t_scores
             p_kept, t_p_kept = (p, t_p) if kept is None else (p * kept, t_p * kept)
-            t_out = t_out + tile.weights_by_keys(t_p_kept, tile.keys("value"), signed=False)
+            changes = [(tile.weights_by_keys, t_p_kept, tile.keys("value"), False)]
             if "value" in moved:
-                t_out = t_out + tile.weights_by_keys(p_kept, tile.keys("value", moved["value"]))
-            return t_out, t_lse + tile.once(t_p.sum(-1, keepdims=True))
+                changes.append((tile.weights_by_keys, p_kept, tile.keys("value", moved["value"]), True))
+            t_out = sum(tile.products(*changes, rows=inverse_i), t_out)
+            return t_out, t_lse + t_p.sum(-1, keepdims=True)
 
         row = jnp.zeros((*q.shape[:-1], 1), acc)
         start = jnp.zeros((*q.shape[:-1], operands.value.shape[-1]), acc), row

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +23,6 @@ from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, r
 from jax_mfa.reference import tanh
 
 OF_SCORES = "bias", "scale", "alibi_slopes"  # what scores depend on beside queries and keys
-# 0 · NaN is NaN, so that a weight of 0 does not hide a factor that is not finite, but every result shows that there is
-# one. The first attempt multiplies what there is. Where its results are not finite, a second one multiplies the finite
-# factors alone, a third adds the ∞ that are visible, and a fourth the −∞; NaN is both.
-ATTEMPTS = 4
-
-
-class Attempt(NamedTuple):
-    """Which attempt it is, as traced bools, and the infinity that it seeks."""
-
-    is_first: Any
-    anew: Any  # the first, or the second
-    infinity: Any
-
-    @classmethod
-    def of(cls, number: Any, acc: Any) -> Attempt:
-        return cls(number == 0, number < 2, jnp.where(number == 2, acc.type(np.inf), acc.type(-np.inf)))
 
 
 @dataclasses.dataclass
@@ -51,13 +35,12 @@ class Tile:
     starts: dict[str, Any]  # where its batch rows, key heads, queries and keys begin, by letter: B, K, T, S
     own: dict[str, Any]  # the first query and key, by T and S, that the tile before does not hold too, if it may
     all_heads: bool  # whether products are of all heads at once
-    attempt: Attempt | None  # None where nothing is hidden
+    hides: bool  # whether a product may meet what does not count
 
     def __post_init__(self) -> None:
         self.batch = self.operands.query.shape[0]
         self.group = self.operands.query.shape[2] // self.operands.value.shape[2]
         self.acc = accumulation_dtype(self.operands.query.dtype)
-        self.sums = True if self.attempt is None else self.attempt.anew
 
     # --- parts of arrays
 
@@ -225,43 +208,46 @@ class Tile:
         # a key that is not finite spoils the scores of other heads
         return lax.cond(jnp.isfinite(found).all(), lambda: found, by_head)
 
-    def weights_by_keys(self, w: Array, b: Array, signed: bool = True) -> Array:
-        """Σ over keys of [R, E, T, G, S] and [R|1, S, E, x], of which hidden ones add nothing: [R, E, T, G, x].
-
-        If not `signed`, a visible factor that is not finite makes NaN.
-        """
-        by_head = lambda: self._found(jnp.einsum("retgs,rsex->retgx", *self._factors(w, b, signed)))
-
+    def weights_by_keys(self, w: Array, b: Array) -> Array:
+        """Σ over keys of [R, E, T, G, S] and [R|1, S, E, x]: [R, E, T, G, x]."""
+        by_head = lambda: jnp.einsum("retgs,rsex->retgx", w, b)
         if not self.all_heads:
             return by_head()
         (r, e, t, g, s), (keys, own) = w.shape, self._heads_in_one(b)
         found = jnp.einsum("rms,rsx->rmx", w.reshape(r, e * t * g, s), keys).reshape(r, e, t, g, e, -1)
-        finite = jnp.isfinite(found).all() & self.sums
-        return lax.cond(finite, lambda: jnp.where(own, found, 0).sum(4), by_head)
+        return lax.cond(jnp.isfinite(found.sum()), lambda: jnp.where(own, found, 0).sum(4), by_head)
 
-    def weights_by_rows(self, w: Array, a: Array, signed: bool = True) -> Array:
-        """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x], of which hidden ones add nothing: [R, S, E, x]."""
-        w, a = self._factors(w, a, signed)
+    def weights_by_rows(self, w: Array, a: Array) -> Array:
+        """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x]: [R, S, E, x]."""
         # rows first, which are smaller and so faster to transpose
-        return self._found(jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2))
+        return jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)
 
-    def _factors(self, w: Array, b: Array, signed: bool) -> tuple[Array, Array]:
-        """Weights and what they multiply; of later attempts 1 where visible, and 1 where the infinity is sought."""
-        if self.attempt is None:
-            return w, b
-        finite = jnp.isfinite(b)
-        sought = (b == self.attempt.infinity) | jnp.isnan(b) if signed else ~finite
+    def products(self, *factors: tuple[Callable[..., Array], Array, Array, bool], rows: Array) -> Sequence[Array]:
+        """Products of weights, 0 where hidden, and what they weigh: each the function, its two factors, and whether
+        the weights are probabilities.
+
+        0 · NaN is NaN. Where a result is not finite, all are computed again: with the finite factors, and what is
+        visible of the others. Not if none of the rows [R, E, T, G, 1] is finite, whose softmax is undefined anyway.
+        """
+        found = [product(w, b) for product, w, b, _ in factors]
+        if not self.hides:
+            return found
+
+        again = lambda: [self._again(*x) for x in factors]
+        fine = jnp.isfinite(sum(x.sum() for x in found)) | ~jnp.isfinite(rows).any()
+        return lax.cond(fine, lambda: found, again)
+
+    def _again(self, product: Callable[..., Array], w: Array, b: Array, probable: bool) -> Array:
         see = jnp.ones((), bool) if self.visible is None else self.visible
-        whole = self.attempt.is_first | (finite & self.sums)
-        return jnp.where(self.sums, w, see), jnp.where(whole, b, (sought & ~self.sums).astype(b.dtype))
-
-    def _found(self, sums: Array) -> Array:
-        """Sums, and of later attempts the infinity that was sought where it was found, else 0."""
-        return sums if self.attempt is None else self.once(sums, jnp.where(sums > 0, self.attempt.infinity, 0))
-
-    def once(self, x: Any, later: Any = 0) -> Any:
-        """What sums add, and in its place what attempts that add infinities do."""
-        return x if self.attempt is None else jnp.where(self.sums, x, later)
+        finite, many = jnp.isfinite(b), float(2 ** max(w.shape).bit_length())  # more than there are terms
+        # 1 for ∞, `many` for −∞, and both for NaN: what is visible of them is counted
+        count = jnp.where(finite, 0, jnp.where(b < 0, 0, 1) + jnp.where(b > 0, 0, many)).astype(b.dtype)
+        sums = product(w, jnp.where(finite, b, 0))
+        counts = product(jnp.where(see, 1, jnp.zeros_like(w)), count)
+        low = jnp.floor(counts / many)
+        # an infinity counts though its probability may have been rounded to 0; any other weight makes NaN of it
+        high, low = (jnp.where(x > 0, np.inf if probable else np.nan, 0) for x in (counts - many * low, low))
+        return sums + high - low
 
     def _heads_in_one(self, b: Array) -> tuple[Array, Array]:
         """Keys [R|1, S, E, x] as one matrix [R, S, E · x], and where a query's head is that of a key."""
