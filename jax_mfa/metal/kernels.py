@@ -1,137 +1,224 @@
-"""Launch plans of attention: a specification and arrays or their shapes in, `Plan` out. Plain Python; needs no device.
+"""Kernels and their grids: with simdgroup matrices and a table's tiles, or without.
 
-Which kernels a pass takes, in which order, and what it leaves.
+What each computes is written at its head, in `metal/`; in which order they run, in `kernels`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import struct
 from collections.abc import Mapping
 from typing import Any
 
-from jax_mfa.metal import launches, source, tiles
-from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Plan
-from jax_mfa.metal.problem import PLAIN, Problem, Rules
-from jax_mfa.problem import Specification
+from jax_mfa.metal import operands, tiles
+from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Kernel
+from jax_mfa.metal.problem import Problem
 
-Variant = str | tiles.Split | tiles.Tiles
-Decoder = tiles.DecodeTiles | tiles.DecodeRows
+LISTED = ("mask", "block_mask", "query_segment_ids", "key_ranges")  # what makes a plan list visible tiles first
+LIST_THREADS = 64
+# Of kernels without the matrix unit, in threadgroup memory: the head sizes of rows, and floats for each thread.
+ROOMS: dict[str, tuple[str, int]] = {
+    "portable_forward": ("h", 2),
+    "portable_delta": ("", 1),
+    "portable_d_query": ("hv", 1),
+    "portable_d_key_value": ("hv", 2),
+    "portable_d_bias": ("hv", 1),
+}
+IN_LANES = ("attention_decode", "attention_decode_rows")  # kernels that read keys and values straight to lanes
 
-
-def _named(*buffers: Buffer) -> dict[str, str]:
-    return {b.name: b.name for b in buffers}
-
-
-@functools.lru_cache(maxsize=1024)
-def _forward(x: Problem, chosen: tiles.Tiles) -> Plan:
-    launch, results = launches.Launches(x, chosen).forward(), x.results("output")
-    return Plan(
-        "attention_forward",
-        source.base_hash(),
-        (*x.inputs, *results, *launch.scratch),
-        launch.dispatches(x, _named(*results)),
-    )
+Grid = tuple[int, int, int]
 
 
-@functools.lru_cache(maxsize=1024)
-def _decode(x: Problem, tile: Decoder, length: int) -> Plan:
-    splits = -(-x.s // length)
-    group = x.n // x.k * x.t
-    attend, merge = launches.decode(x, tile, splits)
-    results = x.results("output")
-    scratch = (
-        Buffer("split_out", "scratch", "float32", (x.b, x.k, splits, group, x.v)),
-        Buffer("split_state", "scratch", "float32", (x.b, x.k, splits, group, 2)),
-    )
-    numbers = {"splits": struct.pack("<i", splits), "split_keys": struct.pack("<i", length)}
-    own: dict[str, str | bytes] = {**_named(*results, *scratch), **numbers}
-    dispatches = (*attend.dispatches(x, own), *merge.dispatches(x, own))
-    return Plan("attention_decode", source.base_hash(), (*x.inputs, *results, *scratch), dispatches)
+def _kernel(
+    name: str, x: Problem, threads: int, arguments: tuple[int, ...], memory: int = 0, fragments: int = 0, **more: Any
+) -> Kernel:
+    """An instantiation; `arguments` are those of the template after the types, `more` are function constants."""
+    short = "_".join([name, x.short, *(str(int(a)) for a in arguments)])
+    constants = x.constants(**more) if operands.signature(name).features else ()
+    types = x.types(in_lanes=name in IN_LANES)
+    if name in ROOMS:
+        sizes, floats = ROOMS[name]
+        rows = sum(-(-getattr(x, size) // 4) * 16 for size in sizes)
+        memory = rows + 4 * threads * (floats + more.get("wants_sums", False))
+    return Kernel(short, (name, types, *arguments), constants, threads, memory, fragments, x.rules.definitions)
 
 
-@functools.lru_cache(maxsize=1024)
-def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
-    all_of = launches.Launches(x, chosen)
-    given = (*x.results("input"), x.like_out("d_out", "input"), x.rows("d_lse", "input"))
-    results: list[Buffer] = []
-    dispatches: list[Dispatch] = []
+@dataclasses.dataclass(frozen=True)
+class TileLists:
+    """Lists of visible tiles that a kernel walks over, as `attention_tile_lists` makes them: for each tile of `rows`
+    rows those of `columns` columns that it meets, or the other way round."""
 
-    def add(launch: launches.Launch, *made: Buffer) -> None:
-        results.extend((*made, *launch.scratch))
-        dispatches.extend(launch.dispatches(x, _named(*given, *results)))
+    rows: int
+    columns: int
+    for_rows: bool
+    spans: bool  # the first and the number up to the last instead of each, where operands grow with T + S only
+    buffer: Buffer
 
-    delta = x.rows("delta", "output" if "sinks" in wanted else "scratch")
-    add(all_of.delta(), delta, x.rows("row_states", "scratch", 2))
-    scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
-    if "query" in wanted or scale or slopes:
-        sums = [x.rows("score_sums", "output", 2)] if scale or slopes else []
-        add(all_of.d_query(wants_sums=scale or slopes), x.like_query("d_query", "output"), *sums)
-    if "key" in wanted or "value" in wanted:
-        add(
-            all_of.d_key_value(),
-            Buffer("d_key", "output", x.dtype, (x.b, x.s, x.k, x.h)),
-            Buffer("d_value", "output", x.dtype, (x.b, x.s, x.k, x.v)),
+    @classmethod
+    def wanted(cls, x: Problem, rows: int, columns: int, for_rows: bool) -> TileLists | None:
+        """None where positions and lengths alone tell which tiles are visible, or where there is one tile to meet."""
+        both = -(-x.t // rows), -(-x.s // columns)
+        own, others = both if for_rows else both[::-1]
+        if others == 1 or not any(name in x for name in LISTED):
+            return None
+        spans = "block_mask" not in x and 1 in x.shape("mask")[2:]
+        heads = max(x.shape("mask")[1], x.shape("block_mask")[1])
+        shape = (x.b, heads, own, 4 if spans else 2 + others)
+        name = "row_lists" if for_rows else "column_lists"
+        return cls(rows, columns, for_rows, spans, Buffer(name, "scratch", "int32", shape))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"has_lists": True, "has_spans": self.spans}
+
+    def dispatch(self, x: Problem) -> Dispatch:
+        arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
+        name = "attention_tile_lists"  # alike for all types but that of visibility
+        kernel = Kernel(
+            "_".join([name, *(str(int(a)) for a in arguments)]),
+            (name, x.rules.visibility, *arguments),
+            x.constants(**self.constants),
+            LIST_THREADS,
+            (20 if "mask" in x else 4) * LIST_THREADS,
+            definitions=x.rules.definitions,
         )
-    if "bias" in wanted:
-        bias = x.by_name["bias"]
-        add(all_of.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
-    return Plan("attention_backward", source.base_hash(), (*x.inputs, *given, *results), tuple(dispatches))
+        batch, heads, own, _ = self.buffer.shape
+        grid = own, heads, batch
+        bound = x.bound(name, grid, {"lists": self.buffer.name})
+        return Dispatch(kernel, grid, bound, batch * heads * x.t * x.s)
 
 
-def _select(variant: str | tiles.Tiles, x: Problem) -> tiles.Tiles:
-    if not isinstance(variant, str):
-        return variant
-    # what is decoded is decoded once for all simdgroups
-    chosen = "staged" if variant == "direct" and not x.spec.is_plain else variant
-    return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.operand])
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid, its work (see `Dispatch`), and the lists it walks over."""
+
+    kernel: Kernel
+    grid: Grid
+    work: int
+    lists: TileLists | None = None
+
+    @property
+    def scratch(self) -> tuple[Buffer, ...]:
+        return (self.lists.buffer,) if self.lists else ()
+
+    def dispatches(self, x: Problem, own: Mapping[str, str | bytes]) -> tuple[Dispatch, ...]:
+        """The kernel with its `own` operands by name, and before it the one that makes its lists."""
+        name = self.kernel.template[0]
+        known = operands.signature(name)
+        lists = {"lists": self.lists.buffer.name} if self.lists else {}
+        bound = x.bound(name, self.grid, {**own, **lists})
+        made = (self.lists.dispatch(x),) if self.lists else ()
+        return (
+            *made,
+            Dispatch(self.kernel, self.grid, bound, self.work, known.names.index("p") if known.in_parts else None),
+        )
 
 
-def decoding(x: Problem) -> tuple[Problem, Decoder] | None:
-    """A forward pass of few queries against many keys, as its kernel takes it, and the tile; None of any other, and
-    where registers do not suffice."""
-    if x.t > tiles.DECODE_QUERIES or x.s < tiles.DECODE_KEYS or x.spec.dropout_rate:
-        return None
-    wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
-    tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand])
-    return None if tile is None else (wide, tile)
+def _tiled(name: str, x: Problem, tile: Any, lists: TileLists | None = None, **more: Any) -> Kernel:
+    item = ITEM_SIZES[x.operand]
+    sizes: tuple[int, ...] = ()
+    if not isinstance(tile, tiles.RowTiles):
+        sizes = (tile.threadgroup_memory(x.h, x.v, item), tile.fragment_bytes(x.h, x.v, item))
+    constants = {**(lists.constants if lists else {}), **more}
+    return _kernel(name, x, tile.threads, tuple(vars(tile).values()), *sizes, **constants)
 
 
-def forward(
-    spec: Specification, arrays: Mapping[str, Any], *, variant: Variant = "staged", rules: Rules = PLAIN
-) -> Plan:
-    """The plan of the forward pass; for a few queries against many keys, that of decoding.
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Of a kernel that walks over no tiles: its threads, its template's argument, and what a threadgroup has of a
+    result."""
 
-    Args:
-      arrays: arrays or shapes by their names in `operands.CARRIED`, which says what each is.
-      variant: a key of `tiles.VARIANTS`, also with a split, "portable", or tiles of one's own.
-      rules: score and visibility, where they are not those of the specification.
+    threads: int
+    argument: int
+    rows: int = 1
+    columns: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Kernels of the same names and operands, and what of a launch tiles do not say.
+
+    Attributes:
+      name: what the names of its kernels begin with.
+      rows_first: whether rows vary fastest in the grid and not heads. Where each row has a threadgroup they may be too
+        many for any axis but the first.
+      cost: of a multiply-accumulate, in those of the matrix unit.
     """
-    split = None
-    if isinstance(variant, tiles.Split):
-        split, variant = variant.columns, variant.variant
-    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
-    few = decoding(x) if isinstance(variant, str) and variant in tiles.VARIANTS else None
-    if few:
-        wide, tile = few
-        return _decode(wide, tile, split or tiles.split_keys(wide.s, tile.keys))
-    return _forward(x, _select(variant, x))
+
+    name: str
+    delta: Share
+    d_bias: Share
+    rows_first: bool = False
+    cost: int = 1
 
 
-def backward(
-    spec: Specification,
-    arrays: Mapping[str, Any],
-    *,
-    wanted: tuple[str, ...] = ("query", "key", "value"),
-    variant: Variant = "staged",
-    rules: Rules = PLAIN,
-) -> Plan:
-    """The plan of the backward pass for the gradients in `wanted`; other arguments as of `forward`.
+ROWS = Share(8 * 32, 8, rows=8)  # of kernels with a simdgroup for each row
+MATRICES = Family("attention", delta=ROWS, d_bias=Share(32, 4, rows=8, columns=4 * 8))
+_ALONE = Share(tiles.RowTiles().threads, tiles.RowTiles().threads)
+# without the matrix unit a multiply-accumulate takes sixteen times as long: a guess, rather too high
+PORTABLE = Family("portable", delta=_ALONE, d_bias=_ALONE, rows_first=True, cost=16)
 
-    Its inputs are those of the forward pass, then out, row_max, row_sum, d_out, d_lse.
-    """
-    if isinstance(variant, tiles.Split):
-        variant = variant.variant
-    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
-    return _backward(x, wanted, _select(variant, x))
+
+def _shared(name: str, x: Problem, share: Share) -> Kernel:
+    return _kernel(name, x, share.threads, (share.argument,))
+
+
+class Launches:
+    """The kernels of a problem with these tiles."""
+
+    def __init__(self, x: Problem, chosen: tiles.Tiles) -> None:
+        self.x, self.chosen = x, chosen
+        self.family = PORTABLE if isinstance(chosen.forward, tiles.RowTiles) else MATRICES
+
+    def _walking(
+        self, name: str, tile: Any, length: int, heads: int, per_pair: int, lists: TileLists | None, **more: Any
+    ) -> Launch:
+        kernel = _tiled(f"{self.family.name}_{name}", self.x, tile, lists, **more)
+        groups = -(-length // tile.rows) * tile.slices
+        grid = (groups, heads, self.x.b) if self.family.rows_first else (heads, groups, self.x.b)
+        return Launch(kernel, grid, self.x.pairs * per_pair * self.family.cost, lists)
+
+    def _sharing(self, name: str, share: Share, grid: Grid, work: int) -> Launch:
+        return Launch(_shared(f"{self.family.name}_{name}", self.x, share), grid, work * self.family.cost)
+
+    def _over_rows(self, name: str, tile: Any, per_pair: int, **more: Any) -> Launch:
+        x, lists = self.x, TileLists.wanted(self.x, tile.listed_rows, tile.keys, True)
+        return self._walking(name, tile, x.t, x.n, per_pair, lists, **more)
+
+    def forward(self) -> Launch:
+        x, tile = self.x, self.chosen.forward
+        return self._over_rows("forward", tile, tile.slices * x.h + x.v)
+
+    def delta(self) -> Launch:
+        x, share = self.x, self.family.delta
+        return self._sharing("delta", share, (-(-x.t * x.n // share.rows), 1, x.b), x.b * x.t * x.n * x.v)
+
+    def d_query(self, **wants: bool) -> Launch:
+        x, tile = self.x, self.chosen.d_query
+        return self._over_rows("d_query", tile, tile.slices * (x.h + x.v) + x.h, **wants)
+
+    def d_key_value(self) -> Launch:
+        x, tile = self.x, self.chosen.d_key_value
+        lists = TileLists.wanted(x, tile.queries, tile.listed_rows, False)
+        return self._walking("d_key_value", tile, x.s, x.k, (tile.slices + 1) * (x.h + x.v), lists)
+
+    def d_bias(self) -> Launch:
+        x, share = self.x, self.family.d_bias
+        rows, heads, t, s = x.shape("bias")
+        grid = (-(-s // share.columns), -(-t // share.rows), rows * heads)
+        return self._sharing("d_bias", share, grid, x.pairs * (x.h + x.v))
+
+
+def decode(x: Problem, tile: tiles.DecodeTiles | tiles.DecodeRows, splits: int) -> tuple[Launch, Launch]:
+    """Few rows against many keys in so many splits, and what merges them."""
+    group = x.n // x.k * x.t
+    attend = Launch(
+        _tiled("attention_decode_rows" if isinstance(tile, tiles.DecodeRows) else "attention_decode", x, tile),
+        (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.b),
+        x.pairs * (tile.slices * x.h + x.v),
+    )
+    merge = Launch(
+        _shared("attention_merge", x, ROWS),
+        (-(-group // ROWS.rows), x.k, x.b),
+        x.b * x.t * x.n * x.v * splits,
+    )
+    return attend, merge

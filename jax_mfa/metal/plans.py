@@ -1,0 +1,137 @@
+"""Launch plans of attention: a specification and arrays or their shapes in, `Plan` out. Plain Python; needs no device.
+
+Which kernels a pass takes, in which order, and what it leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from jax_mfa.metal import launches, source, tiles
+from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Plan
+from jax_mfa.metal.problem import PLAIN, Problem, Rules
+from jax_mfa.problem import Specification
+
+Variant = str | tiles.Split | tiles.Tiles
+Decoder = tiles.DecodeTiles | tiles.DecodeRows
+
+
+def _named(*buffers: Buffer) -> dict[str, str]:
+    return {b.name: b.name for b in buffers}
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward(x: Problem, chosen: tiles.Tiles) -> Plan:
+    launch, results = launches.Launches(x, chosen).forward(), x.results("output")
+    return Plan(
+        "attention_forward",
+        source.base_hash(),
+        (*x.inputs, *results, *launch.scratch),
+        launch.dispatches(x, _named(*results)),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode(x: Problem, tile: Decoder, length: int) -> Plan:
+    splits = -(-x.s // length)
+    group = x.n // x.k * x.t
+    attend, merge = launches.decode(x, tile, splits)
+    results = x.results("output")
+    scratch = (
+        Buffer("split_out", "scratch", "float32", (x.b, x.k, splits, group, x.v)),
+        Buffer("split_state", "scratch", "float32", (x.b, x.k, splits, group, 2)),
+    )
+    numbers = {"splits": struct.pack("<i", splits), "split_keys": struct.pack("<i", length)}
+    own: dict[str, str | bytes] = {**_named(*results, *scratch), **numbers}
+    dispatches = (*attend.dispatches(x, own), *merge.dispatches(x, own))
+    return Plan("attention_decode", source.base_hash(), (*x.inputs, *results, *scratch), dispatches)
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
+    all_of = launches.Launches(x, chosen)
+    given = (*x.results("input"), x.like_out("d_out", "input"), x.rows("d_lse", "input"))
+    results: list[Buffer] = []
+    dispatches: list[Dispatch] = []
+
+    def add(launch: launches.Launch, *made: Buffer) -> None:
+        results.extend((*made, *launch.scratch))
+        dispatches.extend(launch.dispatches(x, _named(*given, *results)))
+
+    delta = x.rows("delta", "output" if "sinks" in wanted else "scratch")
+    add(all_of.delta(), delta, x.rows("row_states", "scratch", 2))
+    scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
+    if "query" in wanted or scale or slopes:
+        sums = [x.rows("score_sums", "output", 2)] if scale or slopes else []
+        add(all_of.d_query(wants_sums=scale or slopes), x.like_query("d_query", "output"), *sums)
+    if "key" in wanted or "value" in wanted:
+        add(
+            all_of.d_key_value(),
+            Buffer("d_key", "output", x.dtype, (x.b, x.s, x.k, x.h)),
+            Buffer("d_value", "output", x.dtype, (x.b, x.s, x.k, x.v)),
+        )
+    if "bias" in wanted:
+        bias = x.by_name["bias"]
+        add(all_of.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
+    return Plan("attention_backward", source.base_hash(), (*x.inputs, *given, *results), tuple(dispatches))
+
+
+def _select(variant: str | tiles.Tiles, x: Problem) -> tiles.Tiles:
+    if not isinstance(variant, str):
+        return variant
+    # what is decoded is decoded once for all simdgroups
+    chosen = "staged" if variant == "direct" and not x.spec.is_plain else variant
+    return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.operand])
+
+
+def decoding(x: Problem) -> tuple[Problem, Decoder] | None:
+    """A forward pass of few queries against many keys, as its kernel takes it, and the tile; None of any other, and
+    where registers do not suffice."""
+    if x.t > tiles.DECODE_QUERIES or x.s < tiles.DECODE_KEYS or x.spec.dropout_rate:
+        return None
+    wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
+    tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand])
+    return None if tile is None else (wide, tile)
+
+
+def forward(
+    spec: Specification, arrays: Mapping[str, Any], *, variant: Variant = "staged", rules: Rules = PLAIN
+) -> Plan:
+    """The plan of the forward pass; for a few queries against many keys, that of decoding.
+
+    Args:
+      arrays: arrays or shapes by their names in `operands.CARRIED`, which says what each is.
+      variant: a key of `tiles.VARIANTS`, also with a split, "portable", or tiles of one's own.
+      rules: score and visibility, where they are not those of the specification.
+    """
+    split = None
+    if isinstance(variant, tiles.Split):
+        split, variant = variant.columns, variant.variant
+    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
+    few = decoding(x) if isinstance(variant, str) and variant in tiles.VARIANTS else None
+    if few:
+        wide, tile = few
+        return _decode(wide, tile, split or tiles.split_keys(wide.s, tile.keys))
+    return _forward(x, _select(variant, x))
+
+
+def backward(
+    spec: Specification,
+    arrays: Mapping[str, Any],
+    *,
+    wanted: tuple[str, ...] = ("query", "key", "value"),
+    variant: Variant = "staged",
+    rules: Rules = PLAIN,
+) -> Plan:
+    """The plan of the backward pass for the gradients in `wanted`; other arguments as of `forward`.
+
+    Its inputs are those of the forward pass, then out, row_max, row_sum, d_out, d_lse.
+    """
+    if isinstance(variant, tiles.Split):
+        variant = variant.variant
+    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
+    return _backward(x, wanted, _select(variant, x))
