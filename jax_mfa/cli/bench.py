@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from jax_mfa.api import IMPLEMENTATIONS
+from jax_mfa.choice import IMPLEMENTATIONS
 from jax_mfa.cli import bench_devices, bench_figures, bench_models, bench_predictions, bench_problems
 from jax_mfa.cli.bench_problems import BOTH, DECODE, MASKS, SWEEP, Problem
 from jax_mfa.cli.command_line import INTERRUPTED, interruptible, positive, positives, start_metal

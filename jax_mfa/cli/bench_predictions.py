@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from jax_mfa import metal
+from jax_mfa import choice, metal
 from jax_mfa.arguments import specify_abstract
 from jax_mfa.cli import bench_models
 from jax_mfa.cli.bench_problems import DECODE, FORWARD, TRAINING, Problem
@@ -39,7 +39,7 @@ def predict(shares: Shares, problems: list[Problem]) -> dict[tuple[str, str], di
     found: dict[tuple[str, str], dict[str, float]] = {}
     for problem in problems:
         abstract = specify_abstract(**bench_models.arguments(problem))
-        refused = metal.lacking(*abstract)
+        refused = choice.lacking(*abstract)
         for kind in problem.passes:
             passes = () if refused else _PASSES.get(kind, ())
             plans = (metal.plan_of(*abstract, of_pass, "staged") for of_pass in passes)

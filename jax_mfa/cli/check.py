@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_mfa import compat, metal
+from jax_mfa import compat
 from jax_mfa.api import attend_by_name, explain
 from jax_mfa.cli import check_lines, check_pages
 from jax_mfa.cli.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, allowed, problems, quick
@@ -262,7 +262,7 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "Metal", f"{device.get('name', '?')}, {device.get('os', '?')}"
     yield "families", ", ".join(device.get("families", ())) or "none known"
     yield "threadgroup", f"{device.get('max_threadgroup_memory', '?')} bytes of memory"
-    yield "variants", f"{', '.join(metal.variants())}: the tile tables that it can run; the first unless told otherwise"
+    yield "variants", f"{', '.join(found.variants)}: the tile tables that it can run; the first unless told otherwise"
 
 
 def choices() -> Iterator[str]:
@@ -408,7 +408,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"  {line}")
     print(flush=True)
     implementation = "blockwise" if found.reason else "metal"
-    todo = problems(["blockwise"] if found.reason else metal.variants())
+    todo = problems(["blockwise"] if found.reason else runtime.get().variants)
     if options.quick:
         todo = [p for p in todo if quick(p)]
     start, interrupted, others_failed = time.perf_counter(), False, 0

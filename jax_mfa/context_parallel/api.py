@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import api, checks, compat
-from jax_mfa.api import Implementation
 from jax_mfa.arguments import specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
+from jax_mfa.choice import Implementation, names_of
 from jax_mfa.context_parallel import attend
 from jax_mfa.context_parallel import layout as layouts
 from jax_mfa.context_parallel import order as orders
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jax_mfa.typing import Bool, Float, Integer
 
 
-class _OverDevices(api._Keywords[ArrayLike], total=False):
+class _OverDevices(api.Keywords[ArrayLike], total=False):
     """The keyword arguments that the type of a result does not depend on."""
 
     axis_name: Required[Any]
@@ -92,7 +92,7 @@ def ring_attention(
     positions: Integer[ArrayLike, "T"] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords: Unpack[api._Keywords[ArrayLike]],
+    **keywords: Unpack[api.Keywords[ArrayLike]],
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention over a sequence that is split over devices, whose keys and values travel around them.
 
@@ -174,7 +174,7 @@ def ulysses_attention(
     positions: Integer[ArrayLike, "T"] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords: Unpack[api._Keywords[ArrayLike]],
+    **keywords: Unpack[api.Keywords[ArrayLike]],
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention over a sequence that is split over devices, which exchange rows for heads before and after.
 
@@ -232,7 +232,7 @@ def context_parallel_attention(
     machine: Machine | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords: Unpack[api._Keywords[ArrayLike]],
+    **keywords: Unpack[api.Keywords[ArrayLike]],
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention over a sequence that is split over devices, by the form that is done first on paper.
 
@@ -320,8 +320,8 @@ def _call(
     implementation: Implementation | None,
     return_residual: bool,
 ) -> Any:
-    api._refuse_unknown(layout.function, {k: x for k, x in arguments.items() if k not in _ARRAYS}, {})
-    api.names_of(implementation)  # what is no name is said first
+    api.refuse_unknown(layout.function, {k: x for k, x in arguments.items() if k not in _ARRAYS}, {})
+    names_of(implementation)  # reject unknown names before checking arrays
     layouts.refuse_quantised(layout.function, **arguments)
     checks.boolean("return_residual", return_residual)
     if mesh is None:

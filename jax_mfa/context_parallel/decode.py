@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import api, checks, compat, partial, primitives
-from jax_mfa.api import Implementation
 from jax_mfa.arguments import as_array, known_lengths, specify
+from jax_mfa.choice import Implementation, names_of
 from jax_mfa.context_parallel import axes
 from jax_mfa.context_parallel.layout import decided, refuse_quantised
 from jax_mfa.kv_cache import contiguous as cache
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jax_mfa.typing import Float, Int32, Integer, Lists
 
 
-class _OverDevices(api._Features[ArrayLike], total=False):
+class _OverDevices(api.Features[ArrayLike], total=False):
     """The keyword arguments that the type of the result does not depend on."""
 
     axis_name: Required[Any]
@@ -64,7 +64,7 @@ def sharded_decode_attention(
     mesh: Any = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords: Unpack[api._Features[ArrayLike]],
+    **keywords: Unpack[api.Features[ArrayLike]],
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """`decode_attention` with a cache whose columns are split over the devices of a mesh axis, in order.
 
@@ -96,7 +96,7 @@ def sharded_decode_attention(
             )
     refuse_quantised("sharded_decode_attention", query=query, key=key, value=value)
     checks.boolean("return_residual", return_residual)
-    api.names_of(implementation)
+    names_of(implementation)
     given = {"query": query, "key": key, "value": value}
     query, key, value = (as_array(name, x, "f", "floating [..., length, heads, size]") for name, x in given.items())
     if min(x.ndim for x in (query, key, value)) < 3:

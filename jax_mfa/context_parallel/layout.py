@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mfa import api, compat
-from jax_mfa.api import Implementation
+from jax_mfa import choice, compat
 from jax_mfa.arguments import concrete, known_integers
+from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel import axes, costs
 from jax_mfa.context_parallel import order as orders
 from jax_mfa.kv_cache.storage import QuantizedArray
@@ -76,8 +76,8 @@ class Layout:
 def decided(
     function: str, implementation: Implementation | None, spec: Specification, operands: Operands
 ) -> str | None:
-    """The implementation to take, as `api.decided` says it."""
-    chosen = api._decided(implementation, spec, operands)
+    """The implementation to take, as `jax_mfa.choice.decided` says it."""
+    chosen = choice.decided(implementation, spec, operands)
     if chosen == "reference":
         raise NotImplementedError(
             f"implementation={implementation!r} cannot run {function}: the reference keeps nothing to merge"

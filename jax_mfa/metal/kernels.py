@@ -1,6 +1,6 @@
 """Kernels and their grids: with simdgroup matrices and a table's tiles, or without.
 
-What each computes is written at its head, in `metal/`; in which order they run, in `kernels`.
+What each computes is written at its head, in `metal/`; in which order they run, in `plans.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from jax_mfa.metal import operands, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Kernel
-from jax_mfa.metal.problem import Problem
+from jax_mfa.metal.problem import LaunchProblem
 
 LISTED = ("mask", "block_mask", "query_segment_ids", "key_ranges")  # what makes a plan list visible tiles first
 LIST_THREADS = 64
@@ -29,7 +29,13 @@ Grid = tuple[int, int, int]
 
 
 def _kernel(
-    name: str, x: Problem, threads: int, arguments: tuple[int, ...], memory: int = 0, fragments: int = 0, **more: Any
+    name: str,
+    x: LaunchProblem,
+    threads: int,
+    arguments: tuple[int, ...],
+    memory: int = 0,
+    fragments: int = 0,
+    **more: Any,
 ) -> Kernel:
     """An instantiation; `arguments` are those of the template after the types, `more` are function constants."""
     short = "_".join([name, x.short, *(str(int(a)) for a in arguments)])
@@ -54,7 +60,7 @@ class TileLists:
     buffer: Buffer
 
     @classmethod
-    def wanted(cls, x: Problem, rows: int, columns: int, for_rows: bool) -> TileLists | None:
+    def wanted(cls, x: LaunchProblem, rows: int, columns: int, for_rows: bool) -> TileLists | None:
         """None where positions and lengths alone tell which tiles are visible, or where there is one tile to meet."""
         both = -(-x.t // rows), -(-x.s // columns)
         own, others = both if for_rows else both[::-1]
@@ -70,7 +76,7 @@ class TileLists:
     def constants(self) -> dict[str, Any]:
         return {"has_lists": True, "has_spans": self.spans}
 
-    def dispatch(self, x: Problem) -> Dispatch:
+    def dispatch(self, x: LaunchProblem) -> Dispatch:
         arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
         name = "attention_tile_lists"  # alike for all types but that of visibility
         kernel = Kernel(
@@ -100,7 +106,7 @@ class Launch:
     def scratch(self) -> tuple[Buffer, ...]:
         return (self.lists.buffer,) if self.lists else ()
 
-    def dispatches(self, x: Problem, own: Mapping[str, str | bytes]) -> tuple[Dispatch, ...]:
+    def dispatches(self, x: LaunchProblem, own: Mapping[str, str | bytes]) -> tuple[Dispatch, ...]:
         """The kernel with its `own` operands by name, and before it the one that makes its lists."""
         name = self.kernel.template[0]
         known = operands.signature(name)
@@ -113,7 +119,7 @@ class Launch:
         )
 
 
-def _tiled(name: str, x: Problem, tile: Any, lists: TileLists | None = None, **more: Any) -> Kernel:
+def _tiled(name: str, x: LaunchProblem, tile: Any, lists: TileLists | None = None, **more: Any) -> Kernel:
     item = ITEM_SIZES[x.operand]
     sizes: tuple[int, ...] = ()
     if not isinstance(tile, tiles.RowTiles):
@@ -158,14 +164,14 @@ _ALONE = Share(tiles.RowTiles().threads, tiles.RowTiles().threads)
 PORTABLE = Family("portable", delta=_ALONE, d_bias=_ALONE, rows_first=True, cost=16)
 
 
-def _shared(name: str, x: Problem, share: Share) -> Kernel:
+def _shared(name: str, x: LaunchProblem, share: Share) -> Kernel:
     return _kernel(name, x, share.threads, (share.argument,))
 
 
 class Launches:
     """The kernels of a problem with these tiles."""
 
-    def __init__(self, x: Problem, chosen: tiles.Tiles) -> None:
+    def __init__(self, x: LaunchProblem, chosen: tiles.Tiles) -> None:
         self.x, self.chosen = x, chosen
         self.family = PORTABLE if isinstance(chosen.forward, tiles.RowTiles) else MATRICES
 
@@ -208,7 +214,7 @@ class Launches:
         return self._sharing("d_bias", share, grid, x.pairs * (x.h + x.v))
 
 
-def decode(x: Problem, tile: tiles.DecodeTiles | tiles.DecodeRows, splits: int) -> tuple[Launch, Launch]:
+def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, splits: int) -> tuple[Launch, Launch]:
     """Few rows against many keys in so many splits, and what merges them."""
     group = x.n // x.k * x.t
     attend = Launch(

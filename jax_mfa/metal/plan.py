@@ -1,7 +1,7 @@
 """What a launch is: buffers, kernels, constants and grids, as data. The launcher in `csrc/` runs exactly this.
 
 A plan is self-contained JSON that travels with the compiled program; its MSL text goes by content hash. This room
-knows no kernel: `kernels.py` writes plans, and `python -m jax_mfa source` prints them.
+knows no kernel: `plans.py` makes plans, and `python -m jax_mfa source` prints them.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from jax_mfa.metal import launches, source, tiles
+from jax_mfa.metal import kernels, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Plan
-from jax_mfa.metal.problem import PLAIN, Problem, Rules
+from jax_mfa.metal.problem import PLAIN, LaunchProblem, Rules
 from jax_mfa.problem import Specification
 
 Variant = str | tiles.Split | tiles.Tiles
@@ -25,8 +25,8 @@ def _named(*buffers: Buffer) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward(x: Problem, chosen: tiles.Tiles) -> Plan:
-    launch, results = launches.Launches(x, chosen).forward(), x.results("output")
+def _forward(x: LaunchProblem, chosen: tiles.Tiles) -> Plan:
+    launch, results = kernels.Launches(x, chosen).forward(), x.results("output")
     return Plan(
         "attention_forward",
         source.base_hash(),
@@ -36,10 +36,10 @@ def _forward(x: Problem, chosen: tiles.Tiles) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _decode(x: Problem, tile: Decoder, length: int) -> Plan:
+def _decode(x: LaunchProblem, tile: Decoder, length: int) -> Plan:
     splits = -(-x.s // length)
     group = x.n // x.k * x.t
-    attend, merge = launches.decode(x, tile, splits)
+    attend, merge = kernels.decode(x, tile, splits)
     results = x.results("output")
     scratch = (
         Buffer("split_out", "scratch", "float32", (x.b, x.k, splits, group, x.v)),
@@ -52,13 +52,13 @@ def _decode(x: Problem, tile: Decoder, length: int) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
-    all_of = launches.Launches(x, chosen)
+def _backward(x: LaunchProblem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
+    all_of = kernels.Launches(x, chosen)
     given = (*x.results("input"), x.like_out("d_out", "input"), x.rows("d_lse", "input"))
     results: list[Buffer] = []
     dispatches: list[Dispatch] = []
 
-    def add(launch: launches.Launch, *made: Buffer) -> None:
+    def add(launch: kernels.Launch, *made: Buffer) -> None:
         results.extend((*made, *launch.scratch))
         dispatches.extend(launch.dispatches(x, _named(*given, *results)))
 
@@ -80,7 +80,7 @@ def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
     return Plan("attention_backward", source.base_hash(), (*x.inputs, *given, *results), tuple(dispatches))
 
 
-def _select(variant: str | tiles.Tiles, x: Problem) -> tiles.Tiles:
+def _select(variant: str | tiles.Tiles, x: LaunchProblem) -> tiles.Tiles:
     if not isinstance(variant, str):
         return variant
     # what is decoded is decoded once for all simdgroups
@@ -88,7 +88,7 @@ def _select(variant: str | tiles.Tiles, x: Problem) -> tiles.Tiles:
     return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.operand])
 
 
-def decoding(x: Problem) -> tuple[Problem, Decoder] | None:
+def decoding(x: LaunchProblem) -> tuple[LaunchProblem, Decoder] | None:
     """A forward pass of few queries against many keys, as its kernel takes it, and the tile; None of any other, and
     where registers do not suffice."""
     if x.t > tiles.DECODE_QUERIES or x.s < tiles.DECODE_KEYS or x.spec.dropout_rate:
@@ -111,7 +111,7 @@ def forward(
     split = None
     if isinstance(variant, tiles.Split):
         split, variant = variant.columns, variant.variant
-    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
+    x = LaunchProblem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
     few = decoding(x) if isinstance(variant, str) and variant in tiles.VARIANTS else None
     if few:
         wide, tile = few
@@ -133,5 +133,5 @@ def backward(
     """
     if isinstance(variant, tiles.Split):
         variant = variant.variant
-    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
+    x = LaunchProblem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
     return _backward(x, wanted, _select(variant, x))

@@ -1,6 +1,6 @@
 """An attention problem as kernels meet it: its sizes, what stands for each operand, and which features it uses.
 
-The planner asks a `Problem` and never an array's shape. Plain Python; needs no device.
+The planner asks a `LaunchProblem` and never an array's shape. Plain Python; needs no device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLAIN = Rules()
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class LaunchProblem:
     """A specification and the arrays that a launch carries.
 
     Attributes:
@@ -64,7 +64,9 @@ class Problem:
     decoded: bool = False
 
     @classmethod
-    def of(cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN, decoded: bool = False) -> Problem:
+    def of(
+        cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN, decoded: bool = False
+    ) -> LaunchProblem:
         """From arrays or shapes by name, as `launch_arrays` gives them."""
         unknown = sorted(set(arrays) - set(operands.CARRIED))
         if unknown:

@@ -29,7 +29,7 @@ import jax
 from jax import Array
 
 from jax_mfa import compat, recording
-from jax_mfa.metal import source
+from jax_mfa.metal import source, tiles
 from jax_mfa.metal.plan import Plan
 from jax_mfa.tuning import kept
 
@@ -71,6 +71,12 @@ class Runtime:
         if "apple7" not in families:
             return "portable"  # no simdgroup matrices
         return "direct" if "apple9" in families else "staged"
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The tile tables that the device can run, its own first. Without simdgroup matrices that is one."""
+        own = self.variant
+        return (own,) if own not in tiles.VARIANTS else (own, *(name for name in tiles.NAMES if name != own))
 
 
 def named() -> tuple[str, str | None]:

@@ -18,7 +18,7 @@ import pytest
 from emulator import device
 
 import jax_mfa
-from jax_mfa import BlockMask, metal
+from jax_mfa import BlockMask
 from jax_mfa.__main__ import READER_GONE
 from jax_mfa.arguments import specify
 from jax_mfa.cli import check, check_lines, check_pages, check_problems, show
@@ -376,7 +376,7 @@ def test_a_device_gets_what_it_can_run(monkeypatch, capsys, passing, families, v
     """A hosted runner's device has no simdgroup matrices."""
     monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=Lines(), device={"families": families}))
     monkeypatch.setattr(check.Kernels, "prepare", lambda self, problem: [])
-    assert metal.variants() == variants
+    assert runtime.get().variants == variants
     assert check.run(options()) == 0
     table = rows(capsys.readouterr().out)
     assert tuple(dict.fromkeys(line.split("|")[1].strip() for line in table)) == variants

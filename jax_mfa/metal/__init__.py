@@ -1,0 +1,32 @@
+"""Attention on Apple GPUs. The implementation wherever Metal can be used and pays.
+
+`operands` declares each array and number that kernels are given, and `source` is their text. `problem` and `tiles` are
+the facts of a launch, `kernels` the kernels and their grids, `plans` which of them a pass takes, `plan` the format that
+the native module behind `runtime` runs. `attention` runs the passes, `append` writes new tokens into pages.
+"""
+
+from jax_mfa.metal.attention import (
+    DTYPES,
+    MAX_GRID,
+    PARTS,
+    Failed,
+    backward,
+    candidates,
+    forward,
+    launch_arrays,
+    plan_of,
+    tiles_of,
+)
+
+__all__ = [
+    "DTYPES",
+    "MAX_GRID",
+    "PARTS",
+    "Failed",
+    "backward",
+    "candidates",
+    "forward",
+    "launch_arrays",
+    "plan_of",
+    "tiles_of",
+]
