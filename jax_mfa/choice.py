@@ -13,8 +13,8 @@ import jax
 
 from jax_mfa import checks
 from jax_mfa.kv_cache.storage import stored
-from jax_mfa.metal import DTYPES, MAX_GRID, runtime
-from jax_mfa.metal.tiles import MAX_HEAD
+from jax_mfa.metal import DTYPES, runtime
+from jax_mfa.metal.tiles import MAX_GRID, MAX_HEAD
 from jax_mfa.problem import Operands, Specification
 from jax_mfa.tuning import crossover
 

@@ -21,9 +21,6 @@ from jax_mfa.metal.problem import LaunchProblem
 from jax_mfa.problem import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
 from jax_mfa.tuning import tuned
 
-DTYPES = ("float16", "bfloat16", "float32")
-MAX_GRID = 65535  # heads and batch rows: grid axes of which no more is known to be safe
-
 
 class Failed(RuntimeError):
     """Metal was found, but its kernels for a problem could not be had; the text is Metal's."""
@@ -115,8 +112,8 @@ def _typed(usual: Any, numbers: tuple[int, ...]) -> Any:
 
 def _checked(plan: Any) -> Any:
     widest = max(max(d.threadgroups[1:]) for d in plan.dispatches)  # `vmap` and groups multiply what `lacking` saw
-    if widest > MAX_GRID:
-        raise Failed(f"a grid axis of {widest} threadgroups; no more than {MAX_GRID} is known to be safe")
+    if widest > tiles.MAX_GRID:
+        raise Failed(f"a grid axis of {widest} threadgroups; no more than {tiles.MAX_GRID} is known to be safe")
     failure = runtime.failure(plan)
     if failure:
         raise Failed(failure)

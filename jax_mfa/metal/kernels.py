@@ -6,7 +6,7 @@ What each computes is written at its head, in `metal/`; in which order they run,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from jax_mfa.metal import operands, tiles
@@ -28,24 +28,28 @@ IN_LANES = ("attention_decode", "attention_decode_rows")  # kernels that read ke
 Grid = tuple[int, int, int]
 
 
-def _kernel(
-    name: str,
-    x: LaunchProblem,
-    threads: int,
-    arguments: tuple[int, ...],
-    memory: int = 0,
-    fragments: int = 0,
-    **more: Any,
-) -> Kernel:
-    """An instantiation; `arguments` are those of the template after the types, `more` are function constants."""
-    short = "_".join([name, x.short, *(str(int(a)) for a in arguments)])
-    constants = x.constants(**more) if operands.signature(name).features else ()
-    types = x.types(in_lanes=name in IN_LANES)
+def _short(name: str, arguments: tuple[int, ...]) -> str:
+    return "_".join([name, *(str(int(a)) for a in arguments)])
+
+
+def _kernel(name: str, x: LaunchProblem, tile: tiles.Tile, lists: TileLists | None = None, **more: Any) -> Kernel:
+    """An instantiation for a tile, and the lists that it walks over; `more` are function constants."""
+    constants = {**(lists.constants if lists else {}), **more}
+    sizes = x.h, x.v, ITEM_SIZES[x.operand]
+    memory = tile.threadgroup_memory(*sizes)
     if name in ROOMS:
-        sizes, floats = ROOMS[name]
-        rows = sum(-(-getattr(x, size) // 4) * 16 for size in sizes)
-        memory = rows + 4 * threads * (floats + more.get("wants_sums", False))
-    return Kernel(short, (name, types, *arguments), constants, threads, memory, fragments, x.rules.definitions)
+        letters, floats = ROOMS[name]
+        rows = sum(-(-getattr(x, size) // 4) * 16 for size in letters)
+        memory = rows + 4 * tile.threads * (floats + more.get("wants_sums", False))
+    return Kernel(
+        _short(f"{name}_{x.short}", tile.arguments),
+        (name, x.types(in_lanes=name in IN_LANES), *tile.arguments),
+        x.constants(**constants) if operands.signature(name).features else (),
+        tile.threads,
+        memory,
+        tile.fragment_bytes(*sizes),
+        x.rules.definitions,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +84,7 @@ class TileLists:
         arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
         name = "attention_tile_lists"  # alike for all types but that of visibility
         kernel = Kernel(
-            "_".join([name, *(str(int(a)) for a in arguments)]),
+            _short(name, arguments),
             (name, x.rules.visibility, *arguments),
             x.constants(**self.constants),
             LIST_THREADS,
@@ -106,37 +110,32 @@ class Launch:
     def scratch(self) -> tuple[Buffer, ...]:
         return (self.lists.buffer,) if self.lists else ()
 
-    def dispatches(self, x: LaunchProblem, own: Mapping[str, str | bytes]) -> tuple[Dispatch, ...]:
-        """The kernel with its `own` operands by name, and before it the one that makes its lists."""
+    def dispatches(self, x: LaunchProblem, buffers: Iterable[Buffer], **numbers: bytes) -> tuple[Dispatch, ...]:
+        """The kernel, which finds buffers of the plan and numbers by name, and before it the one that makes its
+        lists."""
         name = self.kernel.template[0]
         known = operands.signature(name)
-        lists = {"lists": self.lists.buffer.name} if self.lists else {}
-        bound = x.bound(name, self.grid, {**own, **lists})
-        made = (self.lists.dispatch(x),) if self.lists else ()
-        return (
-            *made,
-            Dispatch(self.kernel, self.grid, bound, self.work, known.names.index("p") if known.in_parts else None),
-        )
-
-
-def _tiled(name: str, x: LaunchProblem, tile: Any, lists: TileLists | None = None, **more: Any) -> Kernel:
-    item = ITEM_SIZES[x.operand]
-    sizes: tuple[int, ...] = ()
-    if not isinstance(tile, tiles.RowTiles):
-        sizes = (tile.threadgroup_memory(x.h, x.v, item), tile.fragment_bytes(x.h, x.v, item))
-    constants = {**(lists.constants if lists else {}), **more}
-    return _kernel(name, x, tile.threads, tuple(vars(tile).values()), *sizes, **constants)
+        own: dict[str, str | bytes] = {**{b.name: b.name for b in buffers}, **numbers}
+        if self.lists:
+            own["lists"] = self.lists.buffer.name
+        split = known.names.index("p") if known.in_parts else None
+        dispatch = Dispatch(self.kernel, self.grid, x.bound(name, self.grid, own), self.work, split)
+        return (self.lists.dispatch(x), dispatch) if self.lists else (dispatch,)
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """Of a kernel that walks over no tiles: its threads, its template's argument, and what a threadgroup has of a
+class Share(tiles.Tile):
+    """Of a kernel that walks over no tiles: its simdgroups, its template's argument, and what a threadgroup has of a
     result."""
 
-    threads: int
+    simdgroups: int
     argument: int
     rows: int = 1
     columns: int = 1
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        return (self.argument,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,15 +156,11 @@ class Family:
     cost: int = 1
 
 
-ROWS = Share(8 * 32, 8, rows=8)  # of kernels with a simdgroup for each row
-MATRICES = Family("attention", delta=ROWS, d_bias=Share(32, 4, rows=8, columns=4 * 8))
-_ALONE = Share(tiles.RowTiles().threads, tiles.RowTiles().threads)
+ROWS = Share(8, 8, rows=8)  # of kernels with a simdgroup for each row
+MATRICES = Family("attention", delta=ROWS, d_bias=Share(1, 4, rows=8, columns=4 * 8))
+_ALONE = Share(tiles.RowTiles().threads // 32, tiles.RowTiles().threads)
 # without the matrix unit a multiply-accumulate takes sixteen times as long: a guess, rather too high
 PORTABLE = Family("portable", delta=_ALONE, d_bias=_ALONE, rows_first=True, cost=16)
-
-
-def _shared(name: str, x: LaunchProblem, share: Share) -> Kernel:
-    return _kernel(name, x, share.threads, (share.argument,))
 
 
 class Launches:
@@ -175,16 +170,18 @@ class Launches:
         self.x, self.chosen = x, chosen
         self.family = PORTABLE if isinstance(chosen.forward, tiles.RowTiles) else MATRICES
 
+    def _launch(
+        self, name: str, tile: tiles.Tile, grid: Grid, work: int, lists: TileLists | None = None, **more: Any
+    ) -> Launch:
+        kernel = _kernel(f"{self.family.name}_{name}", self.x, tile, lists, **more)
+        return Launch(kernel, grid, work * self.family.cost, lists)
+
     def _walking(
         self, name: str, tile: Any, length: int, heads: int, per_pair: int, lists: TileLists | None, **more: Any
     ) -> Launch:
-        kernel = _tiled(f"{self.family.name}_{name}", self.x, tile, lists, **more)
         groups = -(-length // tile.rows) * tile.slices
         grid = (groups, heads, self.x.b) if self.family.rows_first else (heads, groups, self.x.b)
-        return Launch(kernel, grid, self.x.pairs * per_pair * self.family.cost, lists)
-
-    def _sharing(self, name: str, share: Share, grid: Grid, work: int) -> Launch:
-        return Launch(_shared(f"{self.family.name}_{name}", self.x, share), grid, work * self.family.cost)
+        return self._launch(name, tile, grid, self.x.pairs * per_pair, lists, **more)
 
     def _over_rows(self, name: str, tile: Any, per_pair: int, **more: Any) -> Launch:
         x, lists = self.x, TileLists.wanted(self.x, tile.listed_rows, tile.keys, True)
@@ -196,7 +193,7 @@ class Launches:
 
     def delta(self) -> Launch:
         x, share = self.x, self.family.delta
-        return self._sharing("delta", share, (-(-x.t * x.n // share.rows), 1, x.b), x.b * x.t * x.n * x.v)
+        return self._launch("delta", share, (-(-x.t * x.n // share.rows), 1, x.b), x.b * x.t * x.n * x.v)
 
     def d_query(self, **wants: bool) -> Launch:
         x, tile = self.x, self.chosen.d_query
@@ -211,19 +208,19 @@ class Launches:
         x, share = self.x, self.family.d_bias
         rows, heads, t, s = x.shape("bias")
         grid = (-(-s // share.columns), -(-t // share.rows), rows * heads)
-        return self._sharing("d_bias", share, grid, x.pairs * (x.h + x.v))
+        return self._launch("d_bias", share, grid, x.pairs * (x.h + x.v))
 
 
 def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, splits: int) -> tuple[Launch, Launch]:
     """Few rows against many keys in so many splits, and what merges them."""
     group = x.n // x.k * x.t
     attend = Launch(
-        _tiled("attention_decode_rows" if isinstance(tile, tiles.DecodeRows) else "attention_decode", x, tile),
+        _kernel("attention_decode_rows" if isinstance(tile, tiles.DecodeRows) else "attention_decode", x, tile),
         (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.b),
         x.pairs * (tile.slices * x.h + x.v),
     )
     merge = Launch(
-        _shared("attention_merge", x, ROWS),
+        _kernel("attention_merge", x, ROWS),
         (-(-group // ROWS.rows), x.k, x.b),
         x.b * x.t * x.n * x.v * splits,
     )

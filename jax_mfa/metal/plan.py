@@ -18,6 +18,7 @@ ITEM_SIZES = {
     **dict.fromkeys(("int32", "uint32", "float32"), 4),
 }
 SCALARS = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}  # MSL's names
+DTYPES = tuple(SCALARS)  # of queries, keys, values and biases
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,6 @@ Variant = str | tiles.Split | tiles.Tiles
 Decoder = tiles.DecodeTiles | tiles.DecodeRows
 
 
-def _named(*buffers: Buffer) -> dict[str, str]:
-    return {b.name: b.name for b in buffers}
-
-
 @functools.lru_cache(maxsize=1024)
 def _forward(x: LaunchProblem, chosen: tiles.Tiles) -> Plan:
     launch, results = kernels.Launches(x, chosen).forward(), x.results("output")
@@ -31,7 +27,7 @@ def _forward(x: LaunchProblem, chosen: tiles.Tiles) -> Plan:
         "attention_forward",
         source.base_hash(),
         (*x.inputs, *results, *launch.scratch),
-        launch.dispatches(x, _named(*results)),
+        launch.dispatches(x, results),
     )
 
 
@@ -46,9 +42,9 @@ def _decode(x: LaunchProblem, tile: Decoder, length: int) -> Plan:
         Buffer("split_state", "scratch", "float32", (x.b, x.k, splits, group, 2)),
     )
     numbers = {"splits": struct.pack("<i", splits), "split_keys": struct.pack("<i", length)}
-    own: dict[str, str | bytes] = {**_named(*results, *scratch), **numbers}
-    dispatches = (*attend.dispatches(x, own), *merge.dispatches(x, own))
-    return Plan("attention_decode", source.base_hash(), (*x.inputs, *results, *scratch), dispatches)
+    own = (*results, *scratch)
+    dispatches = (y for launch in (attend, merge) for y in launch.dispatches(x, own, **numbers))
+    return Plan("attention_decode", source.base_hash(), (*x.inputs, *own), tuple(dispatches))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -60,7 +56,7 @@ def _backward(x: LaunchProblem, wanted: tuple[str, ...], chosen: tiles.Tiles) ->
 
     def add(launch: kernels.Launch, *made: Buffer) -> None:
         results.extend((*made, *launch.scratch))
-        dispatches.extend(launch.dispatches(x, _named(*given, *results)))
+        dispatches.extend(launch.dispatches(x, (*given, *results)))
 
     delta = x.rows("delta", "output" if "sinks" in wanted else "scratch")
     add(all_of.delta(), delta, x.rows("row_states", "scratch", 2))
