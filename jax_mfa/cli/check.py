@@ -36,7 +36,7 @@ from jax_mfa.cli.command_line import INTERRUPTED, interruptible, start_metal
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
 from jax_mfa.metal import DTYPES, runtime
 from jax_mfa.metal.plan import Kernel, Plan
-from jax_mfa.tuning import calibration
+from jax_mfa.tuning import calibration, lines
 
 HELP = "what was found on this machine, and every kernel against the reference"
 RESULTS = ("out", "lse", "dq", "dk", "dv")  # with a column each; others share one
@@ -271,9 +271,9 @@ def choices() -> Iterator[str]:
         with compat.x64():
             shape = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.dtype(dtype))
             found = explain(shape, shape, shape)
-        lines = str(found).splitlines()
+        verdicts = str(found).splitlines()
         yield f"{dtype}: {found.implementation}"
-        yield from (f"    {line}" for line in lines)
+        yield from (f"    {line}" for line in verdicts)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -347,7 +347,7 @@ def _shared_lines(chip: str) -> Iterator[tuple[str, bool]]:
 def _kept_staged(chip: str) -> str:
     source = f"found by `python -m jax_mfa check` on {datetime.date.today().isoformat()}"
     try:
-        return f" on this chip ({runtime.keep_staged_below(chip, check_lines.ALL, source)})"
+        return f" on this chip ({lines.keep_staged_below(chip, check_lines.ALL, source)})"
     except (OSError, RuntimeError) as error:
         return f" in this process only, for nothing can be kept: {error}"
 

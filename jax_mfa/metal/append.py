@@ -15,9 +15,8 @@ from typing import Any
 
 from jax_mfa.kv_cache.storage import PARTS, QuantizedArray, Storage, dtype_of
 from jax_mfa.metal import runtime, source
-from jax_mfa.metal.columns import encoding
 from jax_mfa.metal.plan import ITEM_SIZES, SCALARS, Argument, Buffer, Dispatch, Kernel, Plan
-from jax_mfa.metal.problem import Shape
+from jax_mfa.metal.problem import Shape, encoding
 
 SIMDGROUPS = 4
 COPY_THREADS = 256

@@ -220,8 +220,6 @@ def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, splits:
         x.pairs * (tile.slices * x.h + x.v),
     )
     merge = Launch(
-        _kernel("attention_merge", x, ROWS),
-        (-(-group // ROWS.rows), x.k, x.b),
-        x.b * x.t * x.n * x.v * splits,
+        _kernel("attention_merge", x, ROWS), (-(-group // ROWS.rows), x.k, x.b), x.b * x.t * x.n * x.v * splits
     )
     return attend, merge

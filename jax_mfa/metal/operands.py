@@ -195,12 +195,7 @@ _TABLE = (
     _own("row_max", "float", _ROWS, "largest score of a row, its sink included"),
     _own("row_sum", "float", _ROWS, "sum of exp(score - row_max); sees_nothing of jax_mfa/problem.py"),
     _own("d_out", "typename Types::Cotangent::Storage", _OUT, "cotangent of out"),
-    _own(
-        "d_lse",
-        "float",
-        _ROWS,
-        "cotangent of the log-sum-exp, row_max + log(row_sum); zeros where that is unused",
-    ),
+    _own("d_lse", "float", _ROWS, "cotangent of the log-sum-exp, row_max + log(row_sum); zeros where that is unused"),
     _own("delta", "float", _ROWS, "sum(d_out * out) - d_lse; zero where a row sees nothing"),
     _own("row_states", "float2", _ROWS, "row_max, log2(row_sum)"),
     _own("d_query", "typename Types::T", _QUERY),

@@ -24,10 +24,7 @@ Decoder = tiles.DecodeTiles | tiles.DecodeRows
 def _forward(x: LaunchProblem, chosen: tiles.Tiles) -> Plan:
     launch, results = kernels.Launches(x, chosen).forward(), x.results("output")
     return Plan(
-        "attention_forward",
-        source.base_hash(),
-        (*x.inputs, *results, *launch.scratch),
-        launch.dispatches(x, results),
+        "attention_forward", source.base_hash(), (*x.inputs, *results, *launch.scratch), launch.dispatches(x, results)
     )
 
 

@@ -14,13 +14,28 @@ import numpy as np
 
 from jax_mfa.kv_cache.storage import Storage, stored
 from jax_mfa.metal import operands
-from jax_mfa.metal.columns import stored_type
 from jax_mfa.metal.plan import SCALARS, Argument, Buffer
 from jax_mfa.philox import drop_below
 from jax_mfa.problem import MAX_POSITION, Operands, Specification
 
 BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+_MOST = 2**30  # of tokens or channels of a block: more than there are
+
+
+def encoding(storage: Storage | None, scalar: str) -> str:
+    """The MSL type of how numbers of type `scalar` are stored."""
+    if storage is None:
+        return f"Plain<{scalar}>"
+    x = storage.scheme
+    symmetric = str(x.symmetric).lower()
+    tokens, channels, center = (min(n or 0, _MOST) for n in (x.tokens, x.channels, x.center))
+    return f"Quantized<{scalar}, {x.kind}_kind, {symmetric}, {tokens}, {channels}, {center}>"
+
+
+def stored_type(storage: Storage | None, page_size: int | None, scalar: str, size: int) -> str:
+    """The MSL type of rows of `size` numbers that lie in a row of an array, or in pages."""
+    return f"Stored<{encoding(storage, scalar)}, {size}, {page_size or 0}>"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from jax import Array
 from jax_mfa import compat, recording
 from jax_mfa.metal import source, tiles
 from jax_mfa.metal.plan import Plan
-from jax_mfa.tuning import kept
+from jax_mfa.tuning import kept, lines
 
 TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward", "jax_mfa_append")
 NOT_APPLE = "this host has no Metal: the native module is built on macOS for Apple silicon only"
@@ -161,31 +161,10 @@ def start() -> Runtime:
         device = dict(found.module.device())
     except RuntimeError as error:
         return Runtime(reason=str(error))
-    below = staged_below(device.get("name", ""))
+    below = lines.staged_below(device.get("name", ""))
     if below:
         found.module.stage_shared_lines(below)
     return dataclasses.replace(found, device=device)
-
-
-def lines_file() -> pathlib.Path:
-    """What `check` found of cache lines, by chip, in the user's cache folder."""
-    return kept.folder() / "lines.json"
-
-
-def staged_below(chip: str) -> int:
-    """Bytes below which outputs that share cache lines with the CPU's memory are copied on this chip, as `check` found;
-    0 where it found nothing."""
-    try:
-        below = kept.read(lines_file())[chip]["staged_below"]
-    except (*kept.BROKEN, RuntimeError):
-        return 0
-    return below if isinstance(below, int) and not isinstance(below, bool) and 0 < below < 2**63 else 0
-
-
-def keep_staged_below(chip: str, below: int, source: str) -> pathlib.Path:
-    """Keeps that for a chip, where every later process finds it. Raises OSError where the folder cannot be written."""
-    kept.store(lines_file(), chip, {"staged_below": below, "source": source})
-    return lines_file()
 
 
 _started = functools.cache(start)
