@@ -6,7 +6,8 @@ What each computes is written at its head, in `metal/`; in which order they run,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import struct
+from collections.abc import Mapping
 from typing import Any
 
 from jax_mfa.metal import operands, tiles
@@ -28,28 +29,52 @@ IN_LANES = ("attention_decode", "attention_decode_rows")  # kernels that read ke
 Grid = tuple[int, int, int]
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel over its grid, after the one that makes the lists it walks over, and what these are kept in."""
+
+    dispatches: tuple[Dispatch, ...]
+    scratch: tuple[Buffer, ...] = ()
+
+
 def _short(name: str, arguments: tuple[int, ...]) -> str:
     return "_".join([name, *(str(int(a)) for a in arguments)])
 
 
-def _kernel(name: str, x: LaunchProblem, tile: tiles.Tile, lists: TileLists | None = None, **more: Any) -> Kernel:
-    """An instantiation for a tile, and the lists that it walks over; `more` are function constants."""
-    constants = {**(lists.constants if lists else {}), **more}
-    sizes = x.h, x.v, ITEM_SIZES[x.operand]
+def _launch(
+    name: str,
+    x: LaunchProblem,
+    tile: tiles.Tile,
+    grid: Grid,
+    work: int,
+    lists: TileLists | None = None,
+    numbers: Mapping[str, bytes] | None = None,
+    **more: Any,
+) -> Launch:
+    """A kernel for a tile over a grid. `work` is its multiply-accumulates (see `Dispatch`), `numbers` are arguments,
+    `more` function constants."""
+    known, sizes = operands.signature(name), (x.h, x.v, ITEM_SIZES[x.operand])
+    constants = x.constants(**(lists.constants if lists else {}), **more)
     memory = tile.threadgroup_memory(*sizes)
     if name in ROOMS:
         letters, floats = ROOMS[name]
         rows = sum(-(-getattr(x, size) // 4) * 16 for size in letters)
         memory = rows + 4 * tile.threads * (floats + more.get("wants_sums", False))
-    return Kernel(
+    kernel = Kernel(
         _short(f"{name}_{x.short}", tile.arguments),
         (name, x.types(in_lanes=name in IN_LANES), *tile.arguments),
-        x.constants(**constants) if operands.signature(name).features else (),
+        operands.constants(constants) if known.features else (),
         tile.threads,
         memory,
         tile.fragment_bytes(*sizes),
         x.rules.definitions,
     )
+    own: dict[str, str | bytes] = dict(numbers or {})
+    if lists:
+        own["lists"] = lists.buffer.name
+    split = known.names.index("p") if known.in_parts else None
+    dispatch = Dispatch(kernel, grid, x.bound(name, grid, constants, own), work, split)
+    return Launch((lists.dispatch(x), dispatch), (lists.buffer,)) if lists else Launch((dispatch,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,45 +107,19 @@ class TileLists:
 
     def dispatch(self, x: LaunchProblem) -> Dispatch:
         arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
-        name = "attention_tile_lists"  # alike for all types but that of visibility
+        name, constants = "attention_tile_lists", x.constants(**self.constants)
         kernel = Kernel(
             _short(name, arguments),
-            (name, x.rules.visibility, *arguments),
-            x.constants(**self.constants),
+            (name, x.rules.visibility, *arguments),  # alike for all types but that of visibility
+            operands.constants(constants),
             LIST_THREADS,
             (20 if "mask" in x else 4) * LIST_THREADS,
             definitions=x.rules.definitions,
         )
         batch, heads, own, _ = self.buffer.shape
         grid = own, heads, batch
-        bound = x.bound(name, grid, {"lists": self.buffer.name})
+        bound = x.bound(name, grid, constants, {"lists": self.buffer.name})
         return Dispatch(kernel, grid, bound, batch * heads * x.t * x.s)
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A kernel, its grid, its work (see `Dispatch`), and the lists it walks over."""
-
-    kernel: Kernel
-    grid: Grid
-    work: int
-    lists: TileLists | None = None
-
-    @property
-    def scratch(self) -> tuple[Buffer, ...]:
-        return (self.lists.buffer,) if self.lists else ()
-
-    def dispatches(self, x: LaunchProblem, buffers: Iterable[Buffer], **numbers: bytes) -> tuple[Dispatch, ...]:
-        """The kernel, which finds buffers of the plan and numbers by name, and before it the one that makes its
-        lists."""
-        name = self.kernel.template[0]
-        known = operands.signature(name)
-        own: dict[str, str | bytes] = {**{b.name: b.name for b in buffers}, **numbers}
-        if self.lists:
-            own["lists"] = self.lists.buffer.name
-        split = known.names.index("p") if known.in_parts else None
-        dispatch = Dispatch(self.kernel, self.grid, x.bound(name, self.grid, own), self.work, split)
-        return (self.lists.dispatch(x), dispatch) if self.lists else (dispatch,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,23 +172,22 @@ class Launches:
     def _launch(
         self, name: str, tile: tiles.Tile, grid: Grid, work: int, lists: TileLists | None = None, **more: Any
     ) -> Launch:
-        kernel = _kernel(f"{self.family.name}_{name}", self.x, tile, lists, **more)
-        return Launch(kernel, grid, work * self.family.cost, lists)
+        name, work = f"{self.family.name}_{name}", work * self.family.cost
+        return _launch(name, self.x, tile, grid, work, lists, **more)
 
-    def _walking(
-        self, name: str, tile: Any, length: int, heads: int, per_pair: int, lists: TileLists | None, **more: Any
-    ) -> Launch:
+    def _walking(self, name: str, tile: Any, for_rows: bool, per_pair: int, **more: Any) -> Launch:
+        """For each tile of rows a walk over columns, or the other way round."""
+        x = self.x
+        length, heads = (x.t, x.n) if for_rows else (x.s, x.k)
         groups = -(-length // tile.rows) * tile.slices
-        grid = (groups, heads, self.x.b) if self.family.rows_first else (heads, groups, self.x.b)
-        return self._launch(name, tile, grid, self.x.pairs * per_pair, lists, **more)
-
-    def _over_rows(self, name: str, tile: Any, per_pair: int, **more: Any) -> Launch:
-        x, lists = self.x, TileLists.wanted(self.x, tile.listed_rows, tile.keys, True)
-        return self._walking(name, tile, x.t, x.n, per_pair, lists, **more)
+        grid = (groups, heads, x.b) if self.family.rows_first else (heads, groups, x.b)
+        sizes = (tile.listed_rows, tile.keys) if for_rows else (tile.queries, tile.listed_rows)
+        lists = TileLists.wanted(x, *sizes, for_rows)
+        return self._launch(name, tile, grid, x.pairs * per_pair, lists, **more)
 
     def forward(self) -> Launch:
         x, tile = self.x, self.chosen.forward
-        return self._over_rows("forward", tile, tile.slices * x.h + x.v)
+        return self._walking("forward", tile, True, tile.slices * x.h + x.v)
 
     def delta(self) -> Launch:
         x, share = self.x, self.family.delta
@@ -197,12 +195,11 @@ class Launches:
 
     def d_query(self, **wants: bool) -> Launch:
         x, tile = self.x, self.chosen.d_query
-        return self._over_rows("d_query", tile, tile.slices * (x.h + x.v) + x.h, **wants)
+        return self._walking("d_query", tile, True, tile.slices * (x.h + x.v) + x.h, **wants)
 
     def d_key_value(self) -> Launch:
         x, tile = self.x, self.chosen.d_key_value
-        lists = TileLists.wanted(x, tile.queries, tile.listed_rows, False)
-        return self._walking("d_key_value", tile, x.s, x.k, (tile.slices + 1) * (x.h + x.v), lists)
+        return self._walking("d_key_value", tile, False, (tile.slices + 1) * (x.h + x.v))
 
     def d_bias(self) -> Launch:
         x, share = self.x, self.family.d_bias
@@ -211,15 +208,12 @@ class Launches:
         return self._launch("d_bias", share, grid, x.pairs * (x.h + x.v))
 
 
-def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, splits: int) -> tuple[Launch, Launch]:
-    """Few rows against many keys in so many splits, and what merges them."""
-    group = x.n // x.k * x.t
-    attend = Launch(
-        _kernel("attention_decode_rows" if isinstance(tile, tiles.DecodeRows) else "attention_decode", x, tile),
-        (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.b),
-        x.pairs * (tile.slices * x.h + x.v),
-    )
-    merge = Launch(
-        _kernel("attention_merge", x, ROWS), (-(-group // ROWS.rows), x.k, x.b), x.b * x.t * x.n * x.v * splits
-    )
-    return attend, merge
+def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, split_keys: int) -> tuple[Launch, Launch]:
+    """Few rows against many keys in splits of so many, and what merges them."""
+    group, splits = x.n // x.k * x.t, -(-x.s // split_keys)
+    numbers = {"splits": struct.pack("<i", splits), "split_keys": struct.pack("<i", split_keys)}
+    name = "attention_decode_rows" if isinstance(tile, tiles.DecodeRows) else "attention_decode"
+    grid = (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.b)
+    attend = _launch(name, x, tile, grid, x.pairs * (tile.slices * x.h + x.v), numbers=numbers)
+    grid, work = (-(-group // ROWS.rows), x.k, x.b), x.b * x.t * x.n * x.v * splits
+    return attend, _launch("attention_merge", x, ROWS, grid, work, numbers=numbers)

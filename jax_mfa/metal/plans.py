@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax_mfa.metal import kernels, source, tiles
-from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Plan
+from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Plan
 from jax_mfa.metal.problem import PLAIN, LaunchProblem, Rules
 from jax_mfa.problem import Specification
 
@@ -20,40 +19,36 @@ Variant = str | tiles.Split | tiles.Tiles
 Decoder = tiles.DecodeTiles | tiles.DecodeRows
 
 
+def _plan(name: str, x: LaunchProblem, buffers: Iterable[Buffer], launches: Iterable[kernels.Launch]) -> Plan:
+    dispatches = tuple(dispatch for launch in launches for dispatch in launch.dispatches)
+    return Plan(f"attention_{name}", source.base_hash(), (*x.inputs, *buffers), dispatches)
+
+
 @functools.lru_cache(maxsize=1024)
 def _forward(x: LaunchProblem, chosen: tiles.Tiles) -> Plan:
-    launch, results = kernels.Launches(x, chosen).forward(), x.results("output")
-    return Plan(
-        "attention_forward", source.base_hash(), (*x.inputs, *results, *launch.scratch), launch.dispatches(x, results)
-    )
+    launch = kernels.Launches(x, chosen).forward()
+    return _plan("forward", x, (*x.results("output"), *launch.scratch), [launch])
 
 
 @functools.lru_cache(maxsize=1024)
-def _decode(x: LaunchProblem, tile: Decoder, length: int) -> Plan:
-    splits = -(-x.s // length)
-    group = x.n // x.k * x.t
-    attend, merge = kernels.decode(x, tile, splits)
-    results = x.results("output")
+def _decode(x: LaunchProblem, tile: Decoder, split_keys: int) -> Plan:
+    rows = (x.b, x.k, -(-x.s // split_keys), x.n // x.k * x.t)  # of each split of the keys
     scratch = (
-        Buffer("split_out", "scratch", "float32", (x.b, x.k, splits, group, x.v)),
-        Buffer("split_state", "scratch", "float32", (x.b, x.k, splits, group, 2)),
+        Buffer("split_out", "scratch", "float32", (*rows, x.v)),
+        Buffer("split_state", "scratch", "float32", (*rows, 2)),
     )
-    numbers = {"splits": struct.pack("<i", splits), "split_keys": struct.pack("<i", length)}
-    own = (*results, *scratch)
-    dispatches = (y for launch in (attend, merge) for y in launch.dispatches(x, own, **numbers))
-    return Plan("attention_decode", source.base_hash(), (*x.inputs, *own), tuple(dispatches))
+    return _plan("decode", x, (*x.results("output"), *scratch), kernels.decode(x, tile, split_keys))
 
 
 @functools.lru_cache(maxsize=1024)
 def _backward(x: LaunchProblem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
     all_of = kernels.Launches(x, chosen)
-    given = (*x.results("input"), x.like_out("d_out", "input"), x.rows("d_lse", "input"))
-    results: list[Buffer] = []
-    dispatches: list[Dispatch] = []
+    buffers = [*x.results("input"), x.like_out("d_out", "input"), x.rows("d_lse", "input")]
+    launches: list[kernels.Launch] = []
 
-    def add(launch: kernels.Launch, *made: Buffer) -> None:
-        results.extend((*made, *launch.scratch))
-        dispatches.extend(launch.dispatches(x, (*given, *results)))
+    def add(launch: kernels.Launch, *results: Buffer) -> None:
+        buffers.extend((*results, *launch.scratch))
+        launches.append(launch)
 
     delta = x.rows("delta", "output" if "sinks" in wanted else "scratch")
     add(all_of.delta(), delta, x.rows("row_states", "scratch", 2))
@@ -70,7 +65,7 @@ def _backward(x: LaunchProblem, wanted: tuple[str, ...], chosen: tiles.Tiles) ->
     if "bias" in wanted:
         bias = x.by_name["bias"]
         add(all_of.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
-    return Plan("attention_backward", source.base_hash(), (*x.inputs, *given, *results), tuple(dispatches))
+    return _plan("backward", x, buffers, launches)
 
 
 def _select(variant: str | tiles.Tiles, x: LaunchProblem) -> tiles.Tiles:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_mfa.kv_cache.storage import Storage, stored
 from jax_mfa.metal import operands
-from jax_mfa.metal.plan import SCALARS, Argument, Buffer
+from jax_mfa.metal.plan import SCALARS, Argument, Buffer, argument
 from jax_mfa.philox import drop_below
 from jax_mfa.problem import MAX_POSITION, Operands, Specification
 
@@ -69,12 +69,20 @@ class LaunchProblem:
 
     Attributes:
       arrays: by the names of `operands.CARRIED` and in that order.
+      b, t, s, n, k, h, v: its sizes, of quantised and paged keys those of the arrays that they stand for.
       rules: what scores and visibility are.
       decoded: whether bfloat16 becomes float32 on its way to the matrix unit, where its arithmetic is emulated.
     """
 
     spec: Specification
     arrays: tuple[tuple[str, Shape], ...]
+    b: int
+    t: int
+    s: int
+    n: int
+    k: int
+    h: int
+    v: int
     rules: Rules = PLAIN
     decoded: bool = False
 
@@ -86,9 +94,10 @@ class LaunchProblem:
         unknown = sorted(set(arrays) - set(operands.CARRIED))
         if unknown:
             raise TypeError(f"a launch carries {', '.join(operands.CARRIED)}, got {', '.join(unknown)}")
-        return cls(
-            spec, tuple((name, Shape.of(arrays[name])) for name in operands.CARRIED if name in arrays), rules, decoded
-        )
+        shapes = {name: Shape.of(arrays[name]) for name in operands.CARRIED if name in arrays}
+        b, t, n, h = shapes["query"].shape
+        _, s, k, v = stored(spec, Operands(**shapes)).value.shape
+        return cls(spec, tuple(shapes.items()), b, t, s, n, k, h, v, rules, decoded)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Shape]:
@@ -110,39 +119,6 @@ class LaunchProblem:
         """The dtype of matrix operands. What stands in few bits 16 would round once more."""
         quantized = self.spec.key_storage or self.spec.value_storage
         return "float32" if quantized or (self.decoded and self.dtype == "bfloat16") else self.dtype
-
-    @property
-    def b(self) -> int:
-        return self.shape("query")[0]
-
-    @property
-    def t(self) -> int:
-        return self.shape("query")[1]
-
-    @property
-    def s(self) -> int:
-        return self._whole.value.shape[1]
-
-    @property
-    def n(self) -> int:
-        return self.shape("query")[2]
-
-    @property
-    def k(self) -> int:
-        return self._whole.value.shape[2]
-
-    @property
-    def h(self) -> int:
-        return self.shape("query")[3]
-
-    @property
-    def v(self) -> int:
-        return self._whole.value.shape[3]
-
-    @functools.cached_property
-    def _whole(self) -> Operands:
-        """Operands of the shapes that quantised and paged ones stand for."""
-        return stored(self.spec, Operands(**self.by_name))
 
     def types(self, in_lanes: bool = False) -> str:
         """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`. One that
@@ -223,8 +199,8 @@ class LaunchProblem:
             values |= {f"{name}.{field}": size for field, size in sizes.items()}
         return operands.packed("Parameters", values)
 
-    def constants(self, **more: Any) -> tuple[tuple[int, str, str, Any], ...]:
-        """Function constants: which features there are, and `more` by name."""
+    def constants(self, **more: Any) -> dict[str, Any]:
+        """Function constants by name: which features there are, and `more`."""
         left, right = self.spec.band
         known = (operands.OPERANDS[name] for name in operands.CARRIED)
         values = {x.flag: x.name in self for x in known if x.flag} | {
@@ -235,16 +211,13 @@ class LaunchProblem:
             "has_lists": False,
             "has_spans": False,
         }
-        return operands.constants(values | more)
+        return values | more
 
-    def bound(self, function: str, grid: tuple[int, int, int], own: Mapping[str, str | bytes]) -> tuple[Argument, ...]:
-        """A kernel's arguments: what the launch carries, and `own` buffers of the plan or bytes by name."""
-        found = {"p": self.parameters(grid)} | {name: name for name, _ in self.arrays} | dict(own)
-        arguments = []
-        for index, name in enumerate(operands.signature(function).names):
-            x = found.get(name)
-            if x is None and operands.OPERANDS[name].flag is None:
-                raise TypeError(f"{function} needs {name}")
-            if x is not None:
-                arguments.append(Argument(index, bytes=x) if isinstance(x, bytes) else Argument(index, buffer=x))
-        return tuple(arguments)
+    def bound(
+        self, function: str, grid: tuple[int, int, int], constants: Mapping[str, Any], own: Mapping[str, str | bytes]
+    ) -> tuple[Argument, ...]:
+        """A kernel's arguments that these constants say there are: `own` bytes or buffers of another name, else the
+        buffer of the argument's name."""
+        found = {"p": self.parameters(grid), **own}
+        flags = ((i, name, operands.OPERANDS[name].flag) for i, name in enumerate(operands.signature(function).names))
+        return tuple(argument(i, found.get(name, name)) for i, name, flag in flags if not flag or constants[flag])

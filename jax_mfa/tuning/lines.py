@@ -1,4 +1,4 @@
-"""Cache lines that CPU and GPU share, as `python -m jax_mfa check` found them on each chip, in the user's cache folder."""
+"""Cache lines that CPU and GPU share: what `python -m jax_mfa check` found of them on each chip, kept for the user."""
 
 from __future__ import annotations
 
