@@ -86,7 +86,7 @@ def candidates(spec: Specification, o: Operands, part: str) -> list[tuple[int, .
         return []
     sizes = o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize
     usual = getattr(tiles.select(variant, *sizes), part)
-    return [tuple(map(int, dataclasses.astuple(x))) for x in tiles.candidates(usual, *sizes)]
+    return [tuple(map(int, x.arguments)) for x in tiles.candidates(usual, *sizes)]
 
 
 def tiles_of(spec: Specification, o: Operands, of_pass: str) -> plans.Variant:
@@ -107,15 +107,14 @@ def tiles_of(spec: Specification, o: Operands, of_pass: str) -> plans.Variant:
 
 def _typed(usual: Any, numbers: tuple[int, ...]) -> Any:
     """Numbers as tiles: what the usual ones have as a truth value is one again."""
-    return type(usual)(*(type(a)(b) for a, b in zip(dataclasses.astuple(usual), numbers)))
+    return type(usual)(*(type(a)(b) for a, b in zip(usual.arguments, numbers)))
 
 
 def _checked(plan: Any) -> Any:
     widest = max(max(d.threadgroups[1:]) for d in plan.dispatches)  # `vmap` and groups multiply what `lacking` saw
     if widest > tiles.MAX_GRID:
         raise Failed(f"a grid axis of {widest} threadgroups; no more than {tiles.MAX_GRID} is known to be safe")
-    failure = runtime.failure(plan)
-    if failure:
+    if failure := runtime.failure(plan):
         raise Failed(failure)
     return plan
 
@@ -125,6 +124,10 @@ def forward(spec: Specification, o: Operands) -> tuple[Any, ...]:
     arrays = launch_arrays(spec, o)
     plan = _checked(plans.forward(spec, arrays, variant=tiles_of(spec, o, "forward")))
     return tuple(runtime.call(plan, runtime.TARGETS[0], *arrays.values()).values())
+
+
+# [B, T, N, 2], a row's sums of d(score) times product and times distance → the gradient, by operand
+_SUMMED = {"scale": lambda sums: sums[..., 0].sum((1, 2)), "alibi_slopes": lambda sums: sums[..., 1].sum(1)}
 
 
 def backward(
@@ -142,21 +145,15 @@ def backward(
     plan = _checked(plans.backward(spec, arrays, wanted=wanted, variant=tiles_of(spec, o, "backward")))
     d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
     found = runtime.call(plan, runtime.TARGETS[1], *arrays.values(), out, row_max, row_sum, d_out, d_lse)
-
     whole = stored(spec, o)
 
     def cotangent(name: str) -> Any:
         operand, repeat = getattr(whole, name), getattr(Operands(*spec.repeats), name)
         if name == "bias":
             return found["d_bias"]
-        if name == "scale":
-            x = found["score_sums"][..., 0].sum((1, 2))
-        elif name == "alibi_slopes":
-            x = found["score_sums"][..., 1].sum(1)
-        elif name == "sinks":
+        if name == "sinks":
             return partial.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
-        else:
-            x = found[f"d_{name}"]
+        x = _SUMMED[name](found["score_sums"]) if name in _SUMMED else found[f"d_{name}"]
         return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
 
     return tuple(cotangent(name) for name in wanted)

@@ -18,108 +18,15 @@ LISTED = ("mask", "block_mask", "query_segment_ids", "key_ranges")  # what makes
 LIST_THREADS = 64
 # Of kernels without the matrix unit, in threadgroup memory: the head sizes of rows, and floats for each thread.
 ROOMS: dict[str, tuple[str, int]] = {
-    "portable_forward": ("h", 2),
-    "portable_delta": ("", 1),
-    "portable_d_query": ("hv", 1),
-    "portable_d_key_value": ("hv", 2),
-    "portable_d_bias": ("hv", 1),
+    "forward": ("h", 2),
+    "delta": ("", 1),
+    "d_query": ("hv", 1),
+    "d_key_value": ("hv", 2),
+    "d_bias": ("hv", 1),
 }
-IN_LANES = ("attention_decode", "attention_decode_rows")  # kernels that read keys and values straight to lanes
+IN_LANES = ("decode", "decode_rows")  # kernels that read keys and values straight to lanes
 
 Grid = tuple[int, int, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A kernel over its grid, after the one that makes the lists it walks over, and what these are kept in."""
-
-    dispatches: tuple[Dispatch, ...]
-    scratch: tuple[Buffer, ...] = ()
-
-
-def _short(name: str, arguments: tuple[int, ...]) -> str:
-    return "_".join([name, *(str(int(a)) for a in arguments)])
-
-
-def _launch(
-    name: str,
-    x: LaunchProblem,
-    tile: tiles.Tile,
-    grid: Grid,
-    work: int,
-    lists: TileLists | None = None,
-    numbers: Mapping[str, bytes] | None = None,
-    **more: Any,
-) -> Launch:
-    """A kernel for a tile over a grid. `work` is its multiply-accumulates (see `Dispatch`), `numbers` are arguments,
-    `more` function constants."""
-    known, sizes = operands.signature(name), (x.h, x.v, ITEM_SIZES[x.operand])
-    constants = x.constants(**(lists.constants if lists else {}), **more)
-    memory = tile.threadgroup_memory(*sizes)
-    if name in ROOMS:
-        letters, floats = ROOMS[name]
-        rows = sum(-(-getattr(x, size) // 4) * 16 for size in letters)
-        memory = rows + 4 * tile.threads * (floats + more.get("wants_sums", False))
-    kernel = Kernel(
-        _short(f"{name}_{x.short}", tile.arguments),
-        (name, x.types(in_lanes=name in IN_LANES), *tile.arguments),
-        operands.constants(constants) if known.features else (),
-        tile.threads,
-        memory,
-        tile.fragment_bytes(*sizes),
-        x.rules.definitions,
-    )
-    own: dict[str, str | bytes] = dict(numbers or {})
-    if lists:
-        own["lists"] = lists.buffer.name
-    split = known.names.index("p") if known.in_parts else None
-    dispatch = Dispatch(kernel, grid, x.bound(name, grid, constants, own), work, split)
-    return Launch((lists.dispatch(x), dispatch), (lists.buffer,)) if lists else Launch((dispatch,))
-
-
-@dataclasses.dataclass(frozen=True)
-class TileLists:
-    """Lists of visible tiles that a kernel walks over, as `attention_tile_lists` makes them: for each tile of `rows`
-    rows those of `columns` columns that it meets, or the other way round."""
-
-    rows: int
-    columns: int
-    for_rows: bool
-    spans: bool  # the first and the number up to the last instead of each, where operands grow with T + S only
-    buffer: Buffer
-
-    @classmethod
-    def wanted(cls, x: LaunchProblem, rows: int, columns: int, for_rows: bool) -> TileLists | None:
-        """None where positions and lengths alone tell which tiles are visible, or where there is one tile to meet."""
-        both = -(-x.t // rows), -(-x.s // columns)
-        own, others = both if for_rows else both[::-1]
-        if others == 1 or not any(name in x for name in LISTED):
-            return None
-        spans = "block_mask" not in x and 1 in x.shape("mask")[2:]
-        heads = max(x.shape("mask")[1], x.shape("block_mask")[1])
-        shape = (x.b, heads, own, 4 if spans else 2 + others)
-        name = "row_lists" if for_rows else "column_lists"
-        return cls(rows, columns, for_rows, spans, Buffer(name, "scratch", "int32", shape))
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {"has_lists": True, "has_spans": self.spans}
-
-    def dispatch(self, x: LaunchProblem) -> Dispatch:
-        arguments = (self.rows, self.columns, self.for_rows, LIST_THREADS)
-        name, constants = "attention_tile_lists", x.constants(**self.constants)
-        kernel = Kernel(
-            _short(name, arguments),
-            (name, x.rules.visibility, *arguments),  # alike for all types but that of visibility
-            operands.constants(constants),
-            LIST_THREADS,
-            (20 if "mask" in x else 4) * LIST_THREADS,
-            definitions=x.rules.definitions,
-        )
-        batch, heads, own, _ = self.buffer.shape
-        grid = own, heads, batch
-        bound = x.bound(name, grid, constants, {"lists": self.buffer.name})
-        return Dispatch(kernel, grid, bound, batch * heads * x.t * x.s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,18 +69,93 @@ _ALONE = Share(tiles.RowTiles().threads // 32, tiles.RowTiles().threads)
 PORTABLE = Family("portable", delta=_ALONE, d_bias=_ALONE, rows_first=True, cost=16)
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel over its grid, after the one that makes the lists it walks over, and what these are kept in."""
+
+    dispatches: tuple[Dispatch, ...]
+    scratch: tuple[Buffer, ...] = ()
+
+
+def _short(name: str, arguments: tuple[int, ...]) -> str:
+    return "_".join([name, *(str(int(a)) for a in arguments)])
+
+
+def _with_lists(x: LaunchProblem) -> dict[str, Any]:
+    """Function constants of what makes or walks over lists of visible tiles. Their spans are the first and the number
+    up to the last instead of each, where operands grow with T + S only."""
+    return x.constants(has_lists=True, has_spans="block_mask" not in x and 1 in x.shape("mask")[2:])
+
+
+def _tile_lists(x: LaunchProblem, rows: int, columns: int, for_rows: bool) -> Launch | None:
+    """Lists of visible tiles that a kernel walks over: for each tile of `rows` rows those of `columns` columns that it
+    meets, or the other way round.
+
+    None where positions and lengths alone tell which tiles are visible, or where there is one tile to meet.
+    """
+    both = -(-x.t // rows), -(-x.s // columns)
+    own, others = both if for_rows else both[::-1]
+    if others == 1 or not any(name in x for name in LISTED):
+        return None
+    name, constants, arguments = "attention_tile_lists", _with_lists(x), (rows, columns, for_rows, LIST_THREADS)
+    kernel = Kernel(
+        _short(name, arguments),
+        (name, x.rules.visibility, *arguments),  # alike for all types but that of visibility
+        operands.constants(constants),
+        LIST_THREADS,
+        (20 if "mask" in x else 4) * LIST_THREADS,
+        definitions=x.rules.definitions,
+    )
+    grid = own, max(x.shape("mask")[1], x.shape("block_mask")[1]), x.b
+    shape = (*grid[::-1], 4 if constants["has_spans"] else 2 + others)
+    buffer = Buffer("row_lists" if for_rows else "column_lists", "scratch", "int32", shape)
+    bound = x.bound(name, grid, constants, {"lists": buffer.name})
+    return Launch((Dispatch(kernel, grid, bound, x.b * grid[1] * x.t * x.s),), (buffer,))
+
+
+def _launch(
+    family: Family,
+    name: str,
+    x: LaunchProblem,
+    tile: tiles.Tile,
+    grid: Grid,
+    work: int,
+    lists: Launch | None = None,
+    numbers: Mapping[str, bytes] | None = None,
+    **more: Any,
+) -> Launch:
+    """A kernel for a tile over a grid. `work` is its multiply-accumulates (see `Dispatch`), `numbers` are arguments,
+    `more` function constants."""
+    function, sizes = f"{family.name}_{name}", (x.h, x.v, ITEM_SIZES[x.operand])
+    known, constants = operands.signature(function), (_with_lists(x) if lists else x.constants()) | more
+    memory = tile.threadgroup_memory(*sizes)
+    if family is PORTABLE:
+        letters, floats = ROOMS[name]
+        rows = sum(-(-getattr(x, size) // 4) * 16 for size in letters)
+        memory = rows + 4 * tile.threads * (floats + more.get("wants_sums", False))
+    kernel = Kernel(
+        _short(f"{function}_{x.short}", tile.arguments),
+        (function, x.types(in_lanes=name in IN_LANES), *tile.arguments),
+        operands.constants(constants) if known.features else (),
+        tile.threads,
+        memory,
+        tile.fragment_bytes(*sizes),
+        x.rules.definitions,
+    )
+    before, own = lists or Launch(()), dict[str, str | bytes](numbers or {})
+    if lists:
+        own["lists"] = lists.scratch[0].name
+    split = known.names.index("p") if known.in_parts else None
+    dispatch = Dispatch(kernel, grid, x.bound(function, grid, constants, own), work * family.cost, split)
+    return Launch((*before.dispatches, dispatch), before.scratch)
+
+
 class Launches:
     """The kernels of a problem with these tiles."""
 
     def __init__(self, x: LaunchProblem, chosen: tiles.Tiles) -> None:
         self.x, self.chosen = x, chosen
         self.family = PORTABLE if isinstance(chosen.forward, tiles.RowTiles) else MATRICES
-
-    def _launch(
-        self, name: str, tile: tiles.Tile, grid: Grid, work: int, lists: TileLists | None = None, **more: Any
-    ) -> Launch:
-        name, work = f"{self.family.name}_{name}", work * self.family.cost
-        return _launch(name, self.x, tile, grid, work, lists, **more)
 
     def _walking(self, name: str, tile: Any, for_rows: bool, per_pair: int, **more: Any) -> Launch:
         """For each tile of rows a walk over columns, or the other way round."""
@@ -182,8 +164,7 @@ class Launches:
         groups = -(-length // tile.rows) * tile.slices
         grid = (groups, heads, x.b) if self.family.rows_first else (heads, groups, x.b)
         sizes = (tile.listed_rows, tile.keys) if for_rows else (tile.queries, tile.listed_rows)
-        lists = TileLists.wanted(x, *sizes, for_rows)
-        return self._launch(name, tile, grid, x.pairs * per_pair, lists, **more)
+        return _launch(self.family, name, x, tile, grid, x.pairs * per_pair, _tile_lists(x, *sizes, for_rows), **more)
 
     def forward(self) -> Launch:
         x, tile = self.x, self.chosen.forward
@@ -191,7 +172,8 @@ class Launches:
 
     def delta(self) -> Launch:
         x, share = self.x, self.family.delta
-        return self._launch("delta", share, (-(-x.t * x.n // share.rows), 1, x.b), x.b * x.t * x.n * x.v)
+        grid = (-(-x.t * x.n // share.rows), 1, x.b)
+        return _launch(self.family, "delta", x, share, grid, x.b * x.t * x.n * x.v)
 
     def d_query(self, **wants: bool) -> Launch:
         x, tile = self.x, self.chosen.d_query
@@ -205,15 +187,15 @@ class Launches:
         x, share = self.x, self.family.d_bias
         rows, heads, t, s = x.shape("bias")
         grid = (-(-s // share.columns), -(-t // share.rows), rows * heads)
-        return self._launch("d_bias", share, grid, x.pairs * (x.h + x.v))
+        return _launch(self.family, "d_bias", x, share, grid, x.pairs * (x.h + x.v))
 
 
 def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, split_keys: int) -> tuple[Launch, Launch]:
     """Few rows against many keys in splits of so many, and what merges them."""
     group, splits = x.n // x.k * x.t, -(-x.s // split_keys)
     numbers = {"splits": struct.pack("<i", splits), "split_keys": struct.pack("<i", split_keys)}
-    name = "attention_decode_rows" if isinstance(tile, tiles.DecodeRows) else "attention_decode"
+    name = "decode_rows" if isinstance(tile, tiles.DecodeRows) else "decode"
     grid = (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.b)
-    attend = _launch(name, x, tile, grid, x.pairs * (tile.slices * x.h + x.v), numbers=numbers)
+    attend = _launch(MATRICES, name, x, tile, grid, x.pairs * (tile.slices * x.h + x.v), numbers=numbers)
     grid, work = (-(-group // ROWS.rows), x.k, x.b), x.b * x.t * x.n * x.v * splits
-    return attend, _launch("attention_merge", x, ROWS, grid, work, numbers=numbers)
+    return attend, _launch(MATRICES, "merge", x, ROWS, grid, work, numbers=numbers)

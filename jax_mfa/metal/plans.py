@@ -43,7 +43,7 @@ def _decode(x: LaunchProblem, tile: Decoder, split_keys: int) -> Plan:
 @functools.lru_cache(maxsize=1024)
 def _backward(x: LaunchProblem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
     all_of = kernels.Launches(x, chosen)
-    buffers = [*x.results("input"), x.like_out("d_out", "input"), x.rows("d_lse", "input")]
+    buffers = [*x.results("input"), x.rows("d_out", "input", x.v, dtype=x.dtype), x.rows("d_lse", "input")]
     launches: list[kernels.Launch] = []
 
     def add(launch: kernels.Launch, *results: Buffer) -> None:
@@ -55,13 +55,11 @@ def _backward(x: LaunchProblem, wanted: tuple[str, ...], chosen: tiles.Tiles) ->
     scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
     if "query" in wanted or scale or slopes:
         sums = [x.rows("score_sums", "output", 2)] if scale or slopes else []
-        add(all_of.d_query(wants_sums=scale or slopes), x.like_query("d_query", "output"), *sums)
+        d_query = x.rows("d_query", "output", x.h, dtype=x.dtype)
+        add(all_of.d_query(wants_sums=scale or slopes), d_query, *sums)
     if "key" in wanted or "value" in wanted:
-        add(
-            all_of.d_key_value(),
-            Buffer("d_key", "output", x.dtype, (x.b, x.s, x.k, x.h)),
-            Buffer("d_value", "output", x.dtype, (x.b, x.s, x.k, x.v)),
-        )
+        columns = lambda name, size: Buffer(name, "output", x.dtype, (x.b, x.s, x.k, size))
+        add(all_of.d_key_value(), columns("d_key", x.h), columns("d_value", x.v))
     if "bias" in wanted:
         bias = x.by_name["bias"]
         add(all_of.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))

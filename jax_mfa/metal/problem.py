@@ -149,18 +149,14 @@ class LaunchProblem:
         columns = self.s if left is None or right is None else min(self.s, left + right + 1)
         return self.b * self.n * self.t * max(columns, 0)
 
-    def like_query(self, name: str, role: str) -> Buffer:
-        return Buffer(name, role, self.dtype, (self.b, self.t, self.n, self.h))
-
-    def like_out(self, name: str, role: str) -> Buffer:
-        return Buffer(name, role, self.dtype, (self.b, self.t, self.n, self.v))
-
-    def rows(self, name: str, role: str, *more: int) -> Buffer:
-        return Buffer(name, role, "float32", (self.b, self.t, self.n, *more))
+    def rows(self, name: str, role: str, *more: int, dtype: str = "float32") -> Buffer:
+        """An array [B, T, N, *more]."""
+        return Buffer(name, role, dtype, (self.b, self.t, self.n, *more))
 
     def results(self, role: str) -> tuple[Buffer, ...]:
         """Those of the forward pass, which the backward pass takes."""
-        return self.like_out("out", role), self.rows("row_max", role), self.rows("row_sum", role)
+        out = self.rows("out", role, self.v, dtype=self.dtype)
+        return out, self.rows("row_max", role), self.rows("row_sum", role)
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:

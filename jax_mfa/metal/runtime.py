@@ -15,7 +15,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import pathlib
 import platform
 import re
 import subprocess
@@ -108,16 +107,6 @@ def _translated() -> bool:
     return said.stdout.strip() == "1"
 
 
-def _installed_api() -> tuple[int, int] | None:
-    """The FFI API of the installed jaxlib, read from its headers."""
-    header = pathlib.Path(compat.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
-    if not header.exists():
-        return None
-    text = header.read_text(encoding="utf-8")
-    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    return (int(found[0][1]), int(found[1][1])) if found[0] and found[1] else None
-
-
 @functools.cache
 def _registered(chosen: str) -> Runtime:
     """The native module with its handlers known to XLA and the kernels' text known to it; no device is started."""
@@ -135,7 +124,7 @@ def _registered(chosen: str) -> Runtime:
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         return Runtime(reason=f"the native module could not be loaded: {error}")
     # a handler for another API, once registered, would take the whole CPU backend down: compare first
-    built, installed = module.api_version(), _installed_api()
+    built, installed = module.api_version(), compat.ffi_api()
     if installed is not None and (built[0] != installed[0] or built[1] > installed[1]):
         return Runtime(reason=f"the native module speaks FFI API {built}, the installed jaxlib {installed}")
     for target in TARGETS:

@@ -11,7 +11,7 @@ simdgroup of 16 rows uses a fragment that it loaded for two products instead of 
 registers, the fewer simdgroups a core holds, of which 24 keep its arithmetic busy. So a 16-bit entry of the first table
 is, of the tiles whose interior is predicted to spend 0.85 of its cycles (backward: 0.80) in the matrix unit, the one of
 the largest product of that share with the number of simdgroups; where these say nothing, the larger share. Three have
-16 rows against that figure, as the same text, compiled for another GPU, ran faster so; the figures stand beside them.
+16 rows against that figure, as the same text, compiled for another GPU, ran faster so; comments name them.
 `python tests/metal/compiled.py --alternatives 64` prints the alternatives, with all figures and their sources, and
 without the option what each entry comes to. Not seen on Apple hardware.
 """
@@ -267,12 +267,10 @@ _WIDE = _row((1, 4, 16, 0, False, 2), (1, 4, 16, 1, 0, False, False, 2), (1, 4, 
 
 # (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory: families 7 and 8
 STAGED = {
-    # dQ: predicted share 0.896, 8 simdgroups per core. QueryTiles(1, 8, 32, 1, …): 0.844 with 24, but 1.24 times the
-    # time on an NVIDIA H200 (T = S = 2048 dense; causal 1.16). dK and dV: 0.889 with 8. KeyTiles(1, 8, 32, 2, …): 0.840
-    # with 16, but 1.42 times the time there (causal 1.33). Not seen on Apple hardware.
+    # dQ, dK, dV: 16 rows against the figure, larger for QueryTiles(1, 8, 32, 1, …) and KeyTiles(1, 8, 32, 2, …)
     (64, 2): _row((2, 8, 32, 1, True), (2, 8, 32, 2, 1, True, True), (2, 8, 32, 1, 1, True, True)),
-    # forward: 0.875 with 8. ForwardTiles(1, 8, 32, 1, …): 0.870 with 16, but 1.26 times the time there (causal 1.14).
-    # dQ: 1.05 times as fast there as with tiles of 16 keys (causal 1.08), and half the barriers
+    # forward: 16 rows against the figure, which is larger for ForwardTiles(1, 8, 32, 1, …); dQ: half the barriers of
+    # tiles of 16 keys
     (128, 2): _row((2, 8, 16, 2, True), (1, 8, 32, 2, 1, True, True), (1, 8, 16, 2, 1, True, True)),
     (256, 2): _row((1, 4, 16, 1, True), (1, 4, 8, 1, 1, True, False), (1, 4, 8, 1, 1, True, False, 2)),
     (64, 4): _row((1, 8, 32, 1, True), (1, 8, 32, 2, 1, True, True), (1, 8, 16, 2, 1, True, True)),
@@ -298,11 +296,9 @@ DIRECT = {
 
 # What `tune` tries for the fields of a kernel's tiles; `slices` stay.
 TUNED_FIELDS = {
-    "blocks": (1, 2),
+    **dict.fromkeys(("blocks", "columns"), (1, 2)),
     "simdgroups": (4, 8),
-    "keys": (8, 16, 32, 64),
-    "queries": (8, 16, 32, 64),
-    "columns": (1, 2),
+    **dict.fromkeys(("keys", "queries"), (8, 16, 32, 64)),
     "buffers": (0, 1, 2),
     **dict.fromkeys(("cache_q", "cache_do", "cache_k", "cache_v"), (False, True)),
 }
