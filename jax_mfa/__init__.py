@@ -7,8 +7,16 @@ import sys
 
 from jax.export import DisabledSafetyCheck
 
-from jax_mfa.api import Explanation, decode_attention, dot_product_attention, explain, flash_attention, record
+from jax_mfa.api import (
+    decode_attention,
+    dot_product_attention,
+    explain,
+    flash_attention,
+    override_jax_nn,
+    record,
+)
 from jax_mfa.block_mask import BlockMask
+from jax_mfa.choice import Explanation
 from jax_mfa.context_parallel.api import (
     SequenceSharding,
     context_parallel_attention,
@@ -25,7 +33,6 @@ from jax_mfa.kv_cache.pool import PagedKVCache
 from jax_mfa.kv_cache.quantized import quantize
 from jax_mfa.kv_cache.storage import QuantizedArray, Scheme
 from jax_mfa.metal.runtime import TARGETS, register_targets
-from jax_mfa.override import override_jax_nn
 from jax_mfa.partial import merge
 from jax_mfa.recording import Choice, Recorder
 from jax_mfa.tuning.tune import Tuned, tune

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -13,20 +14,16 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_mfa import checks, metal, partial, primitives, recording, reference, sharding
+from jax_mfa import checks, choice, partial, primitives, recording, reference, sharding
 from jax_mfa.arguments import known_lengths, specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
+from jax_mfa.choice import Explanation, Implementation, explained, names_of
 from jax_mfa.kv_cache.storage import QuantizedArray
+from jax_mfa.metal import runtime
 from jax_mfa.problem import Operands, Specification, accumulation_dtype
 
 if TYPE_CHECKING:
     from jax_mfa.typing import Bias, Float, Integer, Key, Lists, Mask
-
-IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
-_OPEN = ("metal", "blockwise")  # what leaves the choice between the two to lowering, which knows platform and sizes
-_ALIASES = {"xla": "blockwise"}  # as `jax.nn` calls what runs everywhere
-_Name: TypeAlias = Literal["metal", "blockwise", "reference", "xla"]
-Implementation: TypeAlias = _Name | tuple[_Name, ...]
 
 AbstractArray: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
 _Array = TypeVar("_Array", bound=AbstractArray)
@@ -36,7 +33,7 @@ _Array = TypeVar("_Array", bound=AbstractArray)
 Columns: TypeAlias = ArrayLike | QuantizedArray
 
 
-class _Features(TypedDict, Generic[_Array], total=False):
+class Features(TypedDict, Generic[_Array], total=False):
     """Keyword arguments that say nothing of where rows and columns stand; see `dot_product_attention`."""
 
     scale: Float[_Array, ""] | int | None
@@ -53,7 +50,7 @@ class _Features(TypedDict, Generic[_Array], total=False):
     dropout_seed: Integer[_Array, ""] | Integer[_Array, "2"] | Key[_Array, ""] | Lists | None
 
 
-class _Keywords(_Features[_Array], total=False):
+class Keywords(Features[_Array], total=False):
     """The keyword arguments of `dot_product_attention` that specify the problem."""
 
     is_causal: bool
@@ -61,82 +58,13 @@ class _Keywords(_Features[_Array], total=False):
     query_offset: Integer[_Array, "*#B"] | Lists
 
 
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """Which implementation a call takes, and why not another.
-
-    Attributes:
-      implementation: the name of the one taken.
-      reasons: for each implementation its verdict in one line.
-    """
-
-    implementation: str
-    reasons: dict[str, str]
-
-    def __str__(self) -> str:
-        lines = [f"{'->' if name == self.implementation else '  '} {name}: {why}" for name, why in self.reasons.items()]
-        return "\n".join(lines)
-
-
-def names_of(implementation: Implementation | None) -> tuple[str, ...]:
-    """The implementations that a caller allows, the first that can is taken."""
-    if implementation is None:
-        return _OPEN
-    names = implementation if isinstance(implementation, tuple) else (implementation,)
-    known = (*IMPLEMENTATIONS, *_ALIASES)
-    if not names or any(not isinstance(name, str) or name not in known for name in names):
-        raise ValueError(
-            f"implementation must be None, one of {known} or a tuple of them, got {checks.seen(implementation)}"
-        )
-    return tuple(dict.fromkeys(_ALIASES.get(name, name) for name in names))
-
-
-def _elsewhere() -> str:
-    """Why Metal cannot run what is compiled for the default device; empty where it can."""
-    config: Any = jax.config
-    device = config.jax_default_device  # a device, a platform, or None
-    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
-    return "" if platform == "cpu" else f"it runs on JAX's platform cpu, and the default backend is {platform}"
-
-
-def _choose(
-    implementation: Implementation | None, spec: Specification, operands: Operands, elsewhere: str = ""
-) -> Explanation:
-    choices = names_of(implementation)
-    refusal = metal.refusal(spec, operands) or elsewhere
-    # by itself a small problem does not go to Metal: what lowering decides, see `_decided`
-    small = choices[:2] == _OPEN and not refusal and metal.too_small(spec, operands)
-    refusals = {"metal": refusal or small} if refusal or small else {}
-    reasons = {
-        "metal": refusals.get("metal") or metal.described(spec, operands),
-        "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",
-        "reference": "the O(T * S) definition; only by name",
-    }
-    able = [name for name in choices if name not in refusals]
-    if not able:
-        listed = "; ".join(f"{name}: {refusals[name]}" for name in choices)
-        raise NotImplementedError(f"implementation={implementation!r} cannot run this call: {listed}")
-    return Explanation(able[0], reasons)
-
-
-def _decided(implementation: Implementation | None, spec: Specification, operands: Operands) -> str | None:
-    """The implementation to take; None where lowering decides, by platform, between Metal and blockwise."""
-    choices = names_of(implementation)
-    if choices[:2] == _OPEN:
-        return None
-    if choices[0] != "metal":
-        return choices[0]
-    # alone, Metal may be meant for another device than the default one
-    return _choose(implementation, spec, operands, _elsewhere() if len(choices) > 1 else "").implementation
-
-
 def _attend(
     query: Any, key: Any, value: Any, bias: Any, mask: Any, implementation: Implementation | None, **keywords: Any
 ) -> tuple[Array, Any]:
     """The output and, as a function that computes it, the log-sum-exp; both in the caller's shape."""
-    names_of(implementation)  # what is no name is said first
+    names_of(implementation)  # reject unknown names before checking arrays
     spec, operands = specify(query, key, value, bias, mask, **keywords)
-    decided = _decided(implementation, spec, operands)
+    decided = choice.decided(implementation, spec, operands)
     b, t, n, _ = operands.query.shape
     lead, v = np.shape(query)[:-3], np.shape(value)[-1]
     if 0 in (b, t, n, np.shape(key)[-3]):  # nobody looks, or there is nothing to see
@@ -170,7 +98,7 @@ def record() -> contextlib.AbstractContextManager[recording.Recorder]:
     Raises:
       ValueError: where JAX_MFA_DEVICE is wrong.
     """
-    return recording.recorded(metal.runtime.get().module)
+    return recording.recorded(runtime.get().module)
 
 
 def attend_by_name(arguments: dict[str, Any], implementation: Implementation | None, with_lse: bool) -> Any:
@@ -185,7 +113,7 @@ def attend_by_name(arguments: dict[str, Any], implementation: Implementation | N
     return sharding.automatically(run, arguments, with_lse)
 
 
-def _refuse_unknown(function: str, keywords: Mapping[str, Any], hints: dict[str, str]) -> None:
+def refuse_unknown(function: str, keywords: Mapping[str, Any], hints: dict[str, str]) -> None:
     """Raises `TypeError` for a keyword that `specify` does not take, with a hint where there is one."""
     for name in sorted(set(keywords) - set(_SPECIFIED)):
         hint = hints.get(name, "it takes those of dot_product_attention")
@@ -202,7 +130,7 @@ def dot_product_attention(
     *,
     implementation: Implementation | None = None,
     return_residual: Literal[False] = False,
-    **keywords: Unpack[_Keywords[ArrayLike]],
+    **keywords: Unpack[Keywords[ArrayLike]],
 ) -> Float[Array, "*B T N V"]: ...
 @overload
 def dot_product_attention(
@@ -214,7 +142,7 @@ def dot_product_attention(
     *,
     implementation: Implementation | None = None,
     return_residual: Literal[True],
-    **keywords: Unpack[_Keywords[ArrayLike]],
+    **keywords: Unpack[Keywords[ArrayLike]],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def dot_product_attention(
     query: Float[Columns, "*B T N H"],
@@ -308,7 +236,7 @@ def flash_attention(
     mask: Mask | None = None,
     *,
     implementation: Implementation | None = None,
-    **keywords: Unpack[_Keywords[ArrayLike]],
+    **keywords: Unpack[Keywords[ArrayLike]],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention with its log-sum-exp, both differentiable.
 
@@ -325,7 +253,7 @@ def flash_attention(
       ValueError, TypeError, NotImplementedError: as there.
     """
     hint = "the log-sum-exp is always returned; leave it away, or call dot_product_attention"
-    _refuse_unknown("flash_attention", keywords, {"return_residual": hint})
+    refuse_unknown("flash_attention", keywords, {"return_residual": hint})
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
     return attend_by_name(arguments, implementation, True)
 
@@ -341,7 +269,7 @@ def decode_attention(
     mask: Mask | None = None,
     implementation: Implementation | None = None,
     return_residual: Literal[False] = False,
-    **keywords: Unpack[_Features[ArrayLike]],
+    **keywords: Unpack[Features[ArrayLike]],
 ) -> Float[Array, "*B T N V"]: ...
 @overload
 def decode_attention(
@@ -354,7 +282,7 @@ def decode_attention(
     mask: Mask | None = None,
     implementation: Implementation | None = None,
     return_residual: Literal[True],
-    **keywords: Unpack[_Features[ArrayLike]],
+    **keywords: Unpack[Features[ArrayLike]],
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
 def decode_attention(
     query: Float[Columns, "*B T N H"],
@@ -366,7 +294,7 @@ def decode_attention(
     mask: Mask | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords: Unpack[_Features[ArrayLike]],
+    **keywords: Unpack[Features[ArrayLike]],
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Causal attention of the newest queries against a padded cache of keys and values.
 
@@ -392,7 +320,7 @@ def decode_attention(
     taken = {"is_causal", "query_offset", "key_value_seq_lengths"} & keywords.keys()
     if taken:
         raise ValueError(f"{sorted(taken)[0]} must not be given: decode_attention derives it from lengths")
-    _refuse_unknown("decode_attention", keywords, {})
+    refuse_unknown("decode_attention", keywords, {})
     if min(len(checks.shape(query)), len(checks.shape(key))) < 3:
         specify(query, key, value)  # says what is wrong with them
     lead = np.shape(query)[:-3]
@@ -422,7 +350,7 @@ def explain(
     *,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords: Unpack[_Keywords[AbstractArray]],
+    **keywords: Unpack[Keywords[AbstractArray]],
 ) -> Explanation:
     """Which implementation `dot_product_attention` would take on the default device for the same arguments, and why.
 
@@ -435,15 +363,63 @@ def explain(
       ValueError, TypeError, NotImplementedError: as there.
     """
     checks.boolean("return_residual", return_residual)
-    _refuse_unknown("explain", keywords, {})
-    names_of(implementation)  # what is no name is said first
+    refuse_unknown("explain", keywords, {})
+    names_of(implementation)  # reject unknown names before checking arrays
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    return _choose(implementation, *specify_abstract(**arguments), _elsewhere())
+    return explained(implementation, *specify_abstract(**arguments))
 
 
-_SPECIFIED = tuple(sorted(_Keywords.__optional_keys__))
+_SPECIFIED = tuple(sorted(Keywords.__optional_keys__))
 
 
 def _keywords(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `dot_product_attention` that belong to `specify`."""
     return {name: arguments[name] for name in _SPECIFIED}
+
+
+_ARGUMENTS = inspect.signature(dot_product_attention).parameters.keys()
+
+
+@contextlib.contextmanager
+def override_jax_nn(implementation: Implementation | None = None) -> Iterator[None]:
+    """Within this context, or function decorated with it, `jax.nn.dot_product_attention` runs here.
+
+    Models that call it, flax's `nnx.MultiHeadAttention` among them, then gain without an edit. A call that asks for
+    `implementation="cudnn"`, or for what a newer JAX has and this package does not, still gets JAX's own function. Two
+    rules change: a row that sees nothing gives zeros, and nothing that is masked, NaN included, reaches a result.
+
+    What counts is when a function is *traced*: a program that `jax.jit` traced in the context stays as it is
+    afterwards, and one that was traced before is not traced again. The attribute of `jax.nn` is set for the whole
+    process, so other threads see it too; who did `from jax.nn import dot_product_attention` before does not. Contexts
+    nest, and the end of each, also by an exception, puts back what it found.
+
+    Args:
+      implementation: as in `dot_product_attention`, for calls that leave theirs open or say "xla".
+
+    Raises:
+      ValueError: for an implementation that is none.
+    """
+    names_of(implementation)
+    found = jax.nn.dot_product_attention
+    jax.nn.dot_product_attention = _stand_in(found, implementation)
+    try:
+        yield
+    finally:
+        jax.nn.dot_product_attention = found
+
+
+def _stand_in(stock: Callable[..., Any], implementation: Implementation | None) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def attention(*args: Any, **keywords: Any) -> Any:
+        given = signature.bind(*args, **keywords).arguments
+        asked = given.pop("implementation", None)
+        foreign = given.keys() - _ARGUMENTS
+        # by identity, for a default may be compared with an array
+        if asked not in (None, "xla") or any(given[x] is not signature.parameters[x].default for x in foreign):
+            return stock(*args, **keywords)
+        ours = {name: x for name, x in given.items() if name in _ARGUMENTS}
+        return dot_product_attention(**ours, implementation=implementation)
+
+    return attention

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -169,3 +171,13 @@ def need_devices(primitive: Any) -> None:
         dispatch.prim_requires_devices_during_lowering.add(primitive)
     except (ImportError, AttributeError):  # sharded arrays are gathered then
         pass
+
+
+def ffi_api() -> tuple[int, int] | None:
+    """The FFI API of the installed jaxlib, read from its headers."""
+    header = pathlib.Path(ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    if not header.exists():
+        return None
+    text = header.read_text(encoding="utf-8")
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    return (int(found[0][1]), int(found[1][1])) if found[0] and found[1] else None

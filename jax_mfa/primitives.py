@@ -38,8 +38,9 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mfa import blockwise, compat, metal, recording, reference, sharding
+from jax_mfa import blockwise, choice, compat, metal, recording, reference, sharding
 from jax_mfa.kv_cache.storage import PARTS
+from jax_mfa.metal import runtime
 from jax_mfa.problem import Operands, Specification, accumulation_dtype, field_of, pack, pool_fields, unpack
 
 RESULTS = ("out", "row_max", "row_sum")
@@ -405,16 +406,16 @@ def _primitive(kind: Kind, fun: Callable[..., Any], shapes: Any, on_metal: Any =
     native = _lowering(kind, on_metal, f"{kind.name}_metal")
 
     def on_cpu(ctx: Any, *args: Any, call: Call) -> Any:
-        named = call.implementation == "metal"
-        why_not = "" if named else _why_not_metal(ctx, call)
+        operands = unpack(ctx.avals_in[: len(call.names)], call.names)
+        why_not = choice.at_lowering(call.implementation, call.spec, operands)
         if why_not:
             return portable(ctx, *args, call=call, why_not_metal=why_not)
         try:
             found = native(ctx, *args, call=call)
         except metal.Failed as error:
-            if named:
+            if call.implementation == "metal":
                 raise RuntimeError(f"implementation='metal': {error}") from error
-            metal.runtime.warn_once(str(error))
+            runtime.warn_once(str(error))
             return portable(ctx, *args, call=call, why_not_metal=str(error))
         tell(ctx, call, "metal")
         return found
@@ -422,18 +423,6 @@ def _primitive(kind: Kind, fun: Callable[..., Any], shapes: Any, on_metal: Any =
     mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, on_cpu, platform="cpu")
     return primitive
-
-
-def _why_not_metal(ctx: Any, call: Call) -> str:
-    """Why an attention that did not name Metal runs elsewhere; empty where Metal takes it."""
-    if call.implementation is not None:
-        return "by name"
-    declined = metal.declined(call.spec, unpack(ctx.avals_in[: len(call.names)], call.names))
-    if declined:
-        return declined
-    if (found := metal.runtime.get()).reason and not found.expected:
-        metal.runtime.warn_once(found.reason)
-    return found.reason
 
 
 def _choice(kind: Kind, call: Call, operands: Operands, implementation: str, reason: str) -> recording.Choice:

@@ -12,8 +12,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.api import Columns, Implementation, flash_attention
+from jax_mfa.api import Columns, flash_attention
 from jax_mfa.arguments import as_array, as_columns, as_window, clipped, known_integers, sequence_bounds
+from jax_mfa.choice import Implementation
 from jax_mfa.kv_cache.storage import QuantizedArray
 from jax_mfa.problem import MAX_POSITION, Specification
 

@@ -6,15 +6,15 @@ import pytest
 from harness import qkv
 
 import jax_mfa
-from jax_mfa import api, metal
+from jax_mfa import choice
 
 Q, K, V = qkv()
 
 
 @pytest.fixture(params=["", "no Metal today"], ids=["metal can", "metal cannot"])
 def refusal(request, monkeypatch):
-    monkeypatch.setattr(metal, "refusal", lambda spec, operands: request.param)
-    monkeypatch.setattr(metal.crossover, "applies", lambda: False)
+    monkeypatch.setattr(choice, "refusal", lambda spec, operands: request.param)
+    monkeypatch.setattr(choice, "_small_go_elsewhere", lambda: False)
     return request.param
 
 
@@ -57,8 +57,8 @@ def test_the_first_that_can_is_taken(implementation, can, cannot, refusal):
 
 
 def test_the_default_device_counts_only_where_there_is_another_choice(monkeypatch):
-    monkeypatch.setattr(metal, "refusal", lambda spec, operands: "")
-    monkeypatch.setattr(api, "_elsewhere", lambda: "the default backend is a toaster")
+    monkeypatch.setattr(choice, "refusal", lambda spec, operands: "")
+    monkeypatch.setattr(choice, "_other_platform", lambda: "the default backend is a toaster")
     assert asked(("metal", "reference")) == ["reference"]
     assert asked("metal") == ["metal"]  # perhaps for a device that is named later
     with pytest.raises(NotImplementedError, match="metal: the default backend is a toaster"):

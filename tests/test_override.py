@@ -8,7 +8,7 @@ import pytest
 from harness import assert_allclose, qkv
 
 import jax_mfa
-from jax_mfa import override
+from jax_mfa import api
 
 Q, K, V = qkv()
 
@@ -95,7 +95,7 @@ def newer_stock(monkeypatch):
         return "stock", implementation, novel
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
-    monkeypatch.setattr(override, "dot_product_attention", lambda **keywords: ("ours", keywords))
+    monkeypatch.setattr(api, "dot_product_attention", lambda **keywords: ("ours", keywords))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

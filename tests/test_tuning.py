@@ -28,7 +28,7 @@ def file(tmp_path, monkeypatch):
     place = tmp_path / "tiles.json"
     monkeypatch.setenv(tuned.FILE, str(place))
     monkeypatch.setattr(tuning, "SHORTEST", 0.0)
-    monkeypatch.setattr(tuning.metal, "refusal", lambda *_: "tests/metal/test_tuning_on_metal.py has its tiles")
+    monkeypatch.setattr(tuning.choice, "refusal", lambda *_: "tests/metal/test_tuning_on_metal.py has its tiles")
     for remembered in (tuned._read, tuned._warn_once):
         remembered.cache_clear()
     jax.clear_caches()

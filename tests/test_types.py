@@ -160,7 +160,7 @@ def test_right_lines_pass_and_each_wrong_line_is_refused(tmp_path, checker):
 
 
 def test_checkers_know_the_keywords_that_there_are():
-    declared = set(api._Keywords.__optional_keys__)
+    declared = set(api.Keywords.__optional_keys__)
     arrays = {"query", "key", "value", "bias", "mask"}
     assert declared | arrays | {"parts"} == set(inspect.signature(specify).parameters)  # `parts` is the ring's alone
     of_pages = {name for name, x in inspect.signature(paged_attention).parameters.items() if x.kind is x.KEYWORD_ONLY}

@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 
-from jax_mfa import metal
-from jax_mfa.api import IMPLEMENTATIONS
+from jax_mfa import choice, metal
 from jax_mfa.arguments import specify_abstract
+from jax_mfa.choice import IMPLEMENTATIONS
 from jax_mfa.cli import bench_candidates, bench_devices, bench_problems, bench_report
 from jax_mfa.cli.bench_problems import BOTH, DECODE, FORWARD, MASKS, SWEEP, TRAINING, Problem
 from jax_mfa.cli.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
@@ -145,7 +145,7 @@ def _predictor(module: str) -> Shares:
 def _predicted(shares: Shares, problem: Problem, kind: str) -> dict[str, float]:
     """The share of each Metal kernel of a pass, in the tiles of an M1."""
     abstract = specify_abstract(**bench_candidates.arguments(problem))
-    passes = () if metal.lacking(*abstract) else _PREDICTED.get(kind, ())
+    passes = () if choice.lacking(*abstract) else _PREDICTED.get(kind, ())
     plans = [metal.plan_of(*abstract, of_pass, "staged") for of_pass in passes]
     return {name: share for plan in plans for name, share in shares(plan).items()}
 

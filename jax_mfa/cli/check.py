@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_mfa import compat, metal
+from jax_mfa import compat
 from jax_mfa.api import attend_by_name, explain
 from jax_mfa.cli import check_writes
 from jax_mfa.cli.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, allowed, problems, quick
@@ -35,7 +35,7 @@ from jax_mfa.cli.command_line import INTERRUPTED, interruptible, named, one_line
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
 from jax_mfa.metal import DTYPES, runtime
 from jax_mfa.metal.plan import Kernel, Plan
-from jax_mfa.tuning import calibration
+from jax_mfa.tuning import calibration, lines
 
 HELP = "what was found on this machine, and every kernel against the reference"
 RESULTS = ("out", "lse", "dq", "dk", "dv")  # results with a column each; others share one
@@ -284,7 +284,7 @@ def _shared_lines() -> tuple[str, bool]:
 def _kept_staged() -> str:
     source = f"found by `python -m jax_mfa check` on {datetime.date.today().isoformat()}"
     try:
-        file = runtime.keep_staged_below(runtime.get().device.get("name", ""), check_writes.ALL, source)
+        file = lines.keep_staged_below(runtime.get().device.get("name", ""), check_writes.ALL, source)
         return f" on this chip ({file})"
     except (OSError, RuntimeError) as error:
         return f" in this process only, for nothing can be kept: {error}"
@@ -330,7 +330,10 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "Metal", f"{device.get('name', '?')}, {device.get('os', '?')}"
     yield "families", ", ".join(device.get("families", ())) or "none known"
     yield "threadgroup", f"{device.get('max_threadgroup_memory', '?')} bytes of memory"
-    yield "variants", f"{', '.join(metal.variants())}: the tile tables that it can run; the first unless told otherwise"
+    yield (
+        "variants",
+        f"{', '.join(metal_runtime.variants)}: the tile tables that it can run; the first unless told otherwise",
+    )
 
 
 def choices() -> Iterator[str]:
@@ -388,7 +391,7 @@ def run(options: argparse.Namespace) -> int:
         return _calibrate(metal_runtime)
     print("\nimplementations", *(f"  {line}" for line in choices()), "", sep="\n", flush=True)
     implementation = "blockwise" if metal_runtime.reason else "metal"
-    todo = problems(["blockwise"] if metal_runtime.reason else metal.variants())
+    todo = problems(["blockwise"] if metal_runtime.reason else metal_runtime.variants)
     todo = [p for p in todo if quick(p) or not options.quick]
     start, interrupted, done, failed = time.perf_counter(), False, 0, 0
     kernels = Kernels()

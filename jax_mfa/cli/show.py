@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mfa import metal
+from jax_mfa import choice
 from jax_mfa.arguments import specify_abstract
 from jax_mfa.cli.command_line import positive
 from jax_mfa.metal import DTYPES, operands, plan_of, source, tiles
@@ -105,7 +105,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     for option, others in by_option.items():
         arguments |= others if getattr(options, option) else {}
     spec, o = specify_abstract(**arguments)
-    refused = metal.lacking(spec, o)
+    refused = choice.lacking(spec, o)
     if refused:
         raise ValueError(refused)
     return plan_of(spec, o, options.of_pass, options.variant)

@@ -16,10 +16,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import api, checks, compat
-from jax_mfa.api import Implementation
+from jax_mfa import api, checks, choice, compat
 from jax_mfa.arguments import specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
+from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel import attend
 from jax_mfa.context_parallel import layout as layouts
 from jax_mfa.context_parallel.costs import Form, Machine, chosen
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jax_mfa.typing import Bool, Float, Integer
 
 
-class _OverDevices(api._Keywords[ArrayLike], total=False):
+class _OverDevices(api.Keywords[ArrayLike], total=False):
     """The keyword arguments that the type of a result does not depend on."""
 
     axis_name: Required[Any]
@@ -88,7 +88,7 @@ def ring_attention(
     positions: Integer[ArrayLike, "T"] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords: Unpack[api._Keywords[ArrayLike]],
+    **keywords: Unpack[api.Keywords[ArrayLike]],
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention over a sequence that is split over devices, whose keys and values travel around them.
 
@@ -170,7 +170,7 @@ def ulysses_attention(
     positions: Integer[ArrayLike, "T"] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords: Unpack[api._Keywords[ArrayLike]],
+    **keywords: Unpack[api.Keywords[ArrayLike]],
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention over a sequence that is split over devices, which exchange rows for heads before and after.
 
@@ -228,7 +228,7 @@ def context_parallel_attention(
     machine: Machine | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords: Unpack[api._Keywords[ArrayLike]],
+    **keywords: Unpack[api.Keywords[ArrayLike]],
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Attention over a sequence that is split over devices, by the form that is done first on paper.
 
@@ -307,8 +307,8 @@ class SequenceSharding:
 
 def _call(layout: Layout, implementation: Any, positions: Any, arguments: dict[str, Any], return_residual: bool) -> Any:
     arrays = ("query", "key", "value", "bias", "mask")
-    api._refuse_unknown(layout.function, {name: x for name, x in arguments.items() if name not in arrays}, {})
-    api.names_of(implementation)  # refuses unknown names before arrays are looked at
+    api.refuse_unknown(layout.function, {name: x for name, x in arguments.items() if name not in arrays}, {})
+    choice.names_of(implementation)  # refuses unknown names before arrays are looked at
     layouts.refuse_quantised(layout.function, arguments)
     checks.boolean("return_residual", return_residual)
     run = _of_own_share if layout.mesh is None else _of_whole_arrays
@@ -336,7 +336,7 @@ def _of_own_share(layout: Layout, implementation: Any, positions: Any, **argumen
 
 def decided(function: str, implementation: Any, spec: Specification, operands: Operands) -> str | None:
     """The implementation to take, None where lowering decides. Refuses the reference, which keeps nothing to merge."""
-    taken = api._decided(implementation, spec, operands)
+    taken = choice.decided(implementation, spec, operands)
     if taken == "reference":
         raise NotImplementedError(
             f"implementation={implementation!r} cannot run {function}: the reference keeps nothing to merge"

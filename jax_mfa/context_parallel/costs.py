@@ -225,7 +225,7 @@ def explain_context_parallel(
     heads_devices: int | None = None,
     order: Order = "contiguous",
     machine: Machine | None = None,
-    **keywords: Unpack[api._Keywords[api.AbstractArray]],
+    **keywords: Unpack[api.Keywords[api.AbstractArray]],
 ) -> FormChoice:
     """Which form `context_parallel_attention` takes for whole arrays, and why, with the bytes that are sent.
 

@@ -12,9 +12,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_mfa import api, checks, compat, partial, primitives
-from jax_mfa.api import Implementation
+from jax_mfa import api, checks, choice, compat, partial, primitives
 from jax_mfa.arguments import as_array, known_lengths, specify
+from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel.api import decided
 from jax_mfa.context_parallel.layout import axis_size, refuse_quantised
 from jax_mfa.kv_cache import contiguous as cache
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jax_mfa.typing import Float, Int32, Integer, Lists
 
 
-class _OfColumns(api._Features[ArrayLike], total=False):
+class _OfColumns(api.Features[ArrayLike], total=False):
     """The keyword arguments that the type of the result does not depend on."""
 
     axis_name: Required[Any]
@@ -62,7 +62,7 @@ def sharded_decode_attention(
     mesh: Any = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    **keywords: Unpack[api._Features[ArrayLike]],
+    **keywords: Unpack[api.Features[ArrayLike]],
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """`decode_attention` with a cache whose columns are split over the devices of a mesh axis, in order.
 
@@ -92,7 +92,7 @@ def sharded_decode_attention(
     given = {"query": query, "key": key, "value": value}
     refuse_quantised("sharded_decode_attention", given)
     checks.boolean("return_residual", return_residual)
-    api.names_of(implementation)
+    choice.names_of(implementation)
     query, key, value = (as_array(name, x, "f", "floating [..., length, heads, size]") for name, x in given.items())
     if min(x.ndim for x in (query, key, value)) < 3:
         specify(query, key, value)  # names the array without length, heads and size

@@ -17,8 +17,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.api import Implementation, dot_product_attention
+from jax_mfa.api import dot_product_attention
 from jax_mfa.arguments import as_array
+from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel.api import SequenceSharding
 from jax_mfa.context_parallel.layout import axis_size
 from jax_mfa.problem import DTYPES, accumulation_dtype

@@ -17,7 +17,7 @@ from flax.typing import Initializer, PrecisionLike
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_mfa.api import Implementation
+from jax_mfa.choice import Implementation
 from jax_mfa.flax import _drop_in, _multi_head
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_mfa import checks
-from jax_mfa.api import Implementation
+from jax_mfa.choice import Implementation
 from jax_mfa.flax import _drop_in, _multi_head
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, compat
-from jax_mfa.api import Implementation, dot_product_attention
+from jax_mfa.api import dot_product_attention
 from jax_mfa.arguments import as_array, as_window, clipped, concrete, known_lengths
+from jax_mfa.choice import Implementation
 from jax_mfa.kv_cache.storage import QuantizedArray, as_bits, from_bits
 from jax_mfa.problem import MAX_POSITION
 

@@ -19,8 +19,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, sharding
-from jax_mfa.api import Columns, Implementation, attend_by_name
+from jax_mfa.api import Columns, attend_by_name
 from jax_mfa.arguments import as_array, clipped, concrete, known_integers, known_lengths, sequence_bounds
+from jax_mfa.choice import Implementation
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray, dtype_of
 
 if TYPE_CHECKING:

@@ -15,56 +15,40 @@ from typing import Any
 
 from jax_mfa.kv_cache.storage import PARTS, QuantizedArray, dtype_of
 from jax_mfa.metal import runtime, source
-from jax_mfa.metal.columns import encoding
-from jax_mfa.metal.plan import ITEM_SIZES, SCALARS, Argument, Buffer, Dispatch, Kernel, Plan
-from jax_mfa.metal.problem import Shape
+from jax_mfa.metal.plan import ITEM_SIZES, SCALARS, Buffer, Dispatch, Kernel, Plan, argument
+from jax_mfa.metal.problem import Shape, encoding
 from jax_mfa.problem import Storage
 
 SIMDGROUPS = 4
 COPY_THREADS = 256
 COPY_WORDS = 8  # of four bytes for each thread
-Bound = dict[int, str | bytes]
-Constants = tuple[tuple[int, str, str, Any], ...]
 WHERE = ("slots", "sources", "targets")
 
 
-def _dispatch(
-    template: tuple[Any, ...],
-    short: str,
-    threads: int,
-    grid: tuple[int, int, int],
-    bound: Bound,
-    constants: Constants = (),
-    memory: int = 0,
-) -> Dispatch:
-    kernel = Kernel("_".join([template[0], short]), template, constants, threads, memory)
-    arguments = (
-        Argument(i, bytes=x) if isinstance(x, bytes) else Argument(i, buffer=x) for i, x in sorted(bound.items())
-    )
-    return Dispatch(kernel, grid, tuple(arguments))
+def _dispatch(kernel: Kernel, grid: tuple[int, int, int], bound: dict[int, str | bytes]) -> Dispatch:
+    return Dispatch(kernel, grid, tuple(argument(i, x) for i, x in sorted(bound.items())))
 
 
 def _copies(part: Buffer, count: int) -> Dispatch:
     words = math.prod(part.shape[1:]) * ITEM_SIZES[part.dtype] // 4
     grid = (-(-words // (COPY_THREADS * COPY_WORDS)), count, 1)
+    kernel = Kernel(f"copy_pages_{COPY_THREADS}", ("copy_pages", COPY_THREADS), (), COPY_THREADS)
     sizes = struct.pack("<2I", words, part.shape[0])
-    bound: Bound = {0: part.name, 1: "sources", 2: "targets", 3: sizes}
-    return _dispatch(("copy_pages", COPY_THREADS), str(COPY_THREADS), COPY_THREADS, grid, bound)
+    return _dispatch(kernel, grid, {0: part.name, 1: "sources", 2: "targets", 3: sizes})
 
 
 def _tokens(new: Buffer, parts: Mapping[str, Buffer], storage: Storage | None) -> Dispatch:
     tokens, heads, size = new.shape
     pages, page = parts["data"].shape[:2]
-    stored = encoding(storage, SCALARS[new.dtype])
-    bound: Bound = {0: new.name, 1: "slots", 5: struct.pack("<3i", tokens, heads, pages * page)}
-    bound |= {i: parts[name].name for i, name in enumerate(PARTS[:3], 2) if name in parts}
+    template = ("append_tokens", encoding(storage, SCALARS[new.dtype]), size, SIMDGROUPS)
     constants = tuple((i, f"has_{name}", "bool", name in parts) for i, name in ((100, "scales"), (101, "zeros")))
-    short = f"{new.name}_{new.dtype}_{size}"
-    grid = (-(-tokens // SIMDGROUPS), heads, 1)
     # scale and zero of each block of a token
     memory = SIMDGROUPS * 8 * parts["scales"].shape[-1] if "scales" in parts else 0
-    template = ("append_tokens", stored, size, SIMDGROUPS)
-    return _dispatch(template, short, SIMDGROUPS * 32, grid, bound, constants, memory)
+    name = f"append_tokens_{new.name}_{new.dtype}_{size}"
+    bound: dict[int, str | bytes] = {0: new.name, 1: "slots", 5: struct.pack("<3i", tokens, heads, pages * page)}
+    bound |= {i: parts[name].name for i, name in enumerate(PARTS[:3], 2) if name in parts}
+    kernel = Kernel(name, template, constants, SIMDGROUPS * 32, memory)
+    return _dispatch(kernel, (-(-tokens // SIMDGROUPS), heads, 1), bound)
 
 
 @functools.lru_cache(maxsize=256)

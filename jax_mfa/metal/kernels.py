@@ -1,137 +1,201 @@
-"""Launch plans of attention: a specification and arrays or their shapes in, `Plan` out. Plain Python; needs no device.
+"""Kernels and their grids: with simdgroup matrices and a table's tiles, or without.
 
-Which kernels a pass takes, in which order, and what it leaves.
+What each computes is written at its head, in `metal/`; in which order they run, in `plans.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import struct
 from collections.abc import Mapping
 from typing import Any
 
-from jax_mfa.metal import launches, source, tiles
-from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Plan
-from jax_mfa.metal.problem import PLAIN, Problem, Rules
-from jax_mfa.problem import Specification
+from jax_mfa.metal import operands, tiles
+from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Dispatch, Kernel
+from jax_mfa.metal.problem import LaunchProblem
 
-Variant = str | tiles.Split | tiles.Tiles
-Decoder = tiles.DecodeTiles | tiles.DecodeRows
+LISTED = ("mask", "block_mask", "query_segment_ids", "key_ranges")  # what makes a plan list visible tiles first
+LIST_THREADS = 64
+# Of kernels without the matrix unit, in threadgroup memory: the head sizes of rows, and floats for each thread.
+ROOMS: dict[str, tuple[str, int]] = {
+    "forward": ("h", 2),
+    "delta": ("", 1),
+    "d_query": ("hv", 1),
+    "d_key_value": ("hv", 2),
+    "d_bias": ("hv", 1),
+}
+IN_LANES = ("decode", "decode_rows")  # kernels that read keys and values straight to lanes
 
-
-def _named(*buffers: Buffer) -> dict[str, str]:
-    return {b.name: b.name for b in buffers}
-
-
-@functools.lru_cache(maxsize=1024)
-def _forward(x: Problem, chosen: tiles.Tiles) -> Plan:
-    launch, results = launches.Launches(x, chosen).forward(), x.results("output")
-    return Plan(
-        "attention_forward",
-        source.base_hash(),
-        (*x.inputs, *results, *launch.scratch),
-        launch.dispatches(x, _named(*results)),
-    )
+Grid = tuple[int, int, int]
 
 
-@functools.lru_cache(maxsize=1024)
-def _decode(x: Problem, tile: Decoder, length: int) -> Plan:
-    splits = -(-x.s // length)
-    group = x.n // x.k * x.t
-    attend, merge = launches.decode(x, tile, splits)
-    results = x.results("output")
-    scratch = (
-        Buffer("split_out", "scratch", "float32", (x.b, x.k, splits, group, x.v)),
-        Buffer("split_state", "scratch", "float32", (x.b, x.k, splits, group, 2)),
-    )
-    numbers = {"splits": struct.pack("<i", splits), "split_keys": struct.pack("<i", length)}
-    own: dict[str, str | bytes] = {**_named(*results, *scratch), **numbers}
-    dispatches = (*attend.dispatches(x, own), *merge.dispatches(x, own))
-    return Plan("attention_decode", source.base_hash(), (*x.inputs, *results, *scratch), dispatches)
+@dataclasses.dataclass(frozen=True)
+class Share(tiles.Tile):
+    """Of a kernel that walks over no tiles: its simdgroups, its template's argument, and what a threadgroup has of a
+    result."""
+
+    simdgroups: int
+    argument: int
+    rows: int = 1
+    columns: int = 1
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        return (self.argument,)
 
 
-@functools.lru_cache(maxsize=1024)
-def _backward(x: Problem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
-    all_of = launches.Launches(x, chosen)
-    given = (*x.results("input"), x.like_out("d_out", "input"), x.rows("d_lse", "input"))
-    results: list[Buffer] = []
-    dispatches: list[Dispatch] = []
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Kernels of the same names and operands, and what of a launch tiles do not say.
 
-    def add(launch: launches.Launch, *made: Buffer) -> None:
-        results.extend((*made, *launch.scratch))
-        dispatches.extend(launch.dispatches(x, _named(*given, *results)))
+    Attributes:
+      name: what the names of its kernels begin with.
+      rows_first: whether rows vary fastest in the grid and not heads. Where each row has a threadgroup they may be too
+        many for any axis but the first.
+      cost: of a multiply-accumulate, in those of the matrix unit.
+    """
 
-    delta = x.rows("delta", "output" if "sinks" in wanted else "scratch")
-    add(all_of.delta(), delta, x.rows("row_states", "scratch", 2))
-    scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
-    if "query" in wanted or scale or slopes:
-        sums = [x.rows("score_sums", "output", 2)] if scale or slopes else []
-        add(all_of.d_query(wants_sums=scale or slopes), x.like_query("d_query", "output"), *sums)
-    if "key" in wanted or "value" in wanted:
-        add(
-            all_of.d_key_value(),
-            Buffer("d_key", "output", x.dtype, (x.b, x.s, x.k, x.h)),
-            Buffer("d_value", "output", x.dtype, (x.b, x.s, x.k, x.v)),
-        )
-    if "bias" in wanted:
-        bias = x.by_name["bias"]
-        add(all_of.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
-    return Plan("attention_backward", source.base_hash(), (*x.inputs, *given, *results), tuple(dispatches))
+    name: str
+    delta: Share
+    d_bias: Share
+    rows_first: bool = False
+    cost: int = 1
 
 
-def _select(variant: str | tiles.Tiles, x: Problem) -> tiles.Tiles:
-    if not isinstance(variant, str):
-        return variant
-    # what is decoded is decoded once for all simdgroups
-    chosen = "staged" if variant == "direct" and not x.spec.is_plain else variant
-    return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.operand])
+ROWS = Share(8, 8, rows=8)  # of kernels with a simdgroup for each row
+MATRICES = Family("attention", delta=ROWS, d_bias=Share(1, 4, rows=8, columns=4 * 8))
+_ALONE = Share(tiles.RowTiles().threads // 32, tiles.RowTiles().threads)
+# without the matrix unit a multiply-accumulate takes sixteen times as long: a guess, rather too high
+PORTABLE = Family("portable", delta=_ALONE, d_bias=_ALONE, rows_first=True, cost=16)
 
 
-def decoding(x: Problem) -> tuple[Problem, Decoder] | None:
-    """A forward pass of few queries against many keys, as its kernel takes it, and the tile; None of any other, and
-    where registers do not suffice."""
-    if x.t > tiles.DECODE_QUERIES or x.s < tiles.DECODE_KEYS or x.spec.dropout_rate:
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel over its grid, after the one that makes the lists it walks over, and what these are kept in."""
+
+    dispatches: tuple[Dispatch, ...]
+    scratch: tuple[Buffer, ...] = ()
+
+
+def _short(name: str, arguments: tuple[int, ...]) -> str:
+    return "_".join([name, *(str(int(a)) for a in arguments)])
+
+
+def _with_lists(x: LaunchProblem) -> dict[str, Any]:
+    """Function constants of what makes or walks over lists of visible tiles. Their spans are the first and the number
+    up to the last instead of each, where operands grow with T + S only."""
+    return x.constants(has_lists=True, has_spans="block_mask" not in x and 1 in x.shape("mask")[2:])
+
+
+def _tile_lists(x: LaunchProblem, rows: int, columns: int, for_rows: bool) -> Launch | None:
+    """Lists of visible tiles that a kernel walks over: for each tile of `rows` rows those of `columns` columns that it
+    meets, or the other way round.
+
+    None where positions and lengths alone tell which tiles are visible, or where there is one tile to meet.
+    """
+    both = -(-x.t // rows), -(-x.s // columns)
+    own, others = both if for_rows else both[::-1]
+    if others == 1 or not any(name in x for name in LISTED):
         return None
-    wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
-    tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand])
-    return None if tile is None else (wide, tile)
+    name, constants, arguments = "attention_tile_lists", _with_lists(x), (rows, columns, for_rows, LIST_THREADS)
+    kernel = Kernel(
+        _short(name, arguments),
+        (name, x.rules.visibility, *arguments),  # alike for all types but that of visibility
+        operands.constants(constants),
+        LIST_THREADS,
+        (20 if "mask" in x else 4) * LIST_THREADS,
+        definitions=x.rules.definitions,
+    )
+    grid = own, max(x.shape("mask")[1], x.shape("block_mask")[1]), x.b
+    shape = (*grid[::-1], 4 if constants["has_spans"] else 2 + others)
+    buffer = Buffer("row_lists" if for_rows else "column_lists", "scratch", "int32", shape)
+    bound = x.bound(name, grid, constants, {"lists": buffer.name})
+    return Launch((Dispatch(kernel, grid, bound, x.b * grid[1] * x.t * x.s),), (buffer,))
 
 
-def forward(
-    spec: Specification, arrays: Mapping[str, Any], *, variant: Variant = "staged", rules: Rules = PLAIN
-) -> Plan:
-    """The plan of the forward pass; for a few queries against many keys, that of decoding.
+def _launch(
+    family: Family,
+    name: str,
+    x: LaunchProblem,
+    tile: tiles.Tile,
+    grid: Grid,
+    work: int,
+    lists: Launch | None = None,
+    numbers: Mapping[str, bytes] | None = None,
+    **more: Any,
+) -> Launch:
+    """A kernel for a tile over a grid. `work` is its multiply-accumulates (see `Dispatch`), `numbers` are arguments,
+    `more` function constants."""
+    function, sizes = f"{family.name}_{name}", (x.h, x.v, ITEM_SIZES[x.operand])
+    known, constants = operands.signature(function), (_with_lists(x) if lists else x.constants()) | more
+    memory = tile.threadgroup_memory(*sizes)
+    if family is PORTABLE:
+        letters, floats = ROOMS[name]
+        rows = sum(-(-getattr(x, size) // 4) * 16 for size in letters)
+        memory = rows + 4 * tile.threads * (floats + more.get("wants_sums", False))
+    kernel = Kernel(
+        _short(f"{function}_{x.short}", tile.arguments),
+        (function, x.types(in_lanes=name in IN_LANES), *tile.arguments),
+        operands.constants(constants) if known.features else (),
+        tile.threads,
+        memory,
+        tile.fragment_bytes(*sizes),
+        x.rules.definitions,
+    )
+    before, own = lists or Launch(()), dict[str, str | bytes](numbers or {})
+    if lists:
+        own["lists"] = lists.scratch[0].name
+    split = known.names.index("p") if known.in_parts else None
+    dispatch = Dispatch(kernel, grid, x.bound(function, grid, constants, own), work * family.cost, split)
+    return Launch((*before.dispatches, dispatch), before.scratch)
 
-    Args:
-      arrays: arrays or shapes by their names in `operands.CARRIED`, which says what each is.
-      variant: a key of `tiles.VARIANTS`, also with a split, "portable", or tiles of one's own.
-      rules: score and visibility, where they are not those of the specification.
-    """
-    split = None
-    if isinstance(variant, tiles.Split):
-        split, variant = variant.columns, variant.variant
-    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
-    few = decoding(x) if isinstance(variant, str) and variant in tiles.VARIANTS else None
-    if few:
-        wide, tile = few
-        return _decode(wide, tile, split or tiles.split_keys(wide.s, tile.keys))
-    return _forward(x, _select(variant, x))
+
+class Launches:
+    """The kernels of a problem with these tiles."""
+
+    def __init__(self, x: LaunchProblem, chosen: tiles.Tiles) -> None:
+        self.x, self.chosen = x, chosen
+        self.family = PORTABLE if isinstance(chosen.forward, tiles.RowTiles) else MATRICES
+
+    def _walking(self, name: str, tile: Any, for_rows: bool, per_pair: int, **more: Any) -> Launch:
+        """For each tile of rows a walk over columns, or the other way round."""
+        x = self.x
+        length, heads = (x.t, x.n) if for_rows else (x.s, x.k)
+        groups = -(-length // tile.rows) * tile.slices
+        grid = (groups, heads, x.b) if self.family.rows_first else (heads, groups, x.b)
+        sizes = (tile.listed_rows, tile.keys) if for_rows else (tile.queries, tile.listed_rows)
+        return _launch(self.family, name, x, tile, grid, x.pairs * per_pair, _tile_lists(x, *sizes, for_rows), **more)
+
+    def forward(self) -> Launch:
+        x, tile = self.x, self.chosen.forward
+        return self._walking("forward", tile, True, tile.slices * x.h + x.v)
+
+    def delta(self) -> Launch:
+        x, share = self.x, self.family.delta
+        grid = (-(-x.t * x.n // share.rows), 1, x.b)
+        return _launch(self.family, "delta", x, share, grid, x.b * x.t * x.n * x.v)
+
+    def d_query(self, **wants: bool) -> Launch:
+        x, tile = self.x, self.chosen.d_query
+        return self._walking("d_query", tile, True, tile.slices * (x.h + x.v) + x.h, **wants)
+
+    def d_key_value(self) -> Launch:
+        x, tile = self.x, self.chosen.d_key_value
+        return self._walking("d_key_value", tile, False, (tile.slices + 1) * (x.h + x.v))
+
+    def d_bias(self) -> Launch:
+        x, share = self.x, self.family.d_bias
+        rows, heads, t, s = x.shape("bias")
+        grid = (-(-s // share.columns), -(-t // share.rows), rows * heads)
+        return _launch(self.family, "d_bias", x, share, grid, x.pairs * (x.h + x.v))
 
 
-def backward(
-    spec: Specification,
-    arrays: Mapping[str, Any],
-    *,
-    wanted: tuple[str, ...] = ("query", "key", "value"),
-    variant: Variant = "staged",
-    rules: Rules = PLAIN,
-) -> Plan:
-    """The plan of the backward pass for the gradients in `wanted`; other arguments as of `forward`.
-
-    Its inputs are those of the forward pass, then out, row_max, row_sum, d_out, d_lse.
-    """
-    if isinstance(variant, tiles.Split):
-        variant = variant.variant
-    x = Problem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
-    return _backward(x, wanted, _select(variant, x))
+def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, split_keys: int) -> tuple[Launch, Launch]:
+    """Few rows against many keys in splits of so many, and what merges them."""
+    group, splits = x.n // x.k * x.t, -(-x.s // split_keys)
+    numbers = {"splits": struct.pack("<i", splits), "split_keys": struct.pack("<i", split_keys)}
+    name = "decode_rows" if isinstance(tile, tiles.DecodeRows) else "decode"
+    grid = (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.b)
+    attend = _launch(MATRICES, name, x, tile, grid, x.pairs * (tile.slices * x.h + x.v), numbers=numbers)
+    grid, work = (-(-group // ROWS.rows), x.k, x.b), x.b * x.t * x.n * x.v * splits
+    return attend, _launch(MATRICES, "merge", x, ROWS, grid, work, numbers=numbers)

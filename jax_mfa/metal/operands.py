@@ -91,17 +91,15 @@ class Operand:
       name: in plans and in the text; of what a caller gives, that of the field of `Operands`.
       msl: type of an element, or of the whole where there is no shape.
       shape: axes by their letters. What has B is carried with a row for each batch row; what has `rows`, as it is.
-      room: "feature" where every kernel may ask for it, "own" where a kernel's signature names it.
-      flag: the function constant that says whether a launch has it; what is absent is not bound.
       meaning: for readers, and for a harness that fills and judges it.
+      flag: the function constant that says whether a launch has it; what is absent is not bound.
     """
 
     name: str
     msl: str
     shape: tuple[str, ...]
-    room: str
-    flag: str | None
-    meaning: str
+    meaning: str = ""
+    flag: str | None = None
 
     @property
     def note(self) -> str:
@@ -121,50 +119,36 @@ class Operand:
 
 _SCORES = ("rows", "1|N", "1|T", "1|S")
 _MAPPED = "an axis of size 1 serves all; batch row b reads row (b / repeat) % rows"
+_BLOCKS = ("rows", "1|N", "T / block_rows", "S / block_columns")
 _ROWS = ("B", "T", "N")
 _QUERY = ("B", "T", "N", "H")
 _OUT = ("B", "T", "N", "V")
 _SPLITS = ("B", "K", "splits", "N / K * T")
 
-
-def _feature(name: str, msl: str, shape: tuple[str, ...], flag: str, meaning: str) -> Operand:
-    return Operand(name, msl, shape, "feature", flag, meaning)
-
-
-def _own(name: str, msl: str, shape: tuple[str, ...], meaning: str = "", flag: str | None = None) -> Operand:
-    return Operand(name, msl, shape, "own", flag, meaning)
-
-
-_TABLE = (
-    Operand("p", "Parameters", (), "feature", None, "sizes and numbers of the launch"),
-    _feature("query_offset", "int", ("B",), "has_query_offset", "position of row 0"),
-    _feature("query_lengths", "int", ("B",), "has_query_lengths", "rows from here on see nothing"),
-    _feature("key_lengths", "int", ("B",), "has_key_lengths", "columns from here on are invisible"),
-    _feature("mask", "uchar", _SCORES, "has_mask", f"true where a score counts; {_MAPPED}"),
-    _feature(
-        "block_mask",
-        "uchar",
-        ("rows", "1|N", "T / block_rows", "S / block_columns"),
-        "has_blocks",
-        f"true where a block of scores counts; {_MAPPED}",
+_FEATURES = (  # every kernel may ask for them
+    Operand("p", "Parameters", (), "sizes and numbers of the launch"),
+    Operand("query_offset", "int", ("B",), "position of row 0", "has_query_offset"),
+    Operand("query_lengths", "int", ("B",), "rows from here on see nothing", "has_query_lengths"),
+    Operand("key_lengths", "int", ("B",), "columns from here on are invisible", "has_key_lengths"),
+    Operand("mask", "uchar", _SCORES, f"true where a score counts; {_MAPPED}", "has_mask"),
+    Operand("block_mask", "uchar", _BLOCKS, f"true where a block of scores counts; {_MAPPED}", "has_blocks"),
+    Operand("query_segment_ids", "int", ("B", "T"), "a row sees the columns of its own segment", "has_segments"),
+    Operand("key_segment_ids", "int", ("B", "S"), "those of the columns", "has_segments"),
+    Operand(
+        "key_ranges", "int", ("B", "T", "2"), "first visible column of a row, and the one after the last", "has_ranges"
     ),
-    _feature("query_segment_ids", "int", ("B", "T"), "has_segments", "a row sees the columns of its own segment"),
-    _feature("key_segment_ids", "int", ("B", "S"), "has_segments", "those of the columns"),
-    _feature(
-        "key_ranges", "int", ("B", "T", "2"), "has_ranges", "first visible column of a row, and the one after the last"
-    ),
-    _feature("scale", "float", ("B",), "has_scale", "factor of the products"),
-    _feature("alibi_slopes", "float", ("B", "N"), "has_slopes", "what a score gains for each column"),
-    _feature("bias", "uchar", _SCORES, "has_bias", f"added to the scaled scores; of bias_type; {_MAPPED}"),
-    _feature(
+    Operand("scale", "float", ("B",), "factor of the products", "has_scale"),
+    Operand("alibi_slopes", "float", ("B", "N"), "what a score gains for each column", "has_slopes"),
+    Operand("bias", "uchar", _SCORES, f"added to the scaled scores; of bias_type; {_MAPPED}", "has_bias"),
+    Operand(
         "dropout",
         "uint",
         ("B", "6"),
-        "has_dropout",
         "two words of the seed; batch index, head, row and column where its random counter starts",
+        "has_dropout",
     ),
     *(
-        _feature(f"{name}_{part}", "uchar", ("rows", *shape), f"has_{name}_{part}", f"{meaning}; of the query's dtype")
+        Operand(f"{name}_{part}", "uchar", ("rows", *shape), f"{meaning}; of the query's dtype", f"has_{name}_{part}")
         for name in ("key", "value")
         for part, shape, meaning in (
             ("scales", ("S / tokens", "1|K", "groups"), "what a number in few bits is multiplied by"),
@@ -172,17 +156,19 @@ _TABLE = (
             ("means", ("S / center", "K", "H|V"), "and then"),
         )
     ),
-    _feature(
+    Operand(
         "block_tables",
         "int",
         ("rows", "pages"),
-        "has_block_tables",
         "which page holds the tokens from each multiple of a page on; `rows` of keys, values and their parts are pages",
+        "has_block_tables",
     ),
-    _own("query", "typename Types::Query::Storage", _QUERY),
-    _own("key", "typename Types::Key::Storage", ("rows", "S", "K", "H")),
-    _own("value", "typename Types::Value::Storage", ("rows", "S", "K", "V")),
-    _own(
+)
+_OWN = (  # a kernel's signature names them
+    Operand("query", "typename Types::Query::Storage", _QUERY),
+    Operand("key", "typename Types::Key::Storage", ("rows", "S", "K", "H")),
+    Operand("value", "typename Types::Value::Storage", ("rows", "S", "K", "V")),
+    Operand(
         "lists",
         "int",
         ("B", "1|N", "tiles of one axis", "2 + tiles of the other"),
@@ -190,42 +176,40 @@ _TABLE = (
         "the two numbers, and where each run begins",
         "has_lists",
     ),
-    _own("sinks", "float", ("B", "N"), "logit of the column without a value", "has_sinks"),
-    _own("out", "typename Types::T", _OUT, "softmax(scale * q k^T) v; zeros where a row sees nothing"),
-    _own("row_max", "float", _ROWS, "largest score of a row, its sink included"),
-    _own("row_sum", "float", _ROWS, "sum of exp(score - row_max); sees_nothing of jax_mfa/problem.py"),
-    _own("d_out", "typename Types::Cotangent::Storage", _OUT, "cotangent of out"),
-    _own(
-        "d_lse",
-        "float",
-        _ROWS,
-        "cotangent of the log-sum-exp, row_max + log(row_sum); zeros where that is unused",
+    Operand("sinks", "float", ("B", "N"), "logit of the column without a value", "has_sinks"),
+    Operand("out", "typename Types::T", _OUT, "softmax(scale * q k^T) v; zeros where a row sees nothing"),
+    Operand("row_max", "float", _ROWS, "largest score of a row, its sink included"),
+    Operand("row_sum", "float", _ROWS, "sum of exp(score - row_max); sees_nothing of jax_mfa/problem.py"),
+    Operand("d_out", "typename Types::Cotangent::Storage", _OUT, "cotangent of out"),
+    Operand(
+        "d_lse", "float", _ROWS, "cotangent of the log-sum-exp, row_max + log(row_sum); zeros where that is unused"
     ),
-    _own("delta", "float", _ROWS, "sum(d_out * out) - d_lse; zero where a row sees nothing"),
-    _own("row_states", "float2", _ROWS, "row_max, log2(row_sum)"),
-    _own("d_query", "typename Types::T", _QUERY),
-    _own("d_key", "typename Types::T", ("B", "S", "K", "H"), "summed over the N / K query heads of each key head"),
-    _own("d_value", "typename Types::T", ("B", "S", "K", "V"), "summed over the N / K query heads of each key head"),
-    _own("d_bias", "uchar", _SCORES, "of the dtype of bias; summed over what it was broadcast to"),
-    _own(
+    Operand("delta", "float", _ROWS, "sum(d_out * out) - d_lse; zero where a row sees nothing"),
+    Operand("row_states", "float2", _ROWS, "row_max, log2(row_sum)"),
+    Operand("d_query", "typename Types::T", _QUERY),
+    Operand("d_key", "typename Types::T", ("B", "S", "K", "H"), "summed over the N / K query heads of each key head"),
+    Operand("d_value", "typename Types::T", ("B", "S", "K", "V"), "summed over the N / K query heads of each key head"),
+    Operand("d_bias", "uchar", _SCORES, "of the dtype of bias; summed over what it was broadcast to"),
+    Operand(
         "score_sums",
         "float2",
         _ROWS,
         "those of d(score) times product, and times distance: of scale and slopes the gradients, once summed over rows",
         "wants_sums",
     ),
-    _own("split_out", "float", (*_SPLITS, "V"), "of each split of the keys, not normalised"),
-    _own("split_state", "float", (*_SPLITS, "2"), "maximum, sum; absent_weight where nothing is visible"),
-    _own("splits", "int", (), "how many"),
-    _own("split_keys", "int", (), "columns of a split, a multiple of those of a tile"),
+    Operand("split_out", "float", (*_SPLITS, "V"), "of each split of the keys, not normalised"),
+    Operand("split_state", "float", (*_SPLITS, "2"), "maximum, sum; absent_weight where nothing is visible"),
+    Operand("splits", "int", (), "how many"),
+    Operand("split_keys", "int", (), "columns of a split, a multiple of those of a tile"),
 )
-OPERANDS = {x.name: x for x in _TABLE}
-FEATURES = tuple(x.name for x in _TABLE if x.room == "feature")
+OPERANDS = {x.name: x for x in (*_FEATURES, *_OWN)}
+FEATURES = tuple(x.name for x in _FEATURES)
 # what a launch may carry of a problem's operands, in the order of a plan's inputs
 CARRIED = ("query", "key", "value", *FEATURES[1:], "sinks")
 DTYPES = {"int": "int32", "uint": "uint32", "float": "float32"}  # that carried arrays are given; others keep theirs
 
 _COLUMNS = ("query", "key", "value", "lists")
+_RESULTS = ("out", "row_max", "row_sum")
 _GRADIENT = (*_COLUMNS, "d_out", "row_states", "delta")
 
 
@@ -235,13 +219,13 @@ class Signature:
 
     Attributes:
       features: whether it may ask for them.
-      in_parts: whether it reads `p.grid`, so that its grid may be launched in parts.
+      in_parts: whether it reads `p.grid`, so that its grid may be launched in parts: that of a long walk.
     """
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     features: bool = True
-    in_parts: bool = False
+    in_parts: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -249,22 +233,17 @@ class Signature:
         return (*(FEATURES if self.features else FEATURES[:1]), *self.reads, *self.writes)
 
 
-def _walking(reads: tuple[str, ...], *writes: str) -> Signature:
-    """Of a kernel that goes over rows and columns, which may take long."""
-    return Signature(reads, writes, in_parts=True)
-
-
-_DECODING = _walking((*_COLUMNS, "splits", "split_keys"), "split_out", "split_state")
+_DECODING = Signature((*_COLUMNS, "splits", "split_keys"), ("split_out", "split_state"))
 SIGNATURES = {
-    "tile_lists": Signature((), ("lists",)),
-    "forward": _walking((*_COLUMNS, "sinks"), "out", "row_max", "row_sum"),
+    "tile_lists": Signature((), ("lists",), in_parts=False),
+    "forward": Signature((*_COLUMNS, "sinks"), _RESULTS),
     "decode": _DECODING,
     "decode_rows": _DECODING,
-    "merge": Signature(("split_out", "split_state", "splits", "sinks"), ("out", "row_max", "row_sum")),
-    "delta": Signature(("out", "d_out", "row_max", "row_sum", "d_lse"), ("delta", "row_states"), features=False),
-    "d_query": _walking(_GRADIENT, "d_query", "score_sums"),
-    "d_key_value": _walking(_GRADIENT, "d_key", "d_value"),
-    "d_bias": _walking(_GRADIENT, "d_bias"),
+    "merge": Signature(("split_out", "split_state", "splits", "sinks"), _RESULTS, in_parts=False),
+    "delta": Signature(("out", "d_out", "row_max", "row_sum", "d_lse"), ("delta", "row_states"), False, False),
+    "d_query": Signature(_GRADIENT, ("d_query", "score_sums")),
+    "d_key_value": Signature(_GRADIENT, ("d_key", "d_value")),
+    "d_bias": Signature(_GRADIENT, ("d_bias",)),
 }
 assert all(len(x.names) <= MOST_BUFFERS for x in SIGNATURES.values())
 
@@ -282,7 +261,7 @@ CONSTANTS = {
     "bias_type": ("int", "0 none, 1 float, 2 half, 3 bfloat"),
     "has_spans": ("bool", "of tile lists two runs are kept only: all, and those wholly visible"),
 }
-CONSTANTS |= {x.flag: ("bool", f"whether a launch has {x.name}") for x in _TABLE if x.flag}
+CONSTANTS |= {x.flag: ("bool", f"whether a launch has {x.name}") for x in OPERANDS.values() if x.flag}
 
 
 def constants(values: dict[str, Any]) -> tuple[tuple[int, str, str, Any], ...]:
@@ -299,29 +278,26 @@ def _commented(lines: list[tuple[str, str]]) -> str:
     return "".join(f"{x}{'  // ' + note if note else ''}\n" for x, note in lines)
 
 
+def _struct(name: str, lines: list[tuple[str, str]]) -> str:
+    return f"struct {name} {{\n{_commented(lines)}}};\n"
+
+
 def text() -> str:
     """`attention/operands.h`: all of the above in MSL."""
     features = [OPERANDS[name] for name in FEATURES[1:]]
+    indexed = enumerate(CONSTANTS.items())
+    constant = [(f"constant {kind} {name} [[function_constant({i})]];", note) for i, (name, (kind, note)) in indexed]
+    pointers = [("  constant Parameters* p;", ""), *((f"  {x.type()} {x.name};", x.note) for x in features)]
     parts = [
         "// Generated from jax_mfa/metal/operands.py. What a launch lacks is not bound, and compiled away.\n"
-        '#pragma once\n\n#include "core/fragment.h"\n'
+        '#pragma once\n\n#include "core/fragment.h"\n',
+        _commented(constant),
+        *(_struct(name, [(f"  {x.msl} {x.name};", x.meaning) for x in members]) for name, members in STRUCTS.items()),
+        "// What visibility, scores and dropout may ask for.",
+        _struct("Features", pointers),
+        _macro("FEATURES", ["Features{&p", *(f"{x.flag} ? {x.name} : nullptr" for x in features)], "}\n"),
+        _macro("FEATURE_OPERANDS", [OPERANDS[x].parameter(i) for i, x in enumerate(FEATURES)]),
     ]
-    parts.append(
-        _commented(
-            [
-                (f"constant {kind} {name} [[function_constant({i})]];", note)
-                for i, (name, (kind, note)) in enumerate(CONSTANTS.items())
-            ]
-        )
-    )
-    for name, members in STRUCTS.items():
-        parts.append(f"struct {name} {{\n{_commented([(f'  {x.msl} {x.name};', x.meaning) for x in members])}}};\n")
-    pointers = [("  constant Parameters* p;", ""), *((f"  {x.type()} {x.name};", x.note) for x in features)]
-    parts.append("// What visibility, scores and dropout may ask for.")
-    parts.append(f"struct Features {{\n{_commented(pointers)}}};\n")
-    given = [f"{x.flag} ? {x.name} : nullptr" for x in features]
-    parts.append(_macro("FEATURES", ["Features{&p", *given], "}\n"))
-    parts.append(_macro("FEATURE_OPERANDS", [OPERANDS[x].parameter(i) for i, x in enumerate(FEATURES)]))
     for name, known in SIGNATURES.items():
         lines = [OPERANDS[x].parameter(i, x in known.writes) for i, x in enumerate(known.names)]
         if known.features:

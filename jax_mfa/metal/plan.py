@@ -1,7 +1,7 @@
 """What a launch is: buffers, kernels, constants and grids, as data. The launcher in `csrc/` runs exactly this.
 
 A plan is self-contained JSON that travels with the compiled program; its MSL text goes by content hash. This room
-knows no kernel: `kernels.py` writes plans, and `python -m jax_mfa source` prints them.
+knows no kernel: `plans.py` makes plans, and `python -m jax_mfa source` prints them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ ITEM_SIZES = {
     **dict.fromkeys(("int32", "uint32", "float32"), 4),
 }
 SCALARS = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}  # MSL's names
+DTYPES = tuple(SCALARS)  # of queries, keys, values and biases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,16 @@ class Argument:
     buffer: str | None = None
     bytes: bytes = b""
 
+    def as_dict(self, read: set[str]) -> dict[str, Any]:
+        if self.buffer is None:
+            return {"index": self.index, "bytes": self.bytes.hex()}
+        return {"index": self.index, "buffer": self.buffer, "written": self.buffer not in read}
+
+
+def argument(index: int, x: str | bytes) -> Argument:
+    """A buffer's name, or bytes, at an index."""
+    return Argument(index, bytes=x) if isinstance(x, bytes) else Argument(index, buffer=x)
+
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
@@ -91,6 +102,22 @@ class Dispatch:
     multiply_accumulates: int = 0
     grid_argument: int | None = None
 
+    def as_dict(self, read: set[str]) -> dict[str, Any]:
+        """`read`: the buffers that the dispatch reads and does not write."""
+        names = ("index", "name", "type", "value")
+        return {
+            "kernel": self.kernel.name,
+            "instantiation": self.kernel.instantiation,
+            "constants": [dict(zip(names, x)) for x in self.kernel.constants],
+            "threadgroups": list(self.threadgroups),
+            "threads": [self.kernel.threads, 1, 1],
+            "threadgroup_memory": [],
+            "static_threadgroup_memory": self.kernel.threadgroup_memory,
+            "arguments": [x.as_dict(read) for x in self.arguments],
+            "multiply_accumulates": self.multiply_accumulates,
+            **({} if self.grid_argument is None else {"grid_argument": self.grid_argument}),
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -104,6 +131,11 @@ class Plan:
     source: str  # sha256 of the base text
     buffers: tuple[Buffer, ...]
     dispatches: tuple[Dispatch, ...]
+
+    def __post_init__(self) -> None:
+        missing = {a.buffer for d in self.dispatches for a in d.arguments} - {None, *(b.name for b in self.buffers)}
+        if missing:
+            raise TypeError(f"{self.name} has no {', '.join(map(str, missing))}, which its kernels need")
 
     @property
     def operands(self) -> tuple[Buffer, ...]:
@@ -123,47 +155,16 @@ class Plan:
         return json.dumps(self.as_dict(), separators=(",", ":"))
 
     def as_dict(self) -> dict[str, Any]:
+        inputs, updated = ({b.name for b in self.buffers if b.role == role} for role in ("input", "updated"))
+        read, dispatches = inputs, []
+        for d in self.dispatches:
+            dispatches.append(d.as_dict(read))
+            read = read | {a.buffer for a in d.arguments if a.buffer and a.buffer not in updated}
+        # instantiations are all of them, for readers: each dispatch has its own
+        library = {"source": self.source, "instantiations": self.instantiations, "language": list(LANGUAGE)}
         return {
             "name": self.name,
-            "library": {
-                "source": self.source,
-                "instantiations": self.instantiations,  # all of them, for readers: each dispatch has its own
-                "language": list(LANGUAGE),
-            },
+            "library": library,
             "buffers": [dataclasses.asdict(b) | {"shape": list(b.shape)} for b in self.buffers],
-            "dispatches": self._dispatches(),
+            "dispatches": dispatches,
         }
-
-    def _dispatches(self) -> list[dict[str, Any]]:
-        read = {b.name for b in self.buffers if b.role == "input"}
-        updated = {b.name for b in self.buffers if b.role == "updated"}
-        found = []
-        for d in self.dispatches:
-            found.append(_dispatch(d, read))
-            read |= {a.buffer for a in d.arguments if a.buffer and a.buffer not in updated}
-        return found
-
-
-def _argument(a: Argument, read: set[str]) -> dict[str, Any]:
-    if a.buffer is None:
-        return {"index": a.index, "bytes": a.bytes.hex()}
-    return {"index": a.index, "buffer": a.buffer, "written": a.buffer not in read}
-
-
-def _dispatch(d: Dispatch, read: set[str]) -> dict[str, Any]:
-    """`read`: the buffers that the dispatch reads and does not write."""
-    split = {} if d.grid_argument is None else {"grid_argument": d.grid_argument}
-    return {
-        "kernel": d.kernel.name,
-        "instantiation": d.kernel.instantiation,
-        "constants": [
-            {"index": i, "name": name, "type": kind, "value": value} for i, name, kind, value in d.kernel.constants
-        ],
-        "threadgroups": list(d.threadgroups),
-        "threads": [d.kernel.threads, 1, 1],
-        "threadgroup_memory": [],
-        "static_threadgroup_memory": d.kernel.threadgroup_memory,
-        "arguments": [_argument(a, read) for a in d.arguments],
-        "multiply_accumulates": d.multiply_accumulates,
-        **split,
-    }

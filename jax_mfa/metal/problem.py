@@ -1,6 +1,6 @@
 """An attention problem as kernels meet it: its sizes, what stands for each operand, and which features it uses.
 
-The planner asks a `Problem` and never an array's shape. Plain Python; needs no device.
+The planner asks a `LaunchProblem` and never an array's shape. Plain Python; needs no device.
 """
 
 from __future__ import annotations
@@ -13,13 +13,28 @@ from typing import Any
 import numpy as np
 
 from jax_mfa.metal import operands
-from jax_mfa.metal.columns import stored_type
-from jax_mfa.metal.plan import SCALARS, Argument, Buffer
+from jax_mfa.metal.plan import SCALARS, Argument, Buffer, argument
 from jax_mfa.philox import drop_below
 from jax_mfa.problem import MAX_POSITION, Operands, Specification, Storage
 
 BIAS_TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+_MOST = 2**30  # of tokens or channels of a block: more than there are
+
+
+def encoding(storage: Storage | None, scalar: str) -> str:
+    """The MSL type of how numbers of type `scalar` are stored."""
+    if storage is None:
+        return f"Plain<{scalar}>"
+    x = storage.scheme
+    symmetric = str(x.symmetric).lower()
+    tokens, channels, center = (min(n or 0, _MOST) for n in (x.tokens, x.channels, x.center))
+    return f"Quantized<{scalar}, {x.kind}_kind, {symmetric}, {tokens}, {channels}, {center}>"
+
+
+def stored_type(storage: Storage | None, page_size: int | None, scalar: str, size: int) -> str:
+    """The MSL type of rows of `size` numbers that lie in a row of an array, or in pages."""
+    return f"Stored<{encoding(storage, scalar)}, {size}, {page_size or 0}>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,29 +63,40 @@ PLAIN = Rules()
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class LaunchProblem:
     """A specification and the arrays that a launch carries.
 
     Attributes:
       arrays: by the names of `operands.CARRIED` and in that order.
+      b, t, s, n, k, h, v: its sizes, of quantised and paged keys those of the arrays that they stand for.
       rules: what scores and visibility are.
       decoded: whether bfloat16 becomes float32 on its way to the matrix unit, where its arithmetic is emulated.
     """
 
     spec: Specification
     arrays: tuple[tuple[str, Shape], ...]
+    b: int
+    t: int
+    s: int
+    n: int
+    k: int
+    h: int
+    v: int
     rules: Rules = PLAIN
     decoded: bool = False
 
     @classmethod
-    def of(cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN, decoded: bool = False) -> Problem:
+    def of(
+        cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN, decoded: bool = False
+    ) -> LaunchProblem:
         """From arrays or shapes by name, as `launch_arrays` gives them."""
         unknown = sorted(set(arrays) - set(operands.CARRIED))
         if unknown:
             raise TypeError(f"a launch carries {', '.join(operands.CARRIED)}, got {', '.join(unknown)}")
-        return cls(
-            spec, tuple((name, Shape.of(arrays[name])) for name in operands.CARRIED if name in arrays), rules, decoded
-        )
+        shapes = {name: Shape.of(arrays[name]) for name in operands.CARRIED if name in arrays}
+        b, t, n, h = shapes["query"].shape
+        _, s, k, v = spec.viewed(Operands(**shapes)).value.shape
+        return cls(spec, tuple(shapes.items()), b, t, s, n, k, h, v, rules, decoded)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Shape]:
@@ -92,39 +118,6 @@ class Problem:
         """The dtype of matrix operands. What stands in few bits 16 would round once more."""
         quantized = self.spec.key_storage or self.spec.value_storage
         return "float32" if quantized or (self.decoded and self.dtype == "bfloat16") else self.dtype
-
-    @property
-    def b(self) -> int:
-        return self.shape("query")[0]
-
-    @property
-    def t(self) -> int:
-        return self.shape("query")[1]
-
-    @property
-    def s(self) -> int:
-        return self._whole.value.shape[1]
-
-    @property
-    def n(self) -> int:
-        return self.shape("query")[2]
-
-    @property
-    def k(self) -> int:
-        return self._whole.value.shape[2]
-
-    @property
-    def h(self) -> int:
-        return self.shape("query")[3]
-
-    @property
-    def v(self) -> int:
-        return self._whole.value.shape[3]
-
-    @functools.cached_property
-    def _whole(self) -> Operands:
-        """Operands of the shapes that quantised and paged ones stand for."""
-        return self.spec.viewed(Operands(**self.by_name))
 
     def types(self, in_lanes: bool = False) -> str:
         """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`. One that
@@ -155,18 +148,14 @@ class Problem:
         columns = self.s if left is None or right is None else min(self.s, left + right + 1)
         return self.b * self.n * self.t * max(columns, 0)
 
-    def like_query(self, name: str, role: str) -> Buffer:
-        return Buffer(name, role, self.dtype, (self.b, self.t, self.n, self.h))
-
-    def like_out(self, name: str, role: str) -> Buffer:
-        return Buffer(name, role, self.dtype, (self.b, self.t, self.n, self.v))
-
-    def rows(self, name: str, role: str, *more: int) -> Buffer:
-        return Buffer(name, role, "float32", (self.b, self.t, self.n, *more))
+    def rows(self, name: str, role: str, *more: int, dtype: str = "float32") -> Buffer:
+        """An array [B, T, N, *more]."""
+        return Buffer(name, role, dtype, (self.b, self.t, self.n, *more))
 
     def results(self, role: str) -> tuple[Buffer, ...]:
         """Those of the forward pass, which the backward pass takes."""
-        return self.like_out("out", role), self.rows("row_max", role), self.rows("row_sum", role)
+        out = self.rows("out", role, self.v, dtype=self.dtype)
+        return out, self.rows("row_max", role), self.rows("row_sum", role)
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:
@@ -205,8 +194,8 @@ class Problem:
             values |= {f"{name}.{field}": size for field, size in sizes.items()}
         return operands.packed("Parameters", values)
 
-    def constants(self, **more: Any) -> tuple[tuple[int, str, str, Any], ...]:
-        """Function constants: which features there are, and `more` by name."""
+    def constants(self, **more: Any) -> dict[str, Any]:
+        """Function constants by name: which features there are, and `more`."""
         left, right = self.spec.band
         known = (operands.OPERANDS[name] for name in operands.CARRIED)
         values = {x.flag: x.name in self for x in known if x.flag} | {
@@ -217,16 +206,13 @@ class Problem:
             "has_lists": False,
             "has_spans": False,
         }
-        return operands.constants(values | more)
+        return values | more
 
-    def bound(self, function: str, grid: tuple[int, int, int], own: Mapping[str, str | bytes]) -> tuple[Argument, ...]:
-        """A kernel's arguments: what the launch carries, and `own` buffers of the plan or bytes by name."""
-        found = {"p": self.parameters(grid)} | {name: name for name, _ in self.arrays} | dict(own)
-        arguments = []
-        for index, name in enumerate(operands.signature(function).names):
-            x = found.get(name)
-            if x is None and operands.OPERANDS[name].flag is None:
-                raise TypeError(f"{function} needs {name}")
-            if x is not None:
-                arguments.append(Argument(index, bytes=x) if isinstance(x, bytes) else Argument(index, buffer=x))
-        return tuple(arguments)
+    def bound(
+        self, function: str, grid: tuple[int, int, int], constants: Mapping[str, Any], own: Mapping[str, str | bytes]
+    ) -> tuple[Argument, ...]:
+        """A kernel's arguments that these constants say there are: `own` bytes or buffers of another name, else the
+        buffer of the argument's name."""
+        found = {"p": self.parameters(grid), **own}
+        flags = ((i, name, operands.OPERANDS[name].flag) for i, name in enumerate(operands.signature(function).names))
+        return tuple(argument(i, found.get(name, name)) for i, name, flag in flags if not flag or constants[flag])

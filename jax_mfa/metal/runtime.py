@@ -15,7 +15,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import pathlib
 import platform
 import re
 import subprocess
@@ -29,9 +28,9 @@ import jax
 from jax import Array
 
 from jax_mfa import compat, recording
-from jax_mfa.metal import source
+from jax_mfa.metal import source, tiles
 from jax_mfa.metal.plan import Plan
-from jax_mfa.tuning import kept
+from jax_mfa.tuning import kept, lines
 
 TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward", "jax_mfa_append")
 NOT_APPLE = "this host has no Metal: the native module is built on macOS for Apple silicon only"
@@ -72,6 +71,12 @@ class Runtime:
             return "portable"  # no simdgroup matrices
         return "direct" if "apple9" in families else "staged"
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The tile tables that the device can run, its own first. Without simdgroup matrices that is one."""
+        own = self.variant
+        return (own,) if own not in tiles.VARIANTS else (own, *(name for name in tiles.NAMES if name != own))
+
 
 def named() -> tuple[str, str | None]:
     """The module and the machine that JAX_MFA_DEVICE names; "" and None where it is unset or `none`."""
@@ -102,16 +107,6 @@ def _translated() -> bool:
     return said.stdout.strip() == "1"
 
 
-def _installed_api() -> tuple[int, int] | None:
-    """The FFI API of the installed jaxlib, read from its headers."""
-    header = pathlib.Path(compat.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
-    if not header.exists():
-        return None
-    text = header.read_text(encoding="utf-8")
-    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    return (int(found[0][1]), int(found[1][1])) if found[0] and found[1] else None
-
-
 @functools.cache
 def _registered(chosen: str) -> Runtime:
     """The native module with its handlers known to XLA and the kernels' text known to it; no device is started."""
@@ -129,7 +124,7 @@ def _registered(chosen: str) -> Runtime:
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         return Runtime(reason=f"the native module could not be loaded: {error}")
     # a handler for another API, once registered, would take the whole CPU backend down: compare first
-    built, installed = module.api_version(), _installed_api()
+    built, installed = module.api_version(), compat.ffi_api()
     if installed is not None and (built[0] != installed[0] or built[1] > installed[1]):
         return Runtime(reason=f"the native module speaks FFI API {built}, the installed jaxlib {installed}")
     for target in TARGETS:
@@ -155,31 +150,10 @@ def start() -> Runtime:
         device = dict(found.module.device())
     except RuntimeError as error:
         return Runtime(reason=str(error))
-    below = staged_below(device.get("name", ""))
+    below = lines.staged_below(device.get("name", ""))
     if below:
         found.module.stage_shared_lines(below)
     return dataclasses.replace(found, device=device)
-
-
-def lines_file() -> pathlib.Path:
-    """What `check` found of cache lines, by chip, in the user's cache folder."""
-    return kept.folder() / "lines.json"
-
-
-def staged_below(chip: str) -> int:
-    """Bytes below which outputs that share cache lines with the CPU's memory are copied on this chip, as `check` found;
-    0 where it found nothing."""
-    try:
-        below = kept.read(lines_file())[chip]["staged_below"]
-    except (*kept.BROKEN, RuntimeError):
-        return 0
-    return below if isinstance(below, int) and not isinstance(below, bool) and 0 < below < 2**63 else 0
-
-
-def keep_staged_below(chip: str, below: int, source: str) -> pathlib.Path:
-    """Keeps that for a chip, where every later process finds it. Raises OSError where the folder cannot be written."""
-    kept.store(lines_file(), chip, {"staged_below": below, "source": source})
-    return lines_file()
 
 
 _started = functools.cache(start)

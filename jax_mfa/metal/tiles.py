@@ -11,7 +11,7 @@ simdgroup of 16 rows uses a fragment that it loaded for two products instead of 
 registers, the fewer simdgroups a core holds, of which 24 keep its arithmetic busy. So a 16-bit entry of the first table
 is, of the tiles whose interior is predicted to spend 0.85 of its cycles (backward: 0.80) in the matrix unit, the one of
 the largest product of that share with the number of simdgroups; where these say nothing, the larger share. Three have
-16 rows against that figure, as the same text, compiled for another GPU, ran faster so; the figures stand beside them.
+16 rows against that figure, as the same text, compiled for another GPU, ran faster so; comments name them.
 `python tests/metal/compiled.py --alternatives 64` prints the alternatives, with all figures and their sources, and
 without the option what each entry comes to. Not seen on Apple hardware.
 """
@@ -26,6 +26,7 @@ REGISTER_BYTES = 512
 FRAGMENT_BUDGET = 448
 THREADGROUP_BYTES = 32768
 MAX_HEAD = 576  # the keys of latent attention
+MAX_GRID = 65535  # heads and batch rows: grid axes of which no more is known to be safe
 
 
 def padded(size: int) -> int:
@@ -48,15 +49,30 @@ def _fragments(rows: int, columns: int, item: int) -> int:
     return rows * columns * item // 32
 
 
-class _Blocks:
-    """What kernels share whose simdgroups have rows of queries, or of keys, and walk over tiles of the others."""
+class Tile:
+    """What kernels are told of a tile: the fields, as template arguments in their order."""
 
-    blocks: int
     simdgroups: int
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return tuple(vars(self).values())
 
     @property
     def threads(self) -> int:
         return self.simdgroups * 32
+
+    def fragment_bytes(self, h: int, v: int, item: int) -> int:
+        return 0
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return 0
+
+
+class _Blocks(Tile):
+    """What kernels share whose simdgroups have rows of queries, or of keys, and walk over tiles of the others."""
+
+    blocks: int
 
     @property
     def rows(self) -> int:
@@ -67,6 +83,13 @@ class _Blocks:
     def listed_rows(self) -> int:
         """That share a list of visible tiles."""
         return self.rows
+
+    def _gradient_fragments(self, item: int, columns: int, sums: int, *loaded: tuple[int, bool]) -> int:
+        """Bytes of `sums` columns of gradients, two tiles of scores, and what is loaded: its size, and whether whole
+        rows are kept."""
+        rows = self.blocks * 8
+        own = sum(_fragments(rows, padded(size) if kept else 8, item) for size, kept in loaded)
+        return _fragments(rows, sums, 4) + 2 * _fragments(rows, columns * 8, 4) + own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +105,8 @@ class ForwardTiles(_Blocks):
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
         rows = self.blocks * 8
-        output = _fragments(rows, _sliced(v, self.slices), 4)
         own = _fragments(rows, padded(h) if self.cache_q else 8, item)
-        return output + _fragments(rows, self.keys, 4) + own
+        return own + _fragments(rows, _sliced(v, self.slices), 4) + _fragments(rows, self.keys, 4)
 
     def threadgroup_memory(self, h: int, v: int, item: int) -> int:
         keys, values = _staged(self.keys, h, item, straight=False), _staged(self.keys, v, item, transposed=False)
@@ -97,7 +119,7 @@ DECODE_KEYS = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeTiles:
+class DecodeTiles(Tile):
     """Template arguments of `attention_decode`, in its order."""
 
     blocks: int
@@ -106,24 +128,16 @@ class DecodeTiles:
     slices: int
 
     @property
-    def threads(self) -> int:
-        return self.simdgroups * 32
-
-    @property
     def rows(self) -> int:
         return self.blocks * 8
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
-        rows = self.rows
-        own = _fragments(rows, padded(h), item)
-        return own + _fragments(rows, _sliced(v, self.slices), 4) + _fragments(rows, self.keys, 4)
-
-    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
-        return 0
+        output = _fragments(self.rows, _sliced(v, self.slices), 4)
+        return output + _fragments(self.rows, padded(h), item) + _fragments(self.rows, self.keys, 4)
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeRows:
+class DecodeRows(Tile):
     """Template arguments of `attention_decode_rows`, in its order."""
 
     rows: int
@@ -131,16 +145,9 @@ class DecodeRows:
     keys: int
     slices: ClassVar[int] = 1
 
-    @property
-    def threads(self) -> int:
-        return self.simdgroups * 32
-
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
         """Eight lanes share a query and an output, in float32 both."""
         return self.rows * (-(-h // 32) + -(-v // 32)) * 16 + self.rows * self.keys * 2
-
-    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
-        return 0
 
 
 def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | DecodeRows | None:
@@ -194,10 +201,8 @@ class QueryTiles(_Blocks):
     slices: int = 1
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
-        rows = self.blocks * 8
-        own = _fragments(rows, padded(h) if self.cache_q else 8, item)
-        own += _fragments(rows, padded(v) if self.cache_do else 8, item)
-        return _fragments(rows, _sliced(h, self.slices), 4) + 2 * _fragments(rows, self.columns * 8, 4) + own
+        sums = _sliced(h, self.slices)
+        return self._gradient_fragments(item, self.columns, sums, (h, self.cache_q), (v, self.cache_do))
 
     def threadgroup_memory(self, h: int, v: int, item: int) -> int:
         return self.buffers * (_staged(self.keys, h, item) + _staged(self.keys, v, item, straight=False))
@@ -217,11 +222,8 @@ class KeyTiles(_Blocks):
     slices: int = 1
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
-        rows = self.blocks * 8
-        own = _fragments(rows, padded(h) if self.cache_k else 8, item)
-        own += _fragments(rows, padded(v) if self.cache_v else 8, item)
         sums = padded(h) + padded(v) if self.slices == 1 else _sliced(max(h, v), self.slices // 2)
-        return _fragments(rows, sums, 4) + 2 * _fragments(rows, self.columns * 8, 4) + own
+        return self._gradient_fragments(item, self.columns, sums, (h, self.cache_k), (v, self.cache_v))
 
     def threadgroup_memory(self, h: int, v: int, item: int) -> int:
         states = 12 * self.queries
@@ -229,7 +231,7 @@ class KeyTiles(_Blocks):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowTiles:
+class RowTiles(Tile):
     """Template arguments of kernels without simdgroup matrices, in their order: a threadgroup for each query (or key),
     and in it a thread for each one of a tile of the others."""
 
@@ -254,70 +256,39 @@ class Tiles:
     d_key_value: KeyTiles | RowTiles
 
 
+def _row(forward: tuple[Any, ...], d_query: tuple[Any, ...], d_key_value: tuple[Any, ...]) -> Tiles:
+    """A row of the tables, each kernel's tiles as their fields."""
+    return Tiles(ForwardTiles(*forward), QueryTiles(*d_query), KeyTiles(*d_key_value))
+
+
 # Larger heads: no simdgroup can hold a row of output, so several threadgroups share it, and each computes the scores.
 # Their tiles would fill threadgroup memory too: fragments come straight from device memory.
-_WIDE = Tiles(
-    ForwardTiles(1, 4, 16, 0, False, 2),
-    QueryTiles(1, 4, 16, 1, 0, False, False, 2),
-    KeyTiles(1, 4, 16, 1, 0, False, False, 4),
-)
+_WIDE = _row((1, 4, 16, 0, False, 2), (1, 4, 16, 1, 0, False, False, 2), (1, 4, 16, 1, 0, False, False, 4))
 
 # (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory: families 7 and 8
 STAGED = {
-    # dQ: predicted share 0.896, 8 simdgroups per core. QueryTiles(1, 8, 32, 1, …): 0.844 with 24, but 1.24 times the
-    # time on an NVIDIA H200 (T = S = 2048 dense; causal 1.16). dK and dV: 0.889 with 8. KeyTiles(1, 8, 32, 2, …): 0.840
-    # with 16, but 1.42 times the time there (causal 1.33). Not seen on Apple hardware.
-    (64, 2): Tiles(
-        ForwardTiles(2, 8, 32, 1, True), QueryTiles(2, 8, 32, 2, 1, True, True), KeyTiles(2, 8, 32, 1, 1, True, True)
-    ),
-    # forward: 0.875 with 8. ForwardTiles(1, 8, 32, 1, …): 0.870 with 16, but 1.26 times the time there (causal 1.14).
-    # dQ: 1.05 times as fast there as with tiles of 16 keys (causal 1.08), and half the barriers
-    (128, 2): Tiles(
-        ForwardTiles(2, 8, 16, 2, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
-    ),
-    (256, 2): Tiles(
-        ForwardTiles(1, 4, 16, 1, True), QueryTiles(1, 4, 8, 1, 1, True, False), KeyTiles(1, 4, 8, 1, 1, True, False, 2)
-    ),
-    (64, 4): Tiles(
-        ForwardTiles(1, 8, 32, 1, True), QueryTiles(1, 8, 32, 2, 1, True, True), KeyTiles(1, 8, 16, 2, 1, True, True)
-    ),
-    (128, 4): Tiles(
-        ForwardTiles(1, 4, 16, 1, True), QueryTiles(1, 8, 16, 2, 1, True, True), KeyTiles(1, 4, 8, 1, 1, True, False)
-    ),
+    # dQ, dK, dV: 16 rows against the figure, larger for QueryTiles(1, 8, 32, 1, …) and KeyTiles(1, 8, 32, 2, …)
+    (64, 2): _row((2, 8, 32, 1, True), (2, 8, 32, 2, 1, True, True), (2, 8, 32, 1, 1, True, True)),
+    # forward: 16 rows against the figure, which is larger for ForwardTiles(1, 8, 32, 1, …); dQ: half the barriers of
+    # tiles of 16 keys
+    (128, 2): _row((2, 8, 16, 2, True), (1, 8, 32, 2, 1, True, True), (1, 8, 16, 2, 1, True, True)),
+    (256, 2): _row((1, 4, 16, 1, True), (1, 4, 8, 1, 1, True, False), (1, 4, 8, 1, 1, True, False, 2)),
+    (64, 4): _row((1, 8, 32, 1, True), (1, 8, 32, 2, 1, True, True), (1, 8, 16, 2, 1, True, True)),
+    (128, 4): _row((1, 4, 16, 1, True), (1, 8, 16, 2, 1, True, True), (1, 4, 8, 1, 1, True, False)),
     # dQ and dK/dV would need more threadgroup memory than there is
-    (256, 4): Tiles(
-        ForwardTiles(1, 4, 8, 1, False),
-        QueryTiles(1, 4, 8, 1, 0, False, False),
-        KeyTiles(1, 4, 8, 1, 0, False, False, 2),
-    ),
+    (256, 4): _row((1, 4, 8, 1, False), (1, 4, 8, 1, 0, False, False), (1, 4, 8, 1, 0, False, False, 2)),
     (MAX_HEAD, 2): _WIDE,
     (MAX_HEAD, 4): _WIDE,
 }
 
 # the same for chips whose caches serve fragments straight from device memory (Apple family 9, M3, and newer)
 DIRECT = {
-    (64, 2): Tiles(
-        ForwardTiles(2, 4, 32, 0, True), QueryTiles(2, 4, 32, 2, 0, True, True), KeyTiles(2, 4, 32, 1, 0, True, True)
-    ),
-    (128, 2): Tiles(
-        ForwardTiles(2, 4, 16, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 16, 2, 0, True, True)
-    ),
-    (256, 2): Tiles(
-        ForwardTiles(1, 4, 16, 0, True),
-        QueryTiles(1, 4, 16, 2, 0, True, False),
-        KeyTiles(1, 4, 16, 1, 0, True, False, 2),
-    ),
-    (64, 4): Tiles(
-        ForwardTiles(2, 4, 32, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 16, 2, 0, True, True)
-    ),
-    (128, 4): Tiles(
-        ForwardTiles(1, 4, 32, 0, True), QueryTiles(1, 4, 32, 2, 0, True, True), KeyTiles(1, 4, 16, 1, 0, True, False)
-    ),
-    (256, 4): Tiles(
-        ForwardTiles(1, 4, 16, 0, False),
-        QueryTiles(1, 4, 16, 1, 0, False, False),
-        KeyTiles(1, 4, 16, 1, 0, False, False, 2),
-    ),
+    (64, 2): _row((2, 4, 32, 0, True), (2, 4, 32, 2, 0, True, True), (2, 4, 32, 1, 0, True, True)),
+    (128, 2): _row((2, 4, 16, 0, True), (1, 4, 32, 2, 0, True, True), (1, 4, 16, 2, 0, True, True)),
+    (256, 2): _row((1, 4, 16, 0, True), (1, 4, 16, 2, 0, True, False), (1, 4, 16, 1, 0, True, False, 2)),
+    (64, 4): _row((2, 4, 32, 0, True), (1, 4, 32, 2, 0, True, True), (1, 4, 16, 2, 0, True, True)),
+    (128, 4): _row((1, 4, 32, 0, True), (1, 4, 32, 2, 0, True, True), (1, 4, 16, 1, 0, True, False)),
+    (256, 4): _row((1, 4, 16, 0, False), (1, 4, 16, 1, 0, False, False), (1, 4, 16, 1, 0, False, False, 2)),
     (MAX_HEAD, 2): _WIDE,
     (MAX_HEAD, 4): _WIDE,
 }
@@ -325,11 +296,9 @@ DIRECT = {
 
 # What `tune` tries for the fields of a kernel's tiles; `slices` stay.
 TUNED_FIELDS = {
-    "blocks": (1, 2),
+    **dict.fromkeys(("blocks", "columns"), (1, 2)),
     "simdgroups": (4, 8),
-    "keys": (8, 16, 32, 64),
-    "queries": (8, 16, 32, 64),
-    "columns": (1, 2),
+    **dict.fromkeys(("keys", "queries"), (8, 16, 32, 64)),
     "buffers": (0, 1, 2),
     **dict.fromkeys(("cache_q", "cache_do", "cache_k", "cache_v"), (False, True)),
 }

@@ -1,4 +1,4 @@
-"""Measures the figures behind `metal/crossover.py` on this machine, for `python -m jax_mfa check --calibrate`.
+"""Measures the figures behind `crossover.py` on this machine, for `python -m jax_mfa check --calibrate`.
 
 Three kinds of calls, for each implementation: one that computes next to nothing, one that multiplies most of its time,
 and one row against many keys, which reads most of its time. Knows how to time; the estimate is `crossover`'s.
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_mfa
-from jax_mfa.api import Implementation, dot_product_attention
+from jax_mfa.api import dot_product_attention
 from jax_mfa.arguments import specify_abstract
+from jax_mfa.choice import Implementation
 from jax_mfa.tuning import crossover, timing
 
 CALLS = 4  # one after another within a program, so that starting the program is not what is timed

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from jax_mfa.metal import runtime
 from jax_mfa.problem import Operands, Specification
 from jax_mfa.tuning import kept
 
@@ -113,12 +112,6 @@ def estimate(spec: Specification, o: Operands, device: str) -> Estimate | None:
     known = figures(device)
     metal, blockwise = (x.seconds(flops, moved) for x in (known.metal, known.blockwise))
     return Estimate(flops, moved, metal, blockwise, known.source)
-
-
-def applies() -> bool:
-    """Whether small problems stay away from Metal: not where JAX_MFA_DEVICE names a module and no machine to act as."""
-    module, machine = runtime.named()
-    return not module or machine is not None
 
 
 # --- what was measured, kept for each chip

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa import blockwise, metal
+from jax_mfa import blockwise, choice, metal
 from jax_mfa.arguments import specify_abstract
 from jax_mfa.problem import Operands, Specification
 from jax_mfa.recording import Recorder
@@ -172,7 +172,7 @@ def _plans(spec: Specification, operands: Operands, of_pass: str) -> Iterator[tu
     wanted = ("query", "key", "value") if backward else None
     tiles = [dataclasses.astuple(x) for x in blockwise.candidates(spec, operands, usual)]
     yield f"blockwise {of_pass}", blockwise, wanted, tiles
-    if not metal.refusal(spec, operands):
+    if not choice.refusal(spec, operands):
         for part, gradients in metal.PARTS[of_pass].items():
             yield f"metal {part}", metal, gradients, metal.candidates(spec, operands, part)
 

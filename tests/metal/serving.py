@@ -16,7 +16,8 @@ from runners import DTYPES, Ran, run
 from jax_mfa import Scheme, metal, quantize
 from jax_mfa.arguments import specify
 from jax_mfa.kv_cache.storage import PagedArray
-from jax_mfa.metal import kernels, tiles
+from jax_mfa.metal import plans as launch_plans
+from jax_mfa.metal import tiles
 from jax_mfa.metal.plan import Plan
 from jax_mfa.problem import Specification
 
@@ -91,9 +92,9 @@ class Serving(Case):
     def plans(self, wanted: tuple[str, ...] = ()) -> list[Plan]:
         """Of the forward pass, and of the backward pass for the gradients in `wanted`."""
         spec, arrays = self.launched
-        found = [kernels.forward(spec, arrays, variant=self.variant)]
+        found = [launch_plans.forward(spec, arrays, variant=self.variant)]
         if wanted:
-            found.append(kernels.backward(spec, arrays, wanted=wanted, variant=self.variant))
+            found.append(launch_plans.backward(spec, arrays, wanted=wanted, variant=self.variant))
         return found
 
     def run(self, wanted: tuple[str, ...] = (), **how: Any) -> Ran:

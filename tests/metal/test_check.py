@@ -18,7 +18,7 @@ import pytest
 from emulator import device
 
 import jax_mfa
-from jax_mfa import BlockMask, metal
+from jax_mfa import BlockMask
 from jax_mfa.__main__ import READER_GONE
 from jax_mfa.arguments import specify
 from jax_mfa.cli import check, check_problems, check_writes, show
@@ -26,6 +26,7 @@ from jax_mfa.cli.command_line import INTERRUPTED
 from jax_mfa.kv_cache import pool as paged_cache
 from jax_mfa.metal import DTYPES, runtime, source, tiles
 from jax_mfa.metal.plan import Kernel
+from jax_mfa.tuning import lines
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -376,7 +377,7 @@ def test_a_device_gets_what_it_can_run(monkeypatch, capsys, passing, families, v
     """A hosted runner's device has no simdgroup matrices."""
     monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=Lines(), device={"families": families}))
     monkeypatch.setattr(check.Kernels, "prepare", lambda self, problem: [])
-    assert metal.variants() == variants
+    assert runtime.get().variants == variants
     assert check.run(options()) == 0
     table = rows(capsys.readouterr().out)
     assert tuple(dict.fromkeys(line.split("|")[1].strip() for line in table)) == variants
@@ -461,7 +462,7 @@ def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     module, chip = runtime.get().module, runtime.get().device["name"]
     assert check.run(options()) == 0
-    assert "shared lines: pass" in capsys.readouterr().out and not runtime.lines_file().exists()
+    assert "shared lines: pass" in capsys.readouterr().out and not lines.path().exists()
     try:
         with on_device.option(device.Option.LINE_BYTES, 128):
             assert check.run(options()) == 1
@@ -470,7 +471,7 @@ def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monke
             r"shared lines: FAIL [1-9]\d* entries lost .*; 0 with outputs staged, as .* on this chip", printed
         )
         assert "FAILED: 1 of metal, 0 problems" in printed
-        assert runtime.staged_below(chip) == check_writes.ALL and runtime.staged_below("Apple M9") == 0
+        assert lines.staged_below(chip) == check_writes.ALL and lines.staged_below("Apple M9") == 0
         # in this process, and in each that starts later
         assert module.stage_shared_lines(0) == check_writes.ALL
         runtime.start()
@@ -519,12 +520,12 @@ def test_what_cannot_be_kept_is_staged_in_this_process(monkeypatch, tmp_path, lo
 )
 def test_a_broken_file_of_lines_says_nothing(monkeypatch, tmp_path, content):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert runtime.staged_below("Apple M1") == 0
-    runtime.keep_staged_below("Apple M1", 4096, "a test")
-    runtime.keep_staged_below("Apple M2", 8192, "a test")
-    assert (runtime.staged_below("Apple M1"), runtime.staged_below("Apple M2")) == (4096, 8192)
-    runtime.lines_file().write_text(content)
-    assert runtime.staged_below("Apple M1") == 0
+    assert lines.staged_below("Apple M1") == 0
+    lines.keep_staged_below("Apple M1", 4096, "a test")
+    lines.keep_staged_below("Apple M2", 8192, "a test")
+    assert (lines.staged_below("Apple M1"), lines.staged_below("Apple M2")) == (4096, 8192)
+    lines.path().write_text(content)
+    assert lines.staged_below("Apple M1") == 0
 
 
 def test_what_cannot_be_calibrated_says_so(monkeypatch, capsys):

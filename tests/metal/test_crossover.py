@@ -20,6 +20,7 @@ from harness import assert_allclose
 from jax import export
 
 import jax_mfa
+from jax_mfa import choice
 from jax_mfa.arguments import specify
 from jax_mfa.cli import check
 from jax_mfa.metal import runtime
@@ -40,7 +41,7 @@ def shapes(t: int, b: int = 1, dtype=jnp.float32):
 def crossing(on_device, monkeypatch, tmp_path):
     """The crossover applies, as on a Mac, and nothing was measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(crossover, "applies", lambda: True)
+    monkeypatch.setattr(choice, "_small_go_elsewhere", lambda: True)
     crossover._stored.cache_clear()
     yield runtime.get().device["name"]
     crossover._stored.cache_clear()

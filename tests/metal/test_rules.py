@@ -11,7 +11,7 @@ from plans import Problem
 
 from jax_mfa import metal
 from jax_mfa.arguments import specify
-from jax_mfa.metal import kernels
+from jax_mfa.metal import plans as launch_plans
 from jax_mfa.metal.problem import Rules
 
 # the soft cap of score.h, and causality, written as a user's would be
@@ -61,7 +61,7 @@ def ran(problem: Problem, rules: Rules, **static) -> plans.Ran:
         spec = dataclasses.replace(spec, is_causal=False)
 
     def plan(of_pass):
-        return getattr(kernels, of_pass)(spec, arrays, variant=problem.variant, rules=rules)
+        return getattr(launch_plans, of_pass)(spec, arrays, variant=problem.variant, rules=rules)
 
     return plans.both(plan, arrays, problem.cotangents(arguments))
 

@@ -5,7 +5,7 @@ import pytest
 from plans import run, run_call
 
 from jax_mfa.block_mask import BlockMask
-from jax_mfa.metal import kernels
+from jax_mfa.metal import plans
 from jax_mfa.problem import Specification
 
 KERNELS = ("attention_forward", "attention_d_query", "attention_d_key_value")
@@ -50,7 +50,7 @@ def test_decoding_loads_each_key_and_value_once_for_the_whole_group():
     query, key, value = x(1, 1, n, h), x(1, s, k, h), x(1, s, k, h)
     lengths = np.array([filled], np.int32)
     arrays = {"query": query, "key": key, "value": value, "query_offset": lengths - 1, "key_lengths": lengths}
-    ran = run(kernels.forward(Specification(is_causal=True), arrays), arrays)
+    ran = run(plans.forward(Specification(is_causal=True), arrays), arrays)
     assert not ran.reports
     once = 2 * filled * k * h * 2
     # beside keys and values: the queries and the parameters, for each split

@@ -12,8 +12,9 @@ from runners import DTYPES, needs_core
 
 from jax_mfa import Scheme, quantize
 from jax_mfa.kv_cache.storage import PARTS
-from jax_mfa.metal import columns, source
+from jax_mfa.metal import source
 from jax_mfa.metal.plan import SCALARS
+from jax_mfa.metal.problem import stored_type
 from jax_mfa.problem import Storage
 
 pytestmark = needs_core
@@ -126,7 +127,7 @@ def test_rows_are_what_they_stand_for(case):
         numbers = numbers[order].reshape(batch, -1, 2, case.size)[:, : case.length]
     left = harness.arrays((8, case.size), seed=5)[0].astype(DTYPES[case.dtype]).astype(np.float32)
     storage = None if case.scheme is None else Storage(case.scheme, case.size)
-    kind = columns.stored_type(storage, case.page or None, SCALARS[case.dtype], case.size)
+    kind = stored_type(storage, case.page or None, SCALARS[case.dtype], case.size)
     whole = f"rows<{kind}, {width * case.page or case.length}, {case.length}>"  # of which this many may be read
     text = "\n".join(["#include <metal_stdlib>", *_flat(TEXT)])
     text += f'\ntemplate [[host_name("rows")]] [[kernel]] decltype({whole}) {whole};\n'

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jax_mfa import Scheme
-from jax_mfa.metal import append, kernels, source, tiles
+from jax_mfa.metal import append, source, tiles
+from jax_mfa.metal import plans as launch_plans
 from jax_mfa.metal.plan import LANGUAGE, Plan
 from jax_mfa.metal.problem import Shape
 from jax_mfa.problem import Specification, Storage
@@ -36,9 +37,9 @@ def plans(dtype: str, variant: str) -> list[Plan]:
         scores = (1, 2, rows, columns)
         if "bias" in wanted:
             arrays |= {"bias": Shape(scores, kind), "mask": Shape(scores, np.dtype(bool))}
-        found.append(kernels.forward(spec, arrays, variant=variant))
+        found.append(launch_plans.forward(spec, arrays, variant=variant))
         if wanted:
-            found.append(kernels.backward(spec, arrays, wanted=wanted, variant=variant))
+            found.append(launch_plans.backward(spec, arrays, wanted=wanted, variant=variant))
     return [*found, *stored_plans(kind, variant)]
 
 
@@ -65,9 +66,9 @@ def stored_plans(kind: np.dtype, variant: str) -> list[Plan]:
                 **more,
             }
             which = paged if more else spec
-            found.append(kernels.forward(which, arrays, variant=variant))
+            found.append(launch_plans.forward(which, arrays, variant=variant))
             wanted = ("query",) if more else ("query", "key", "value")
-            found.append(kernels.backward(which, arrays, wanted=wanted, variant=variant))
+            found.append(launch_plans.backward(which, arrays, wanted=wanted, variant=variant))
     new = {name: Shape((3, 1, 24), kind) for name in data} | dict.fromkeys(append.WHERE, Shape((3,), np.dtype("i4")))
     written = dataclasses.replace(schemes[0], center=None), dataclasses.replace(schemes[1], tokens=1)
     pool = {f"{name}_data": Shape((9, 16, 1, size), byte) for name, size in data.items()}

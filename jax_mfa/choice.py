@@ -1,0 +1,192 @@
+"""Which implementation computes a call, and why not Metal: by name, by what kernels take, by what pays.
+
+`why_not_metal` is asked by lowering, which knows the platform, and by `explain`, which says the same of the default
+device. Knows shapes and static facts, the device, and what calls cost; reads no array and traces nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+from jax_mfa import checks
+from jax_mfa.metal import DTYPES, runtime
+from jax_mfa.metal.tiles import MAX_GRID, MAX_HEAD
+from jax_mfa.problem import Operands, Specification
+from jax_mfa.tuning import crossover
+
+IMPLEMENTATIONS: tuple[str, ...] = ("metal", "blockwise", "reference")
+_OPEN = ("metal", "blockwise")  # leaves the choice between the two to lowering, which knows platform and sizes
+_ALIASES = {"xla": "blockwise"}  # as `jax.nn` calls what runs everywhere
+_Name: TypeAlias = Literal["metal", "blockwise", "reference", "xla"]
+Implementation: TypeAlias = _Name | tuple[_Name, ...]
+
+# as reported of hosted runners: kernels that leave zeros (Metal.jl issue 309) or never end (llama.cpp issue 8617), and
+# other results than an M2's (lattice issue 899)
+_VIRTUAL = "of a virtual machine, or older than Apple silicon: there are reports of wrong results from such GPUs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which implementation a call takes, and why not another.
+
+    Attributes:
+      implementation: the name of the one taken.
+      reasons: for each implementation its verdict in one line.
+    """
+
+    implementation: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{'->' if name == self.implementation else '  '} {name}: {why}" for name, why in self.reasons.items()]
+        return "\n".join(lines)
+
+
+# --- which implementations a caller allows
+
+
+def names_of(implementation: Implementation | None) -> tuple[str, ...]:
+    """The implementations that a caller allows, of which the first that can is taken. Raises `ValueError` for names
+    that are none."""
+    if implementation is None:
+        return _OPEN
+    names = implementation if isinstance(implementation, tuple) else (implementation,)
+    known = (*IMPLEMENTATIONS, *_ALIASES)
+    if not names or any(not isinstance(name, str) or name not in known for name in names):
+        raise ValueError(
+            f"implementation must be None, one of {known} or a tuple of them, got {checks.seen(implementation)}"
+        )
+    return tuple(dict.fromkeys(_ALIASES.get(name, name) for name in names))
+
+
+def explained(implementation: Implementation | None, spec: Specification, o: Operands) -> Explanation:
+    """The implementation that a problem takes on the default device. Raises `NotImplementedError` where none can."""
+    return _first_able(implementation, spec, o, _other_platform())
+
+
+def decided(implementation: Implementation | None, spec: Specification, o: Operands) -> str | None:
+    """The implementation to take; None where lowering decides, by platform, between Metal and blockwise."""
+    choices = names_of(implementation)
+    if _is_open(choices):
+        return None
+    if choices[0] != "metal":
+        return choices[0]
+    # alone, Metal may be meant for another device than the default one
+    return _first_able(implementation, spec, o, _other_platform() if len(choices) > 1 else "").implementation
+
+
+def at_lowering(implementation: str | None, spec: Specification, o: Operands) -> str:
+    """Why an attention compiled for `cpu` runs as blockwise; empty where Metal takes it, and where Metal was named.
+
+    Warns once where Metal was to be expected on this host and cannot be used.
+    """
+    if implementation is not None:
+        return "" if implementation == "metal" else "by name"
+    why_not, found = why_not_metal(spec, o), runtime.get()
+    if found.reason and why_not == found.reason and not found.expected:
+        runtime.warn_once(found.reason)
+    return why_not
+
+
+def _is_open(choices: tuple[str, ...]) -> bool:
+    return choices[:2] == _OPEN
+
+
+def _first_able(
+    implementation: Implementation | None, spec: Specification, o: Operands, other_platform: str
+) -> Explanation:
+    choices = names_of(implementation)
+    refused = why_not_metal(spec, o, other_platform, small_too=not _is_open(choices))
+    reasons = {
+        "metal": refused or _expected_of_metal(spec, o),
+        "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",
+        "reference": "the O(T * S) definition; only by name",
+    }
+    able = [name for name in choices if name != "metal" or not refused]
+    if not able:
+        raise NotImplementedError(f"implementation={implementation!r} cannot run this call: metal: {refused}")
+    return Explanation(able[0], reasons)
+
+
+# --- why not Metal
+
+
+def why_not_metal(spec: Specification, o: Operands, other_platform: str = "", small_too: bool = False) -> str:
+    """Why Metal does not take a problem; empty where it does.
+
+    Args:
+      other_platform: why Metal cannot run what is compiled for a device, where that is so.
+      small_too: whether problems go to Metal that blockwise is expected to do faster.
+    """
+    return refusal(spec, o) or other_platform or ("" if small_too else _too_small(spec, o))
+
+
+def lacking(spec: Specification, o: Operands) -> str:
+    """Which argument of a problem the kernels do not take; empty where they take it. Knows no device."""
+    dtype = o.query.dtype.name
+    if dtype not in DTYPES:
+        return f"query: Metal has no {dtype}; it takes {', '.join(DTYPES)}"
+    if o.bias is not None and o.bias.dtype.name not in DTYPES:
+        return f"bias: Metal has no {o.bias.dtype.name}; it takes {', '.join(DTYPES)}"
+    b, _, n, h = o.query.shape
+    v = spec.viewed(o).value.shape[-1]
+    if not isinstance(b, int):
+        return f"query: a launch plan is made for a known batch, got B = {b}"
+    if max(h, v) > MAX_HEAD:
+        return f"query, key, value: head sizes go to {MAX_HEAD}, got H = {h}, V = {v}"
+    if max(b, n) > MAX_GRID:
+        return f"query: batch and heads go to {MAX_GRID}, got B = {b}, N = {n}"
+    return ""
+
+
+def refusal(spec: Specification, o: Operands) -> str:
+    """Why Metal cannot run a problem on this host; empty where it can."""
+    return lacking(spec, o) or runtime.get().reason
+
+
+def _other_platform() -> str:
+    """Why Metal cannot run what is compiled for the default device; empty where it can."""
+    config: Any = jax.config
+    device = config.jax_default_device  # a device, a platform, or None
+    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
+    return "" if platform == "cpu" else f"it runs on JAX's platform cpu, and the default backend is {platform}"
+
+
+def _device() -> str:
+    return runtime.get().device.get("name", "Metal")
+
+
+def _estimate(spec: Specification, o: Operands) -> crossover.Estimate | None:
+    return crossover.estimate(spec, o, _device()) if runtime.get().device else None
+
+
+def _small_go_elsewhere() -> bool:
+    """Whether small problems stay away from Metal: not where JAX_MFA_DEVICE names a module and no machine to act as."""
+    module, machine = runtime.named()
+    return not module or machine is not None
+
+
+def _too_small(spec: Specification, o: Operands) -> str:
+    """Why a problem that Metal can run is better off elsewhere; empty where it is not, or nobody knows."""
+    if not _small_go_elsewhere():
+        return ""
+    if runtime.get().virtual:
+        return f"{_device()} is {_VIRTUAL}; implementation='metal' uses it all the same"
+    found = _estimate(spec, o)
+    return "" if found is None or found.pays else f"does not pay on {_device()}: {found}"
+
+
+def _expected_of_metal(spec: Specification, o: Operands) -> str:
+    """The device that would run a problem, and how long that is expected to take."""
+    found = _estimate(spec, o)
+    where = f"{_device()}, on JAX's platform cpu"
+    if runtime.get().virtual:
+        where += f" ({_VIRTUAL})"
+    if found is None:
+        return where
+    if not found.pays and not _small_go_elsewhere():
+        return f"{where}: {found}; JAX_MFA_DEVICE={runtime.named()[0]} takes it all the same"
+    return f"{where}: {found}"

@@ -1,0 +1,158 @@
+"""The two passes of attention as calls of launch plans: specification and operands in, arrays out, like `blockwise`.
+
+Chooses tiles, carries operands in the layout of a launch, and raises `Failed` where kernels cannot be had. Whether
+Metal takes a problem says `jax_mfa/choice.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_mfa import partial
+from jax_mfa.metal import operands, plans, runtime, tiles
+from jax_mfa.metal.plan import Plan
+from jax_mfa.metal.problem import LaunchProblem
+from jax_mfa.problem import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
+from jax_mfa.tuning import tuned
+
+
+class Failed(RuntimeError):
+    """Metal was found, but its kernels for a problem could not be had; the text is Metal's."""
+
+
+def launch_arrays(spec: Specification, o: Operands) -> dict[str, Any]:
+    """What a launch carries of a problem's operands, by name, in the order and layout of `operands.CARRIED`."""
+    repeats = Operands(*spec.repeats)
+    batch = o.query.shape[0]
+
+    def carried(name: str) -> Array:
+        x, known = getattr(o, name), operands.OPERANDS[name]
+        if known.shape[0] != "B" or name == "query":
+            return x
+        x = expand_rows(x, getattr(repeats, name), batch)
+        if name == "query_offset":
+            x = jnp.clip(x, -MAX_POSITION, MAX_POSITION)
+        x = jnp.asarray(x, operands.DTYPES[known.msl])
+        return jnp.broadcast_to(x, (batch, *x.shape[1:]))
+
+    return {name: carried(name) for name in operands.CARRIED if getattr(o, name) is not None}
+
+
+def _launch_shapes(spec: Specification, o: Operands) -> dict[str, Any]:
+    return jax.eval_shape(lambda o: launch_arrays(spec, o), o)
+
+
+def plan_of(
+    spec: Specification, o: Operands, of_pass: str, variant: plans.Variant, wanted: tuple[str, ...] | None = None
+) -> Plan:
+    """The plan of a pass as it is made here, of abstract operands too; with all gradients unless some are `wanted`."""
+    arrays = _launch_shapes(spec, o)
+    if of_pass == "forward":
+        return plans.forward(spec, arrays, variant=variant)
+    if wanted is None:
+        pages = ("key", "value") if spec.page_size is not None else ()  # they have no gradient
+        wanted = tuple(name for name in DIFFERENTIABLE if getattr(o, name) is not None and name not in pages)
+    return plans.backward(spec, arrays, wanted=wanted, variant=variant)
+
+
+# the tiles that each pass takes, and the gradients that show them at work
+PARTS: dict[str, dict[str, tuple[str, ...] | None]] = {
+    "forward": {"forward": None, "decode": None},
+    "backward": {"d_query": ("query",), "d_key_value": ("key", "value")},
+}
+
+
+def candidates(spec: Specification, o: Operands, part: str) -> list[tuple[int, ...]]:
+    """Tiles of a part of `Tiles` that `tune` may take for a problem, the usual ones first; none where it has none.
+
+    Of "decode" they are one number, the columns of a split.
+    """
+    variant = runtime.get().variant
+    if variant not in tiles.VARIANTS:
+        return []
+    if part in PARTS["forward"]:
+        few = plans.decoding(LaunchProblem.of(spec, _launch_shapes(spec, o)))
+        if part == "decode":
+            return [(x,) for x in tiles.splits(few[0].s, few[1].keys)] if few else []
+        if few:
+            return []
+    if variant in tiles.EMULATED_BFLOAT and o.query.dtype.name == "bfloat16":
+        return []
+    sizes = o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize
+    usual = getattr(tiles.select(variant, *sizes), part)
+    return [tuple(map(int, x.arguments)) for x in tiles.candidates(usual, *sizes)]
+
+
+def tiles_of(spec: Specification, o: Operands, of_pass: str) -> plans.Variant:
+    """What `tune` found for a pass of a problem, else the name of the chip's table."""
+    variant, won = runtime.get().variant, {}
+    for part in PARTS[of_pass] if spec.is_plain else ():
+        allowed = lambda numbers, part=part: numbers in candidates(spec, o, part)
+        found = tuned.of(f"metal {part}", lambda: spec.summary(o), allowed)
+        if found is not None:
+            won[part] = found
+    if not won:
+        return variant
+    if "decode" in won:
+        return tiles.Split(variant, *won["decode"])
+    base = tiles.select(variant, o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize)
+    return dataclasses.replace(base, **{part: _typed(getattr(base, part), numbers) for part, numbers in won.items()})
+
+
+def _typed(usual: Any, numbers: tuple[int, ...]) -> Any:
+    """Numbers as tiles: what the usual ones have as a truth value is one again."""
+    return type(usual)(*(type(a)(b) for a, b in zip(usual.arguments, numbers)))
+
+
+def _checked(plan: Any) -> Any:
+    widest = max(max(d.threadgroups[1:]) for d in plan.dispatches)  # `vmap` and groups multiply what `lacking` saw
+    if widest > tiles.MAX_GRID:
+        raise Failed(f"a grid axis of {widest} threadgroups; no more than {tiles.MAX_GRID} is known to be safe")
+    if failure := runtime.failure(plan):
+        raise Failed(failure)
+    return plan
+
+
+def forward(spec: Specification, o: Operands) -> tuple[Any, ...]:
+    """Attention, and maximum and sum of each row, as `blockwise.forward` gives them. Raises `Failed` while tracing."""
+    arrays = launch_arrays(spec, o)
+    plan = _checked(plans.forward(spec, arrays, variant=tiles_of(spec, o, "forward")))
+    return tuple(runtime.call(plan, runtime.TARGETS[0], *arrays.values()).values())
+
+
+# [B, T, N, 2], a row's sums of d(score) times product and times distance → the gradient, by operand
+_SUMMED = {"scale": lambda sums: sums[..., 0].sum((1, 2)), "alibi_slopes": lambda sums: sums[..., 1].sum(1)}
+
+
+def backward(
+    spec: Specification,
+    o: Operands,
+    out: Array,
+    row_max: Array,
+    row_sum: Array,
+    d_out: Array,
+    d_lse: Array,
+    wanted: tuple[str, ...],
+) -> tuple[Any, ...]:
+    """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
+    arrays = launch_arrays(spec, o)
+    plan = _checked(plans.backward(spec, arrays, wanted=wanted, variant=tiles_of(spec, o, "backward")))
+    d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
+    found = runtime.call(plan, runtime.TARGETS[1], *arrays.values(), out, row_max, row_sum, d_out, d_lse)
+    whole = spec.viewed(o)
+
+    def cotangent(name: str) -> Any:
+        operand, repeat = getattr(whole, name), getattr(Operands(*spec.repeats), name)
+        if name == "bias":
+            return found["d_bias"]
+        if name == "sinks":
+            return partial.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
+        x = _SUMMED[name](found["score_sums"]) if name in _SUMMED else found[f"d_{name}"]
+        return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
+
+    return tuple(cotangent(name) for name in wanted)

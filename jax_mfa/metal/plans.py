@@ -1,0 +1,123 @@
+"""Launch plans of attention: a specification and arrays or their shapes in, `Plan` out. Plain Python; needs no device.
+
+Which kernels a pass takes, in which order, and what it leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jax_mfa.metal import kernels, source, tiles
+from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Plan
+from jax_mfa.metal.problem import PLAIN, LaunchProblem, Rules
+from jax_mfa.problem import Specification
+
+Variant = str | tiles.Split | tiles.Tiles
+Decoder = tiles.DecodeTiles | tiles.DecodeRows
+
+
+def _plan(name: str, x: LaunchProblem, buffers: Iterable[Buffer], launches: Iterable[kernels.Launch]) -> Plan:
+    dispatches = tuple(dispatch for launch in launches for dispatch in launch.dispatches)
+    return Plan(f"attention_{name}", source.base_hash(), (*x.inputs, *buffers), dispatches)
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward(x: LaunchProblem, chosen: tiles.Tiles) -> Plan:
+    launch = kernels.Launches(x, chosen).forward()
+    return _plan("forward", x, (*x.results("output"), *launch.scratch), [launch])
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode(x: LaunchProblem, tile: Decoder, split_keys: int) -> Plan:
+    rows = (x.b, x.k, -(-x.s // split_keys), x.n // x.k * x.t)  # of each split of the keys
+    scratch = (
+        Buffer("split_out", "scratch", "float32", (*rows, x.v)),
+        Buffer("split_state", "scratch", "float32", (*rows, 2)),
+    )
+    return _plan("decode", x, (*x.results("output"), *scratch), kernels.decode(x, tile, split_keys))
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward(x: LaunchProblem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
+    all_of = kernels.Launches(x, chosen)
+    buffers = [*x.results("input"), x.rows("d_out", "input", x.v, dtype=x.dtype), x.rows("d_lse", "input")]
+    launches: list[kernels.Launch] = []
+
+    def add(launch: kernels.Launch, *results: Buffer) -> None:
+        buffers.extend((*results, *launch.scratch))
+        launches.append(launch)
+
+    delta = x.rows("delta", "output" if "sinks" in wanted else "scratch")
+    add(all_of.delta(), delta, x.rows("row_states", "scratch", 2))
+    scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
+    if "query" in wanted or scale or slopes:
+        sums = [x.rows("score_sums", "output", 2)] if scale or slopes else []
+        d_query = x.rows("d_query", "output", x.h, dtype=x.dtype)
+        add(all_of.d_query(wants_sums=scale or slopes), d_query, *sums)
+    if "key" in wanted or "value" in wanted:
+        columns = lambda name, size: Buffer(name, "output", x.dtype, (x.b, x.s, x.k, size))
+        add(all_of.d_key_value(), columns("d_key", x.h), columns("d_value", x.v))
+    if "bias" in wanted:
+        bias = x.by_name["bias"]
+        add(all_of.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
+    return _plan("backward", x, buffers, launches)
+
+
+def _select(variant: str | tiles.Tiles, x: LaunchProblem) -> tiles.Tiles:
+    if not isinstance(variant, str):
+        return variant
+    # what is decoded is decoded once for all simdgroups
+    chosen = "staged" if variant == "direct" and not x.spec.is_plain else variant
+    return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.operand])
+
+
+def decoding(x: LaunchProblem) -> tuple[LaunchProblem, Decoder] | None:
+    """A forward pass of few queries against many keys, as its kernel takes it, and the tile; None of any other, and
+    where registers do not suffice."""
+    if x.t > tiles.DECODE_QUERIES or x.s < tiles.DECODE_KEYS or x.spec.dropout_rate:
+        return None
+    wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
+    tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand])
+    return None if tile is None else (wide, tile)
+
+
+def forward(
+    spec: Specification, arrays: Mapping[str, Any], *, variant: Variant = "staged", rules: Rules = PLAIN
+) -> Plan:
+    """The plan of the forward pass; for a few queries against many keys, that of decoding.
+
+    Args:
+      arrays: arrays or shapes by their names in `operands.CARRIED`, which says what each is.
+      variant: a key of `tiles.VARIANTS`, also with a split, "portable", or tiles of one's own.
+      rules: score and visibility, where they are not those of the specification.
+    """
+    split = None
+    if isinstance(variant, tiles.Split):
+        split, variant = variant.columns, variant.variant
+    x = LaunchProblem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
+    few = decoding(x) if isinstance(variant, str) and variant in tiles.VARIANTS else None
+    if few:
+        wide, tile = few
+        return _decode(wide, tile, split or tiles.split_keys(wide.s, tile.keys))
+    return _forward(x, _select(variant, x))
+
+
+def backward(
+    spec: Specification,
+    arrays: Mapping[str, Any],
+    *,
+    wanted: tuple[str, ...] = ("query", "key", "value"),
+    variant: Variant = "staged",
+    rules: Rules = PLAIN,
+) -> Plan:
+    """The plan of the backward pass for the gradients in `wanted`; other arguments as of `forward`.
+
+    Its inputs are those of the forward pass, then out, row_max, row_sum, d_out, d_lse.
+    """
+    if isinstance(variant, tiles.Split):
+        variant = variant.variant
+    x = LaunchProblem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
+    return _backward(x, wanted, _select(variant, x))
