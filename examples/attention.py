@@ -13,7 +13,7 @@ from jax_mfa.cli.command_line import fit_output_to_the_terminal
 def main() -> None:
     fit_output_to_the_terminal()
     keys = jax.random.split(jax.random.key(0), 3)
-    # batch rows, tokens, heads, channels: eight query heads share two key heads
+    # batch entries, tokens, heads, channels: eight query heads share two key heads
     query = jax.random.normal(keys[0], (2, 1024, 8, 64))
     key, value = (jax.random.normal(x, (2, 1024, 2, 64)) for x in keys[1:])
 
@@ -25,7 +25,7 @@ def main() -> None:
     gradients = jax.jit(jax.grad(lambda *x: jnp.square(attend(*x)).sum(), argnums=(0, 1, 2)))(query, key, value)
     print("gradients", *(x.shape for x in gradients))
 
-    # decoding: a cache with a length of its own for each batch row
+    # decoding: a cache with a length of its own for each batch entry
     caches = jnp.zeros((2, 2048, 2, 64)), jnp.zeros((2, 2048, 2, 64))
     lengths = jnp.zeros(2, jnp.int32)
     step = jax.jit(lambda q, k, v, caches, lengths: jax_mfa.cache.attend(q, k, v, *caches, lengths))

@@ -49,7 +49,7 @@ def backward(
     of_keys = "key" in wrt or "value" in wrt
 
     loop = Loop(spec, operands, tiles, once=True)
-    # of sums over tiles of queries, or over batch rows, the dtype of accumulation
+    # of sums over tiles of queries, or over batch entries, the dtype of accumulation
     at_once = lambda name: loop.tiles_of_queries <= 1 and spec.has_own_rows(operands, name)
     dtypes = {name: getattr(operands, name).dtype if at_once(name) else acc for name in ("key", "value")}
     dtypes["query"] = operands.query.dtype

@@ -1,7 +1,7 @@
 """A tile: its part of the operands, what is visible in it, its scores and its products.
 
-Scores are [R, E, T, G, S]: R batch rows, E key heads, T queries, G query heads of a key head, S keys. What belongs to
-queries is `aligned` to the first four of these axes; keys and values stay as they lie, [R|1, S, E, H|V].
+Scores are [R, E, T, G, S]: R batch entries, E key heads, T queries, G query heads of a key head, S keys. What belongs
+to queries is `aligned` to the first four of these axes; keys and values stay as they lie, [R|1, S, E, H|V].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tile:
     spec: Specification
     operands: Operands
     tiles: Tiles
-    starts: dict[str, Any]  # where its batch rows, key heads, queries and keys begin, by letter: B, K, T, S
+    starts: dict[str, Any]  # where its batch entries, key heads, queries and keys begin, by letter: B, K, T, S
     own: dict[str, Any]  # the first query and key, by T and S, that the tile before does not hold too, if it may
     all_heads: bool  # whether products are of all heads at once
     hides: bool  # whether a product may meet what does not count

@@ -25,7 +25,7 @@ TUNED_BLOCKS = (128, 256, 512, 1024, 2048)  # of which `tune` tries all pairs
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """A step holds `batch` batch rows and `heads` key heads, and of those block_q queries × block_kv keys."""
+    """A step holds `batch` batch entries and `heads` key heads, and of those block_q queries × block_kv keys."""
 
     batch: int
     heads: int
@@ -83,7 +83,7 @@ def candidates(spec: Specification, operands: Operands, tiles: Tiles) -> list[Ti
 
 
 def step_of(spec: Specification, operands: Operands, block_q: int, block_kv: int) -> Tiles:
-    """A step of tiles of about this size, with as many heads and batch rows as fit `LARGEST`."""
+    """A step of tiles of about this size, with as many heads and batch entries as fit `LARGEST`."""
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
     block_q, block_kv = _equal(t, block_q), _equal(s, block_kv, spec.page_size)

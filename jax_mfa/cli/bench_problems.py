@@ -28,7 +28,7 @@ class Problem:
     """One attention problem: T queries of N heads on S columns of K heads, all of head size H.
 
     Attributes:
-      mask: of `MASKS`. A row of "window" sees `window` columns up to its own; in "padding" the batch rows have from
+      mask: of `MASKS`. A row of "window" sees `window` columns up to its own; in "padding" the batch entries have from
         half to all of the columns, three quarters on average.
       passes: what is timed; the queries of "decode" stand at the end of what the columns hold.
     """
@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def lengths(self) -> np.ndarray:
-        """`[B]`, the columns of each batch row that are no padding."""
+        """`[B]`, the columns of each batch entry that are no padding."""
         share = (self.B + 0.5 + np.arange(self.B)) / (2 * self.B) if self.mask == "padding" else np.ones(self.B)
         return np.ceil(self.S * share).astype(np.int32)
 
@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def visible(self) -> np.ndarray:
-        """The same as a mask, `[B, 1, T, S]`, or `[1, 1, T, S]` where all batch rows are alike."""
+        """The same as a mask, `[B, 1, T, S]`, or `[1, 1, T, S]` where all batch entries are alike."""
         begin, end = (x[: None if self.mask == "padding" else 1, None, :, None] for x in self.columns)
         column = np.arange(self.S)
         return (column >= begin) & (column < end)

@@ -45,7 +45,7 @@ def quartiles(times: list[float]) -> list[float]:
 
 
 def scores(problem: Problem) -> int:
-    """Scores that count, over all heads and batch rows."""
+    """Scores that count, over all heads and batch entries."""
     begin, end = problem.columns
     return problem.N * int((end - begin).clip(0).sum(dtype="int64"))
 

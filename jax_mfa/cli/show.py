@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     window = "columns seen on either side; empty for no limit"
     parser.add_argument("--window", type=_window, metavar="LEFT,RIGHT", help=window)
     parser.add_argument("--query-offset", type=int, default=0, help="position of row 0, default: %(default)s")
-    parser.add_argument("--lengths", action="store_true", help="offset and lengths differ by batch row")
+    parser.add_argument("--lengths", action="store_true", help="offset and lengths differ by batch entry")
     parser.add_argument("--mask", action="store_true", help="a boolean mask [B, 1, T, S]")
     parser.add_argument("--bias", action="store_true", help="a bias [1, N, T, S] of the dtype")
     parser.add_argument("--soft-cap", type=float, metavar="CAP", help="scores become CAP * tanh(score / CAP)")

@@ -111,8 +111,8 @@ def ring_attention(
       axis_name: the mesh axis, or a tuple of axes, along which sequences are split.
       order: "contiguous", or "zigzag" for tokens brought into order by `zigzag`, which balances causal work.
       mesh: a `jax.sharding.Mesh`, for a call with whole arrays.
-      batch_axis, head_axis: mesh axes that split batch rows and heads. Within `shard_map` they matter to dropout only,
-        which then has the same bits as on one device.
+      batch_axis, head_axis: mesh axes that split batch entries and heads. Within `shard_map` they matter to dropout
+        only, which then has the same bits as on one device.
       positions: integers `[T]`: which tokens the caller thinks these are, to be compared with the order. A difference
         is an error where the values are known; where they are traced, the output is NaN.
       implementation: None, "metal" or "blockwise", as in `dot_product_attention`.

@@ -188,7 +188,7 @@ def _rows_for_heads(o: Operands, axis: Any, mask_block: tuple[int, int] | None) 
 
 
 def numbered(operands: Operands, batch_axis: Any, head_axis: Any) -> Operands:
-    """Operands whose dropout has the bits of one device, where mesh axes split batch rows and heads too."""
+    """Operands whose dropout has the bits of one device, where mesh axes split batch entries and heads too."""
     if operands.dropout is None:
         return operands
     batch, _, heads, _ = operands.query.shape

@@ -262,7 +262,7 @@ def chosen(arguments: dict[str, Any], layout: layouts.Layout, machine: Machine |
 
 
 def _sizes(spec: Specification, o: Operands, parts: int = 1, batch_parts: int = 1, head_parts: int = 1) -> Sizes:
-    """One device's batch rows and heads, of the whole sequences of which the operands hold one of so many parts."""
+    """One device's batch entries and heads, of the whole sequences of which the operands hold one of so many parts."""
     (b, t, n, h), (s, k, v) = o.query.shape, o.value.shape[1:]
     heads = n // head_parts, max(k // head_parts, 1)
     return Sizes(b // batch_parts, parts * t, parts * s, *heads, h, v, o.query.dtype.itemsize, spec)

@@ -170,7 +170,7 @@ def sharded_append(
     Args:
       key_cache, value_cache: `[B, S, K, H]` and `[B, S, K, V]`; within `shard_map` a device's columns, with `mesh`
         whole arrays.
-      lengths: integers `[B]` (or one for all): how many tokens each batch row's cache was given so far.
+      lengths: integers `[B]` (or one for all): how many tokens each batch entry's cache was given so far.
       key, value: `[B, T, K, H]` and `[B, T, K, V]`, the new tokens; the same on every device.
       axis_name, mesh: as in `sharded_decode_attention`.
 

@@ -142,13 +142,13 @@ def _reordered(x: Any, devices: int, axis: int, taken: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How sequences, batch rows and heads are split.
+    """How sequences, batch entries and heads are split.
 
     Attributes:
       function: the public function that was called, for errors.
       ring: mesh axis of the ring, None for no ring; heads: mesh axis of the exchange, likewise.
       order: of the tokens along the ring.
-      batch_axis, head_axis: mesh axes that split batch rows and heads, for the bits of dropout and whole arrays.
+      batch_axis, head_axis: mesh axes that split batch entries and heads, for the bits of dropout and whole arrays.
       mesh: of a call with whole arrays; None within `shard_map`.
     """
 
@@ -178,7 +178,7 @@ class Layout:
         return tuple(name for axis in axes for name in names_of(axis, "axis_name"))
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """How many devices split batch rows, heads, the ring and the exchange of heads; 1 where nothing does.
+        """How many devices split batch entries, heads, the ring and the exchange of heads; 1 where nothing does.
 
         Raises `ValueError` where an axis is not there, see `axis_size`.
         """

@@ -192,7 +192,7 @@ class Cache(NamedTuple):
 
     key: Any  # [..., M, K, H]
     value: Any  # [..., M, K, H]
-    index: Any  # int32 [...]: how many tokens each batch row was given; a scalar, for all, in caches of flax's modules
+    index: Any  # int32 [...]: how many tokens each batch entry was given; a scalar for all in caches of flax's modules
 
 
 def empty_cache(module: Module, shape: tuple[int, ...], dtype: Any) -> Cache:

@@ -122,11 +122,11 @@ class FlashMultiHeadAttention(nn.Module):
 
     Decoding: with `decode=True`, `init` on inputs of the length M makes an empty cache in the collection 'cache'
     (`cached_key` and `cached_value` [..., M, K, H], `cache_index` [...]). Each `apply(..., mutable=["cache"])` then
-    takes the next tokens, one or many, and gives what the causal run over all tokens gives for them. Each batch row has
-    an index of its own: prompts of different lengths are padded at their end, and key_value_seq_lengths given with
+    takes the next tokens, one or many, and gives what the causal run over all tokens gives for them. Each batch entry
+    has an index of its own: prompts of different lengths are padded at their end, and key_value_seq_lengths given with
     them. A scalar `cache_index`, as flax's own modules make it, is taken for all rows. Decoding is causal whatever
     is_causal says. More tokens than the cache holds raise a ValueError where the count is known while tracing; under
-    `jit`, where only the number of new tokens is, the outputs of a batch row that runs over are NaN.
+    `jit`, where only the number of new tokens is, the outputs of a batch entry that runs over are NaN.
 
     Attributes:
       num_heads: N.
@@ -216,7 +216,7 @@ class FlashMultiHeadAttention(nn.Module):
           bias: floating, broadcastable to `[..., N, T, S]`; while decoding S = M, here and below.
           mask: bool or numbers, broadcastable to `[..., N, T, S]`; what is not zero is visible.
           query_seq_lengths, key_value_seq_lengths: integers `[...]`; rows and columns from there on are padding. While
-            decoding key_value_seq_lengths says how many of this call's tokens count: a batch row's others are not
+            decoding key_value_seq_lengths says how many of this call's tokens count: a batch entry's others are not
             cached and see nothing, and its next token takes the place behind those that counted.
           query_segment_ids, key_value_segment_ids: integers `[..., T]` and `[..., S]`; a row sees its own segment.
           query_offset: integer or integers `[...]`: position of the first query; not while decoding.

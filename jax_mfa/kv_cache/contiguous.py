@@ -1,4 +1,4 @@
-"""Caches of keys and values for decoding: each batch row with a length of its own, of all tokens or of a local window.
+"""Caches of keys and values for decoding, of all tokens or of a local window; each batch entry has its own length.
 
 `append` writes new tokens behind those that a cache holds; `attend` also lets the new queries see them. A cache is two
 arrays and the lengths, no object, so that it may live in any tree of JAX and be donated.
@@ -53,7 +53,7 @@ def append(
     *,
     ring: bool = False,
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K V"], Int32[Array, "*B"]]:
-    """Writes each batch row's new tokens behind those that its cache holds, for `jax_mfa.decode_attention`.
+    """Writes each batch entry's new tokens behind those that its cache holds, for `jax_mfa.decode_attention`.
 
     Costs O(T), whatever S, where the caches are donated to `jit`; but XLA's CPU backend copies caches of bfloat16,
     which it does not with the pages of a `PagedKVCache`. Tokens that a plain cache has no column for are dropped, yet
@@ -62,7 +62,7 @@ def append(
     Args:
       key_cache: `[B, S, K, H]`, floating.
       value_cache: `[B, S, K, V]`, floating.
-      lengths: integers `[B]` (or one for all): how many tokens each batch row's cache was given so far.
+      lengths: integers `[B]` (or one for all): how many tokens each batch entry's cache was given so far.
       key: `[B, T, K, H]`, the new tokens; stored in the dtype of key_cache.
       value: `[B, T, K, V]`; stored in the dtype of value_cache.
       new_lengths: integers `[B]` (or one for all): how many of the T tokens count, from the first on; the others are
@@ -105,7 +105,7 @@ def write(
 
 
 def _for_each_row(run: Callable[..., Array], arrays: dict[str, Array], spec: Callable[[], PartitionSpec]) -> Array:
-    """`run` of each batch row's arrays, "start" among them; `spec` is that of the result where sharding is explicit."""
+    """`run` of each batch entry's arrays, "start" among them; `spec` is that of the result on explicit meshes."""
     for _ in arrays["start"].shape:
         run = jax.vmap(run)
     return compat.without_types(lambda arrays: run(*arrays.values()), arrays, spec)
@@ -137,8 +137,8 @@ def attend(
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B S K H"], Float[Array, "*B S K V"], Int32[Array, "*B"]]:
     """`append`, and causal attention of the new tokens over all that they may see: a prompt, or the next tokens.
 
-    A batch row's tokens stand at positions `lengths`, `lengths + 1`, …, and see those of its cache and of their own up
-    to themselves. A padding token sees nothing. A new token of one call, T = 1, reads a ring where it lies; for more
+    A batch entry's tokens stand at positions `lengths`, `lengths + 1`, …, and see those of its cache and of their own
+    up to themselves. A padding token sees nothing. A new token of one call, T = 1, reads a ring where it lies; for more
     the window is laid out in order first, which copies it.
 
     Args:
@@ -151,7 +151,7 @@ def attend(
         implementation: as in `jax_mfa.dot_product_attention`.
 
     Returns:
-      out: `[B, T, N, V]` of the query's dtype; NaN in a batch row that was given more tokens than its plain cache has
+      out: `[B, T, N, V]` of the query's dtype; NaN in a batch entry that was given more tokens than its plain cache has
         columns, for a wrong answer must not look like a right one.
       key_cache, value_cache, lengths: as in `append`.
 
@@ -274,7 +274,7 @@ def checked_arrays(
 def checked_counts(
     key_cache: Any, value_cache: Any, key: Array, value: Array, lengths: Any, new_lengths: Any, ring: bool
 ) -> tuple[Array, Array]:
-    """How many tokens each batch row has and how many come, int32 with the leading axes of the cache."""
+    """How many tokens each batch entry has and how many come, int32 with the leading axes of the cache."""
     lead, columns, tokens = key_cache.shape[:-3], key_cache.shape[-3], key.shape[-3]
     checks.boolean("ring", ring)
     lengths = known_lengths("lengths", lengths, MAX_POSITION if ring else columns)

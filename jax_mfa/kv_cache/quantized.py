@@ -30,7 +30,7 @@ def quantize(
 ) -> Float[QuantizedArray, "*B S K H"]:
     """Stores an array by a scheme; `jax_mfa.dot_product_attention` takes the result as query, key or value.
 
-    Each batch row is quantised for itself. The scale of a block is the least one of its dtype that reaches all of its
+    Each batch entry is quantised for itself. The scale of a block is the least one of its dtype that reaches all of its
     numbers, so that none is clipped: each comes back within half a step, as docs/caches.md has it. A block that holds
     NaN or ∞ stands for NaN.
 

@@ -25,7 +25,7 @@ class Field:
 
 
 STRUCTS = {
-    # batch row b reads row (b / repeat) % rows of an operand
+    # batch entry b reads row (b / repeat) % rows of an operand
     "RowMap": (Field("int", "rows"), Field("int", "repeat")),
     # an operand [rows, 1|heads, 1|queries, 1|keys]; an axis of size 1 serves all
     "Broadcast": (Field("RowMap", "map"), Field("int", "heads"), Field("int", "queries"), Field("int", "keys")),
@@ -90,7 +90,7 @@ class Operand:
     Attributes:
       name: in plans and in the text; of what a caller gives, that of the field of `Operands`.
       msl: type of an element, or of the whole where there is no shape.
-      shape: axes by their letters. What has B is carried with a row for each batch row; what has `rows`, as it is.
+      shape: axes by their letters. What has B is carried with a row for each batch entry; what has `rows`, as it is.
       meaning: for readers, and for a harness that fills and judges it.
       flag: the function constant that says whether a launch has it; what is absent is not bound.
     """
@@ -118,7 +118,7 @@ class Operand:
 
 
 _SCORES = ("rows", "1|N", "1|T", "1|S")
-_MAPPED = "an axis of size 1 serves all; batch row b reads row (b / repeat) % rows"
+_MAPPED = "an axis of size 1 serves all; batch entry b reads row (b / repeat) % rows"
 _BLOCKS = ("rows", "1|N", "T / block_rows", "S / block_columns")
 _ROWS = ("B", "T", "N")
 _QUERY = ("B", "T", "N", "H")

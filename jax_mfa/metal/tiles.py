@@ -26,7 +26,7 @@ REGISTER_BYTES = 512
 FRAGMENT_BUDGET = 448
 THREADGROUP_BYTES = 32768
 MAX_HEAD = 576  # the keys of latent attention
-MAX_GRID = 65535  # heads and batch rows: grid axes of which no more is known to be safe
+MAX_GRID = 65535  # heads and batch entries: grid axes of which no more is known to be safe
 
 
 def padded(size: int) -> int:

@@ -64,7 +64,7 @@ def _clipped_sum(last: int, most: int) -> int:
 
 
 def _visible(spec: Specification, o: Operands) -> int:
-    """Scores of one head of one batch row that static positions leave visible."""
+    """Scores of one head of one batch entry that static positions leave visible."""
     t, s = o.query.shape[1], spec.viewed(o).key.shape[1]
     left, right = spec.band
     if o.query_offset is not None or (left is None and right is None):
