@@ -233,9 +233,10 @@ class Tile:
         if not self.hides:
             return found
 
-        again = lambda: [self._again(*x) for x in factors]
+        again = lambda _: (jnp.ones((), bool), [self._again(*x) for x in factors])
         fine = jnp.isfinite(sum(x.sum() for x in found)) | ~jnp.isfinite(rows).any()
-        return lax.cond(fine, lambda: found, again)
+        # a loop of no turn or one: in a conditional XLA's CPU backend copies what it returns
+        return lax.while_loop(lambda state: ~state[0], again, (fine, found))[1]
 
     def _again(self, product: Callable[..., Array], w: Array, b: Array, probable: bool) -> Array:
         see = jnp.ones((), bool) if self.visible is None else self.visible

@@ -17,7 +17,8 @@ from jax_mfa.tuning import tuned
 
 LARGEST = 2**20  # elements of a step's largest array: stays in caches, and is large enough to multiply fast
 DENSE = 2**21  # elements of the largest array of a problem that is one tile
-BLOCK, BLOCK_IN_BAND = 1024, 256  # queries and keys of a tile, and where a band of positions hides some of them
+BLOCK = 1024, 1024  # queries and keys of a tile
+BLOCK_IN_BAND = 512, 256  # and where a band of positions hides some of them
 FEW_QUERIES = 32  # queries of all heads that a step multiplies with the keys of all heads
 ALIGNMENT = 16  # of tiles that do not divide a length
 TUNED_BLOCKS = (128, 256, 512, 1024, 2048)  # of which `tune` tries all pairs
@@ -43,13 +44,13 @@ def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tile
     known = isinstance(batch, int)  # not in a program that is exported for any batch
     size = max(n * t * max(s, h, v), s * k * max(h, v))
     if few_queries(spec, operands, differentiated):
-        block_kv = _equal(s, min(2 * BLOCK, max(LARGEST // (k * max(h, v)), 1)), spec.page_size)
+        block_kv = _equal(s, min(2 * BLOCK[1], max(LARGEST // (k * max(h, v)), 1)), spec.page_size)
         fits = LARGEST // (block_kv * k * max(h, v)) if known and operands.key_lengths is None else 1
         return Tiles(_divisor(batch, fits) if known else 1, k, t, block_kv)
     if known and batch * size <= DENSE:
         return Tiles(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
-    block = BLOCK if spec.band == (None, None) else BLOCK_IN_BAND
-    return step_of(spec, operands, max(block // (n // k), min(block, 64)), block)
+    block_q, block_kv = BLOCK if spec.band == (None, None) else BLOCK_IN_BAND
+    return step_of(spec, operands, max(block_q // (n // k), 64), block_kv)
 
 
 def few_queries(spec: Specification, operands: Operands, differentiated: bool) -> bool:
