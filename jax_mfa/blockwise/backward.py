@@ -50,9 +50,8 @@ def backward(
 
     loop = Loop(spec, operands, tiles, once=True)
     # of sums over tiles of queries, or over batch entries, the dtype of accumulation
-    at_once = lambda name: loop.tiles_of_queries <= 1 and spec.has_own_rows(operands, name)
-    dtypes = {name: getattr(operands, name).dtype if at_once(name) else acc for name in ("key", "value")}
-    dtypes["query"] = operands.query.dtype
+    at_once = lambda name: name == "query" or (loop.tiles_of_queries <= 1 and spec.has_own_rows(operands, name))
+    dtypes = {x: getattr(operands, x).dtype if at_once(x) else acc for x in ("query", "key", "value")}
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
         q, do = tile.operand("query").astype(acc), tile.operand("out", d_out).astype(acc)
@@ -95,8 +94,7 @@ def backward(
         found["sinks"] = partial.sink_gradient(spec, operands, row_max, row_sum, delta)
 
     def cotangent(name: str) -> Array:
-        operand = getattr(operands, name)
-        x = found[name]
+        operand, x = getattr(operands, name), found[name]
         if name in ("key", "value"):
             x = reduce_rows(x, getattr(Operands(*spec.repeats), name), operand.shape[0])
         return x.astype(operand.dtype)

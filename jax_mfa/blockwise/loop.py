@@ -80,12 +80,7 @@ class Loop:
         self.tiles_of_queries, self.tiles_of_keys = -(-t // tiles.block_q), -(-s // tiles.block_kv)
         self.steps = operands.query.shape[0] // tiles.batch, operands.value.shape[2] // tiles.heads
         self.ragged = bool(s % tiles.block_kv), once and bool(t % tiles.block_q)
-
-    @functools.cached_property
-    def hides(self) -> bool:
-        """Whether a product may meet what does not count."""
-        heads = self.operands.value.shape[2]
-        return self.spec.has_mask(self.operands) or any(self.ragged) or (self.all_heads and heads > 1)
+        self.hides = spec.has_mask(operands) or any(self.ragged)  # some keys from some queries
 
     @functools.cached_property
     def _order(self) -> tuple[Any, Any]:
@@ -110,9 +105,8 @@ class Loop:
             start, own = _start(i, self.tiles.block_q, self.operands.query.shape[1])
             starts = {"B": b * self.tiles.batch, "K": e * self.tiles.heads, "T": start, "S": 0}
             own = {"T": own} if self.ragged[1] else {}
-            return body(
-                Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, self.hides), (b, i), words
-            )
+            tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, self.hides)
+            return body(tile, (b, i), words)
 
         if isinstance(turns, int) and turns == 0:
             return results
