@@ -224,10 +224,10 @@ def test_decoding_costs_what_the_lengths_are_and_not_what_the_cache_is(filled, n
 
 def test_few_rows_meet_the_keys_of_all_heads_unless_a_gradient_follows(monkeypatch):
     """Keys are then read as they lie; the backward pass shares what the forward pass computes of each head."""
-    inputs = qkv(B=1, T=1, S=400, N=4, K=4)
+    inputs = qkv(B=1, T=1, S=2**17, N=4, K=4)  # more than one tile
     attend = lambda *x: jax_mfa.dot_product_attention(*x, implementation="blockwise")
     counter = _Counter(monkeypatch)
-    needed = 2 * inputs[0].size * 400
+    needed = 2 * inputs[0].size * 2**17
     assert counter.of(attend, *inputs) == 4 * needed
     assert counter.of(lambda: jax.vjp(attend, *inputs)) == needed
 

@@ -46,9 +46,8 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
             (sums,) = tile.products((tile.weights_by_keys, p_kept, tile.keys("value"), True), rows=row_sum)
             if before is not None:
                 rescale = jnp.exp(before[1] - shift)
-                # infinities stay whatever their weight is
-                kept_sums = jnp.where(jnp.isfinite(before[0]), rescale * before[0], before[0])
-                sums, row_sum = kept_sums + sums, rescale * before[2] + row_sum
+                row_sum = rescale * before[2] + row_sum
+                sums = jnp.where(jnp.isfinite(before[0]), rescale, 1) * before[0] + sums  # 0 · ∞ is NaN
             return sums, row_max, row_sum
 
         none = jnp.zeros((*q.shape[:-1], 1), acc)

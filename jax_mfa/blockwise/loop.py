@@ -91,10 +91,7 @@ class Loop:
         return see.sum(-1, dtype=np.int32), order
 
     def over_queries(self, body: Callable[[Tile, Any, Any], Any], results: Any) -> Any:
-        """The arrays `results` after `body(tile, place, results)` of all tiles of queries; `place` is for `over_keys`.
-
-        The body has arrays of 16 bits as words.
-        """
+        """The arrays `results` after `body(tile, place, words)` of all tiles of queries; `place` is for `over_keys`."""
         shape = (*self.steps, self.tiles_of_queries)
         turns = math.prod(shape)
         if self.tiles_of_keys > 1:

@@ -68,10 +68,9 @@ def tangent(
             if "value" in moved:
                 changes.append((tile.weights_by_keys, p_kept, tile.keys("value", moved["value"]), True))
             t_out = sum(tile.products(*changes, rows=inverse_i), t_out)
-            return t_out, t_lse + t_p.sum(-1, keepdims=True)
+            return [t_out, t_lse + t_p.sum(-1, keepdims=True)]
 
-        row = jnp.zeros((*q.shape[:-1], 1), acc)
-        start = jnp.zeros((*q.shape[:-1], operands.value.shape[-1]), acc), row
+        start = [jnp.zeros((*q.shape[:-1], size), acc) for size in (operands.value.shape[-1], 1)]
         found = loop.over_keys(tile, place, keys, start)
         parts = zip(("out", "row_max"), results, found)
         return tuple(tile.add(name, x, tile.natural(name, part), acc) for name, x, part in parts)

@@ -232,7 +232,6 @@ class Tile:
         found = [product(w, b) for product, w, b, _ in factors]
         if not self.hides:
             return found
-
         again = lambda _: (jnp.ones((), bool), [self._again(*x) for x in factors])
         fine = jnp.isfinite(sum(x.sum() for x in found)) | ~jnp.isfinite(rows).any()
         # a loop of no turn or one: in a conditional XLA's CPU backend copies what it returns
