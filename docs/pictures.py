@@ -35,7 +35,7 @@ LOOK = {
 def speedup_data() -> list[list[Any]]:
     """Model, forward and training speed-up of the table in benchmarks.md, of dense problems of 512 and more rows."""
     found: dict[str, dict[str, float]] = {}
-    cells = r"^\| ([^|]+) \| (B\d+ T(\d+) N[^|]*) \| (forward(?:\+backward)?) \| [^|]+ \| ([\d.]+)×"
+    cells = r"^\| ([^|]+) \| (B\d+ T(\d+) N[^|]*) \| (forward(?:\+backward)?) \| [^|]+ \| ([\d.]+)x"
     row = re.compile(cells, re.MULTILINE)
     for name, _, length, kind, ratio in row.findall((HERE / "benchmarks.md").read_text(encoding="utf-8")):
         if int(length) >= 512:
