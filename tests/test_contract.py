@@ -319,6 +319,18 @@ def test_a_document_that_is_not_finite_does_not_touch_its_neighbour(implementati
     assert not np.isfinite(out[:, 2]).all()
 
 
+def test_queries_that_are_not_finite_do_not_touch_keys_that_none_of_them_sees(implementation):
+    """Also where the softmax of no row is defined."""
+    q, k, v = qkv(T=6, S=9)
+    arguments = {"query": np.full_like(q, np.nan), "key": k, "value": v, "key_value_seq_lengths": np.array([6, 4])}
+    out, _, gradients = evaluate(implementation, arguments, *cotangents(arguments))
+    assert np.isnan(out).all()
+    for name in ("key", "value"):
+        for row, length in enumerate(arguments["key_value_seq_lengths"]):
+            assert np.isnan(gradients[name][row, :length]).all()
+            np.testing.assert_array_equal(gradients[name][row, length:], 0)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_a_nan_that_is_seen_is_not_swallowed(implementation, where, masked):

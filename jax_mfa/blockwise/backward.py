@@ -74,7 +74,7 @@ def backward(
 
             of_rows = (tile.weights_by_rows, ds, q, False), (tile.weights_by_rows, p_kept, do, True)
             products = (tile.weights_by_keys, ds, k, False), *(of_rows if of_keys else ())
-            dq_j, *d_keys = tile.products(*products, rows=inverse_i * delta_i)
+            dq_j, *d_keys = tile.products(*products)
             for name, d_name, x in zip(("key", "value"), ("dk", "dv"), d_keys):
                 found[name] = tile.add(d_name, found[name], x, dtypes[name])
             return dq + dq_j, found

@@ -43,7 +43,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
             shift = jnp.where(row_max == -jnp.inf, 0, row_max)  # of rows that have seen nothing yet
             p, kept = jnp.exp(scores - shift), tile.dropped()
             p_kept, row_sum = p if kept is None else p * kept, p.sum(-1, keepdims=True)
-            (sums,) = tile.products((tile.weights_by_keys, p_kept, tile.keys("value"), True), rows=row_sum)
+            (sums,) = tile.products((tile.weights_by_keys, p_kept, tile.keys("value"), True))
             if before is not None:
                 rescale = jnp.exp(before[1] - shift)
                 row_sum = rescale * before[2] + row_sum

@@ -67,7 +67,7 @@ def tangent(
             changes = [(tile.weights_by_keys, t_p_kept, tile.keys("value"), False)]
             if "value" in moved:
                 changes.append((tile.weights_by_keys, p_kept, tile.keys("value", moved["value"]), True))
-            t_out = sum(tile.products(*changes, rows=inverse_i), t_out)
+            t_out = sum(tile.products(*changes), t_out)
             return [t_out, t_lse + t_p.sum(-1, keepdims=True)]
 
         start = [jnp.zeros((*q.shape[:-1], size), acc) for size in (operands.value.shape[-1], 1)]

@@ -222,18 +222,18 @@ class Tile:
         # rows first, which are smaller and so faster to transpose
         return jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)
 
-    def products(self, *factors: tuple[Callable[..., Array], Array, Array, bool], rows: Array) -> Sequence[Array]:
+    def products(self, *factors: tuple[Callable[..., Array], Array, Array, bool]) -> Sequence[Array]:
         """Products of weights, 0 where hidden, and what they weigh: each the function, its two factors, and whether
         the weights are probabilities.
 
         0 · NaN is NaN. Where a result is not finite, all are computed again: with the finite factors, and what is
-        visible of the others. Not if none of the rows [R, E, T, G, 1] is finite, whose softmax is undefined anyway.
+        visible of the others.
         """
         found = [product(w, b) for product, w, b, _ in factors]
         if not self.hides:
             return found
         again = lambda _: (jnp.ones((), bool), [self._again(*x) for x in factors])
-        fine = jnp.isfinite(sum(x.sum() for x in found)) | ~jnp.isfinite(rows).any()
+        fine = jnp.isfinite(sum(x.sum() for x in found))
         # a loop of no turn or one: in a conditional XLA's CPU backend copies what it returns
         return lax.while_loop(lambda state: ~state[0], again, (fine, found))[1]
 
