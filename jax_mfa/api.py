@@ -325,8 +325,7 @@ def decode_attention(
         specify(query, key, value)  # says what is wrong with them
     lead = np.shape(query)[:-3]
     filled = known_lengths("lengths", lengths, np.shape(key)[-3])
-    if filled.shape not in ((), lead):
-        raise ValueError(f"lengths must have shape [B] = {list(lead)}, got {list(filled.shape)}")
+    checks.fits("lengths", filled, filled.shape in ((), lead), f"[B] = {list(lead)}")
     arguments = {
         "query": query,
         "key": key,

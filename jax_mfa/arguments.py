@@ -120,10 +120,8 @@ def _per_row(name: str, x: Any, lead: tuple[int, ...], tail: tuple[int, ...], le
     n = len(tail)
     head = x.shape[: x.ndim - n]
     fits = x.ndim >= n and x.shape[x.ndim - n :] == tail and len(head) <= max(len(lead), 1)
-    if fits and any(d not in (1, full) for d, full in zip(head[::-1], (lead or (1,))[::-1])):
-        fits = False
-    if not fits:
-        raise ValueError(f"{name} must have shape {letters} = {list(lead + tail)}, got {list(x.shape)}")
+    fits = fits and all(d in (1, full) for d, full in zip(head[::-1], (lead or (1,))[::-1]))
+    checks.fits(name, x, fits, f"{letters} = {list(lead + tail)}")
     return _flatten_lead(x, head, lead, tail)
 
 
@@ -211,8 +209,7 @@ def _seed(x: Any) -> Array:
         x = _widened(x)
         half = x.dtype.type(16)  # twice, for the high word of 32 bits is their sign
         return jnp.asarray(numpy.stack([x, x >> half >> half]).astype(np.uint32))
-    if x.shape != (2,):
-        raise ValueError(f"dropout_seed must have shape [] or [2], got {list(x.shape)}")
+    checks.fits("dropout_seed", x, x.shape == (2,), "[] or [2]")
     _in_range("dropout_seed", x, -(2**31), 2**32 - 1)
     return jnp.asarray(x.astype(np.uint32))
 
@@ -305,8 +302,7 @@ def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     query = as_array("query", query, "f", "floating [..., T, N, H]")
     key = as_columns("key", key, "floating [..., S, K, H]")
     value = as_columns("value", value, "floating [..., S, K, V]")
-    if query.ndim < 3:
-        raise ValueError(f"query must have shape [..., T, N, H], got {list(query.shape)}")
+    checks.fits("query", query, query.ndim >= 3, "[..., T, N, H]")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not all(isinstance(d, numbers.Integral) for d in x.shape[-3:]):
             raise NotImplementedError(
@@ -314,11 +310,8 @@ def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
             )
     n, h = query.shape[-2:]
     for name, x, letters in (("key", key, "[..., S, K, H]"), ("value", value, "[..., S, K, V]")):
-        if x.ndim != query.ndim or x.shape[:-3] != query.shape[:-3]:
-            raise ValueError(
-                f"{name} must have shape {letters} with the leading axes of query {list(query.shape)}, "
-                f"got {list(x.shape)}"
-            )
+        alike = x.ndim == query.ndim and x.shape[:-3] == query.shape[:-3]
+        checks.fits(name, x, alike, f"{letters} with the leading axes of query {list(query.shape)}")
     s, k = key.shape[-3:-1]
     if key.shape[-1] != h:
         raise ValueError(f"key must have the head size of query, H = {h}, got shape {list(key.shape)}")

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jax_mfa import checks
 from jax_mfa.arguments import as_array
 from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand_rows, reduce_rows, sees_nothing
 
@@ -50,13 +51,9 @@ def merge(
     names = ("out_a", "lse_a", "out_b", "lse_b")
     arrays = [as_array(name, x, "f", "floating") for name, x in zip(names, (out_a, lse_a, out_b, lse_b))]
     out, rows = arrays[0], arrays[0].shape[:-1]
-    if out.ndim < 3:
-        raise ValueError(f"out_a must have shape [..., T, N, V], got {list(out.shape)}")
+    checks.fits("out_a", out, out.ndim >= 3, "[..., T, N, V]")
     for name, x, shape in zip(names, arrays, (out.shape, rows, out.shape, rows)):
-        if x.shape != shape:
-            raise ValueError(
-                f"{name} must have shape {list(shape)} beside out_a {list(out.shape)}, got {list(x.shape)}"
-            )
+        checks.fits(name, x, x.shape == shape, f"{list(shape)} beside out_a {list(out.shape)}")
     if arrays[2].dtype != out.dtype:
         raise TypeError(f"out_b must have the dtype of out_a, {out.dtype.name}, got {arrays[2].dtype.name}")
 

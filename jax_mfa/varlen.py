@@ -78,8 +78,7 @@ def flash_attention_varlen(
     query = query.dequantize() if isinstance(query, QuantizedArray) else query
     q, k = as_array("query", query, "f", "floating [T, N, H]"), as_columns("key", key, "floating [S, K, H]")
     for name, x, letters in (("query", q, "[T, N, H]"), ("key", k, "[S, K, H]")):
-        if x.ndim != 3:
-            raise ValueError(f"{name} must have shape {letters}, got {list(x.shape)}")
+        checks.fits(name, x, x.ndim == 3, letters)
     rows, columns = q.shape[0], k.shape[0]
     # where a row's distance to a column is the same in its sequence and in the pack
     same_pack = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
@@ -98,8 +97,7 @@ def flash_attention_varlen(
     count = bounds.size - 1
     farthest = MAX_POSITION - rows
     offset = known_integers("query_offset", query_offset, -farthest, farthest, "an integer or integers [R]")
-    if offset.shape not in ((), (count,)):
-        raise ValueError(f"query_offset must have shape [] or [R] = [{count}], got {list(offset.shape)}")
+    checks.fits("query_offset", offset, offset.shape in ((), (count,)), f"[] or [R] = [{count}]")
     band = Specification(checks.boolean("is_causal", is_causal), as_window(local_window_size)).band
     return flash_attention(
         q,

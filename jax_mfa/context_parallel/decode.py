@@ -98,8 +98,8 @@ def sharded_decode_attention(
         specify(query, key, value)  # names the array without length, heads and size
     columns, devices = key.shape[-3], axis_size(axis_name, "axis_name", mesh)
     filled = known_lengths("lengths", lengths, columns * devices if mesh is None else columns)
-    if filled.shape not in ((), query.shape[:-3]):
-        raise ValueError(f"lengths must have shape [B] = {list(query.shape[:-3])}, got {list(filled.shape)}")
+    lead = query.shape[:-3]
+    checks.fits("lengths", filled, filled.shape in ((), lead), f"[B] = {list(lead)}")
     arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
 

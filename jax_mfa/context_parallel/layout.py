@@ -197,8 +197,7 @@ class Layout:
     def has_positions(self, positions: Any, length: int) -> Any:
         """Whether positions `[T]` are those of the order. Raises `ValueError` where all are known to be others."""
         positions = known_integers("positions", positions, -(2**31), 2**31 - 1, "integers [T]")
-        if positions.shape != (length,):
-            raise ValueError(f"positions must have shape [T] = [{length}], got {list(positions.shape)}")
+        checks.fits("positions", positions, positions.shape == (length,), f"[T] = [{length}]")
         expected, values = self.positions(length), None if self.mesh is None else concrete(positions)
         if values is not None and (expected != values).any():
             place = np.flatnonzero(expected != values)[0]

@@ -91,8 +91,7 @@ def module_inputs(
     given = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
     arrays = {name: as_array(name, x, "fibc", "numbers [..., length, features]") for name, x in given.items()}
     for name, x in arrays.items():
-        if x.ndim < 2:
-            raise ValueError(f"{name} must have shape [..., length, features], got {list(x.shape)}")
+        checks.fits(name, x, x.ndim >= 2, "[..., length, features]")
     return arrays["inputs_q"], arrays["inputs_k"], arrays["inputs_v"]
 
 
@@ -152,8 +151,7 @@ def rotary_embedding(
     if isinstance(x, (list, tuple)):
         raise TypeError(f"x must be a floating array [..., T, N, H], got {type(x).__name__}")
     x = as_array("x", x, "f", "floating [..., T, N, H]")
-    if x.ndim < 3:
-        raise ValueError(f"x must have shape [..., T, N, H], got {list(x.shape)}")
+    checks.fits("x", x, x.ndim >= 3, "[..., T, N, H]")
     h = x.shape[-1]
     r = _turned(h, base, fraction)
     positions = as_array("positions", positions, "i", "integers [..., T]")
@@ -284,5 +282,4 @@ def _check_decoding(
         )
     if key_value_seq_lengths is not None:
         lengths = known_lengths("key_value_seq_lengths", key_value_seq_lengths, tokens)
-        if lengths.shape not in ((), lead):
-            raise ValueError(f"key_value_seq_lengths must have shape [...] = {list(lead)}, got {list(lengths.shape)}")
+        checks.fits("key_value_seq_lengths", lengths, lengths.shape in ((), lead), f"[...] = {list(lead)}")

@@ -50,8 +50,7 @@ def quantize(
     scheme = as_scheme("scheme", scheme)
     checks.boolean("straight_through", straight_through)
     given = as_array("x", x, "f", "floating [..., S, K, H]")
-    if given.ndim < 3 or given.shape[-1] == 0:
-        raise ValueError(f"x must have shape [..., S, K, H] with H > 0, got {list(given.shape)}")
+    checks.fits("x", given, given.ndim >= 3 and given.shape[-1] > 0, "[..., S, K, H] with H > 0")
     if given.dtype.name not in DTYPES:
         raise TypeError(f"x must be of a dtype of {', '.join(DTYPES)}, got {given.dtype.name}")
     parts = _stored_anywhere(given, scheme)
