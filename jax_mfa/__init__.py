@@ -26,6 +26,7 @@ from jax_mfa.context_parallel.api import (
 from jax_mfa.context_parallel.costs import explain_context_parallel
 from jax_mfa.context_parallel.decode import sharded_append, sharded_decode_attention
 from jax_mfa.context_parallel.layout import unzigzag, zigzag
+from jax_mfa.flex.api import flex_attention
 from jax_mfa.kv_cache import contiguous as cache
 from jax_mfa.kv_cache.page_book import OutOfPages, PageBook
 from jax_mfa.kv_cache.paged import paged_attention
@@ -61,6 +62,7 @@ __all__ = [
     "explain_context_parallel",
     "flash_attention",
     "flash_attention_varlen",
+    "flex_attention",
     "merge",
     "override_jax_nn",
     "paged_attention",

@@ -18,6 +18,7 @@ from jax import Array
 
 from jax_mfa import checks
 from jax_mfa.block_mask import BlockMask
+from jax_mfa.flex.program import Modifiers
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
 from jax_mfa.problem import (
     DTYPES,
@@ -236,6 +237,7 @@ def specify(
     block_mask: Any = None,
     dropout_rate: Any = 0.0,
     dropout_seed: Any = None,
+    modifiers: Modifiers | None = None,
     parts: Any = 1,
 ) -> tuple[Specification, Operands]:
     """Checks the arguments of `jax_mfa.dot_product_attention` and brings them into the layout of `Operands`.
@@ -252,11 +254,13 @@ def specify(
     static: dict[str, Any] = {"is_causal": checks.boolean("is_causal", is_causal)}
     static |= dict(key_storage=storage_of(key), value_storage=storage_of(value), page_size=page_size_of(key))
     arrays: dict[str, Any] = {}
+    asks = modifiers is not None and modifiers.mask is not None
     for found, operands in (
         _scores(sizes, bias, scale, query.shape[-1], logits_soft_cap, alibi_slopes, sinks),
         _positions(sizes, local_window_size, query_offset, query_seq_lengths, key_value_seq_lengths),
-        _masks(sizes, mask, query_segment_ids, key_value_segment_ids, key_value_ranges, block_mask),
+        _masks(sizes, mask, query_segment_ids, key_value_segment_ids, key_value_ranges, block_mask, asks),
         _dropout(sizes, dropout_rate, dropout_seed),
+        _modified(sizes, modifiers),
     ):
         static |= found
         arrays |= operands
@@ -381,8 +385,8 @@ def _positions(sizes: _Sizes, window: Any, offset: Any, query_lengths: Any, key_
     return static, arrays
 
 
-def _masks(sizes: _Sizes, mask: Any, query_ids: Any, key_ids: Any, ranges: Any, block_mask: Any) -> _Found:
-    """Arrays that say which keys a query sees."""
+def _masks(sizes: _Sizes, mask: Any, query_ids: Any, key_ids: Any, ranges: Any, block_mask: Any, asks: bool) -> _Found:
+    """Arrays that say which keys a query sees; `asks` is whether a function does, too."""
     static, arrays, lead, n, t, all_s = {}, {}, sizes.lead, sizes.n, sizes.t, sizes.all_s
     if mask is not None:
         mask = as_array("mask", mask, "b", "bool, broadcastable to [..., N, T, S] (an additive mask belongs in bias)")
@@ -407,6 +411,9 @@ def _masks(sizes: _Sizes, mask: Any, query_ids: Any, key_ids: Any, ranges: Any, 
                 f"block_mask with blocks of {(rows, columns)} must end in {list(tiles)} for T = {t}, S = {all_s}, "
                 f"got shape {list(blocks.shape)}"
             )
+        if asks and block_mask.whole is not None:
+            whole = as_array("block_mask", block_mask.whole, "b", "bool, of the shape of its blocks")
+            blocks = blocks.astype(np.uint8) + (blocks & whole).astype(np.uint8)
         arrays["block_mask"] = _scores_like("block_mask", blocks, lead, n, *tiles)
     return static, arrays
 
@@ -425,6 +432,17 @@ def _dropout(sizes: _Sizes, rate: Any, seed: Any) -> _Found:
     seed = jnp.broadcast_to(seed[None], (sizes.batch, 2))
     words = jnp.concatenate([seed, index, jnp.zeros((sizes.batch, 3), jnp.uint32)], axis=1)
     return {"dropout_rate": rate}, {"dropout": words}
+
+
+def _modified(sizes: _Sizes, x: Modifiers | None) -> _Found:
+    """The caller's functions of scores, and what they read."""
+    if x is None:
+        return {}, {}
+    arrays = {"captured_floats": x.floats, "captured_integers": x.integers}
+    arrays = {name: vector[None] for name, vector in arrays.items() if vector is not None}
+    index = np.arange(sizes.batch, dtype=np.int32)
+    arrays["origin"] = jnp.asarray(np.stack([index, np.zeros_like(index)], axis=1))
+    return {"score_mod": x.score, "mask_mod": x.mask}, arrays
 
 
 def specify_abstract(**arguments: Any) -> tuple[Specification, Operands]:

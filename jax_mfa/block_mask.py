@@ -44,6 +44,7 @@ class BlockMask:
 
     blocks: Bool[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*BN T_blocks S_blocks"]
     block_size: tuple[int, int]
+    whole: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", _pair(self.block_size))

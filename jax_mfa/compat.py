@@ -76,6 +76,22 @@ def register_with_shard_map(*primitives: Any) -> None:
         pass
 
 
+def bind(primitive: Any, arguments: Any, params: dict[str, Any]) -> list[Any]:
+    """The results of a primitive with the parameters of an equation of it."""
+    found = primitive.get_bind_params(params)
+    functions, params = ((), found) if isinstance(found, dict) else found  # functions apart, before 0.10
+    results = primitive.bind(*functions, *arguments, **params)
+    return list(results) if primitive.multiple_results else [results]
+
+
+def source_line(eqn: Any) -> str:
+    """Where the caller wrote what an equation came from, as "file:line (function)"; empty where JAX does not tell."""
+    try:
+        return str(importlib.import_module("jax._src.source_info_util").summarize(eqn.source_info))
+    except (ImportError, AttributeError):
+        return ""
+
+
 # --- what types say: along which axes of a mesh arrays vary, and where sharding is explicit
 
 

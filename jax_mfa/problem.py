@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_mfa.flex.program import Program
 from jax_mfa.kv_cache.storage import PARTS, PagedArray, QuantizedArray, Scheme, decoded, from_bits
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -35,7 +36,7 @@ class Operands(NamedTuple):
     value: Any  # [rows, S, K, V]
     bias: Any = None  # [rows, 1|N, 1|T, 1|S], floating
     mask: Any = None  # [rows, 1|N, 1|T, 1|S], bool
-    block_mask: Any = None  # [rows, 1|N, ceil(T/block), ceil(S/block)], bool
+    block_mask: Any = None  # [rows, 1|N, ceil(T/block), ceil(S/block)], bool; or uint8, 2 where mask_mod holds for all
     scale: Any = None  # [rows], float
     query_offset: Any = None  # [rows], int32
     query_lengths: Any = None  # [rows], int32
@@ -47,6 +48,10 @@ class Operands(NamedTuple):
     sinks: Any = None  # [rows, N], float
     # [rows, 6], uint32: two words of seed, then where the random counter starts: batch index, head, row and column
     dropout: Any = None
+    # what a caller's functions of scores read, see `flex.program`, and where their indices begin
+    captured_floats: Any = None  # [rows, F], float32 or float64
+    captured_integers: Any = None  # [rows, I], int32 or int64
+    origin: Any = None  # [rows, 2], int32: batch index and first head
     # of keys and values that are quantised, in pages or both: see `KeyValueView`. key and value are then the data
     key_scales: Any = None
     key_zeros: Any = None
@@ -77,6 +82,9 @@ AXES = {
     "alibi_slopes": "BN",
     "sinks": "BN",
     "dropout": "B_",
+    "captured_floats": "B_",
+    "captured_integers": "B_",
+    "origin": "B_",
     "block_tables": "B_",
     **{f"{name}_{part}": "BSK_" for name in ("key", "value") for part in ("scales", "zeros", "means", "original")},
     "out": "BTNV",
@@ -89,7 +97,7 @@ AXES = {
     "dv": "BSKV",
 }
 
-DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "alibi_slopes", "sinks")
+DIFFERENTIABLE = ("query", "key", "value", "bias", "scale", "alibi_slopes", "sinks", "captured_floats")
 
 
 # --- keys and values that are quantised, in pages or both
@@ -202,6 +210,8 @@ class Specification:
     key_storage: Storage | None = None  # of quantised keys
     value_storage: Storage | None = None
     page_size: int | None = None  # tokens of a page, where operands.block_tables says which
+    score_mod: Program | None = None  # of a score after bias and slopes, before the cap
+    mask_mod: Program | None = None
     repeats: tuple[int, ...] = (1,) * len(Operands._fields)
 
     @property
@@ -240,6 +250,7 @@ class Specification:
         for side, storage in (("key", self.key_storage), ("value", self.value_storage)):
             facts += [] if storage is None else [f"{side}={storage.scheme.kind}"]
         facts += ["cap"] * (self.logits_soft_cap is not None)
+        facts += [name for name in ("score_mod", "mask_mod") if getattr(self, name) is not None]
         present = [name for name, x in operands._asdict().items() if x is not None]
         return " ".join([*facts, *(name for name in present[3:] if not name.startswith(("key_sc", "key_z", "value_")))])
 
@@ -262,13 +273,18 @@ class Specification:
     def only_bounds_hide(self, operands: Operands) -> bool:
         """Whether nothing hides but band and lengths: a row then sees all columns from one to another, or none."""
         o = operands
-        others = o.mask, o.block_mask, o.query_segment_ids, o.key_ranges
-        return not self.bias_hides(o) and all(x is None for x in others)
+        others = o.mask, o.block_mask, o.query_segment_ids, o.key_ranges, self.mask_mod
+        return not (self.bias_hides(o) or self.score_hides) and all(x is None for x in others)
 
     def has_own_rows(self, operands: Operands, name: str) -> bool:
         """Whether each batch row has a row of its own of the operand of this name."""
         own = self.repeats[Operands._fields.index(name)] == 1
         return own and getattr(operands, name).shape[0] == operands.query.shape[0]
+
+    @property
+    def score_hides(self) -> bool:
+        """Whether a `score_mod` that makes −∞ of a score hides its column; under a soft cap it is a score of −cap."""
+        return self.score_mod is not None and self.logits_soft_cap is None
 
     def bias_hides(self, operands: Operands) -> bool:
         """Whether a bias of −∞ hides its column as a mask does; under a soft cap it is a score of −cap."""

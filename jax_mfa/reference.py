@@ -6,12 +6,13 @@ implementations it judges but the random bits of dropout, and is slow on purpose
 For query row t of head n, at position(t) = t + query_offset, and key column s:
 
 1. x = scale · Σ q[t, ·] k[s, ·], summed in float32 (float64 for float64).
-2. x += bias[t, s], and slope[n] · (s − position(t)) with ALiBi.
+2. x += bias[t, s], and slope[n] · (s − position(t)) with ALiBi; then x = score_mod(x, b, n, position(t), s).
 3. x = cap · tanh(x / cap) with a soft cap.
 4. Column s is visible to row t where every mask given allows it: boolean mask, causality (s ≤ position(t)), window
-   (position(t) − left ≤ s ≤ position(t) + right), lengths, equal segment ids, range of columns, block mask; and where
-   its bias is not −∞, unless there is a soft cap, under which −∞ is a score of −cap. What is invisible takes no part:
-   nothing of it, not even NaN or ∞, reaches a result or a gradient.
+   (position(t) − left ≤ s ≤ position(t) + right), lengths, equal segment ids, range of columns, block mask,
+   mask_mod(b, n, position(t), s); and where neither its bias is −∞ nor score_mod makes −∞ of what is not, unless there
+   is a soft cap, under which −∞ is a score of −cap. What is invisible takes no part: nothing of it, not even NaN or ∞,
+   reaches a result or a gradient.
 5. p = softmax(x) over the visible columns, and one more of logit sink[n] without a value where there are sinks.
 6. Dropout multiplies p by 0 or 1 / (1 − rate), which of them a function of seed, batch row, n, t and s (`philox`).
 7. out = Σ p v[s, ·], rounded once to the query's dtype.
@@ -24,7 +25,6 @@ all, make the row's softmax, and so its output and its log-sum-exp, NaN.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -120,10 +120,21 @@ def visible(spec: Specification, operands: Operands) -> Array:
         see &= (s >= start) & (s < end)
     if spec.mask_block is not None:
         rows, columns = spec.mask_block
-        see &= jnp.repeat(jnp.repeat(o.block_mask, rows, 2), columns, 3)[:, :, : t.size, : s.size]
+        see &= jnp.repeat(jnp.repeat(o.block_mask != 0, rows, 2), columns, 3)[:, :, : t.size, : s.size]
     if spec.bias_hides(o):
         see &= o.bias != -jnp.inf
+    if spec.mask_mod is not None:
+        see &= spec.mask_mod.over(_indices(spec, o), o.captured_floats, o.captured_integers)
     return see
+
+
+def _indices(spec: Specification, o: Operands) -> tuple[Array, ...]:
+    """b, n, t and s of a caller's functions, as `[B|1, N|1, T|1, S|1]`."""
+    t = jnp.arange(o.query.shape[1], dtype=jnp.int32).reshape(1, 1, -1, 1)
+    b, first = (o.origin[:, i].reshape(-1, 1, 1, 1) for i in range(2))
+    n = first + jnp.arange(o.query.shape[2], dtype=jnp.int32).reshape(1, -1, 1, 1)
+    position = t + (spec.query_offset if o.query_offset is None else o.query_offset.reshape(-1, 1, 1, 1))
+    return b, n, position, jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
 
 
 def _product(see: Array | None, a: Array, b: Array, axis: int) -> Array:
@@ -166,7 +177,8 @@ def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     see = jnp.broadcast_to(visible(spec, o), (batch, n, t, k.shape[2]))
 
-    product = functools.partial(_product, see if spec.has_mask(o) else None)
+    may_hide = spec.has_mask(o)
+    product = lambda *factors: _product(see if may_hide else None, *factors)
 
     # 1-3: scores
     # invisible ones may be infinite, and so would derivatives: they are hidden from every product and function
@@ -181,6 +193,12 @@ def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
         distance = jnp.arange(k.shape[2], dtype=jnp.int32).reshape(1, 1, 1, -1) - position
         x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * distance.astype(acc)
     x = hidden(x)
+    if spec.score_mod is not None:
+        given, indices = x, _indices(spec, o)
+        x = hidden(spec.score_mod.over((x, *indices), o.captured_floats, o.captured_integers, see).astype(acc))
+        if spec.score_hides:
+            see = see & ((x != -jnp.inf) | (given == -jnp.inf))
+            x = hidden(x)
     if spec.logits_soft_cap is not None:
         x = spec.logits_soft_cap * tanh(x / spec.logits_soft_cap)
 

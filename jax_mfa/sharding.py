@@ -79,8 +79,8 @@ class _Arrays:
         return self.has_heads("query") and all(n % parts == 0 for n in heads)
 
     def length_splits(self, parts: int) -> bool:
-        if any(is_part(name) for name in self.shapes) or pool_fields(self.shapes):
-            return False  # what is stored otherwise does not travel
+        if any(is_part(name) for name in self.shapes) or pool_fields(self.shapes) or "origin" in self.shapes:
+            return False  # what is stored otherwise does not travel, nor do functions of positions
         t, s = self.shapes["query"][1], self.shapes["key"][1]
         rows, columns = self.spec.mask_block or (1, 1)
         return parts > 1 and t % (parts * rows) == 0 and s % (parts * columns) == 0 and min(t, s) > 0
@@ -148,12 +148,15 @@ class _Division:
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def numbered(self, names: tuple[str, ...], arrays: Any) -> tuple[Any, ...]:
-        """A device's arrays, with the number of its first head among all where random bits depend on it."""
-        if not self.heads or "dropout" not in names:
+        """A device's arrays, with the number of its first head among all where something depends on it."""
+        if not self.heads:
             return arrays
         own = dict(zip(names, arrays))
         first = lax.axis_index(self.heads) * own["query"].shape[_HEAD_AXIS["query"]]
-        own["dropout"] = counted_from(own["dropout"], head=first)
+        if "dropout" in own:
+            own["dropout"] = counted_from(own["dropout"], head=first)
+        if "origin" in own:
+            own["origin"] = own["origin"].at[:, 1].add(first)
         return tuple(own.values())
 
     def shared(self, name: str) -> tuple[str, ...]:

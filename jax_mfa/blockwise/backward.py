@@ -60,10 +60,11 @@ def backward(
         def keys(tile: Tile, carry: Any) -> Any:
             dq, found = carry
             k, v, given = tile.keys("key"), tile.keys("value"), tile.terms()
-            scores, pullback = jax.vjp(
+            scores, pullback, tile.visible = jax.vjp(
                 lambda products, moving: tile.scores(products, {**given, **moving}),
                 tile.rows_by_keys(q, k),
                 {name: given[name] for name in terms},
+                has_aux=True,
             )
             p, kept = tile.probability(scores, row_max_i, inverse_i), tile.dropped()
             dp = tile.rows_by_keys(do, v)

@@ -56,10 +56,11 @@ def tangent(
             pairs = [(t_q, k)] if t_q is not None else []
             pairs += [(q, tile.keys("key", moved["key"]))] if "key" in moved else []
             t_products = sum((tile.rows_by_keys(*pair) for pair in pairs), jnp.zeros_like(products))
-            scores, t_scores = jax.jvp(
+            scores, t_scores, tile.visible = jax.jvp(
                 lambda products, moving: tile.scores(products, {**given, **moving}),
                 (products, {name: x for name, x in given.items() if name in moved}),
                 (t_products, tile.terms({name: x for name, x in moved.items() if name in given})),
+                has_aux=True,
             )
             p, kept = tile.probability(scores, row_max_i, inverse_i), tile.dropped()
             t_p = p * t_scores

@@ -18,11 +18,12 @@ from jax import Array, lax
 
 from jax_mfa import compat
 from jax_mfa.blockwise.tiles import Tiles
+from jax_mfa.flex.program import Program
 from jax_mfa.philox import keep_mask
 from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, row_index
 from jax_mfa.reference import tanh
 
-OF_SCORES = "bias", "scale", "alibi_slopes"  # what scores depend on beside queries and keys
+OF_SCORES = "bias", "scale", "alibi_slopes", "captured_floats"  # what scores depend on beside queries and keys
 
 
 @dataclasses.dataclass
@@ -133,28 +134,45 @@ class Tile:
             ranges = self.operand("key_ranges")
             rules.append((s >= ranges[..., :1]) & (s < ranges[..., 1:]))
         if spec.mask_block is not None:
-            blocks = self.cut("block_mask", self.operands.block_mask)
+            blocks = self.cut("block_mask", self.operands.block_mask) != 0
             at = [x.reshape(-1) // size for x, size in zip((t, s), spec.mask_block)]
             rules.append(self.aligned("mask", jnp.take(jnp.take(blocks, at[0], axis=2), at[1], axis=3)))
         if spec.bias_hides(self.operands):
             rules.append(self.operand("bias") != -jnp.inf)
+        if spec.mask_mod is not None:
+            rules.append(self._modified(spec.mask_mod, (), self.operands.captured_floats))
         for letter, x in (("T", t), ("S", s)):
             if self.own.get(letter) is not None:
                 rules.append(x >= self.own[letter])
         return functools.reduce(jnp.logical_and, rules) if rules else None
+
+    def _modified(self, program: Program, score: tuple[Array, ...], floats: Array | None) -> Array:
+        """A caller's function of scores, which it may take, and of indices."""
+        _, s, position = self._places()
+        origin, c = self.operand("origin"), self.tiles
+        count = lambda axis, size: lax.broadcasted_iota(jnp.int32, [size if i == axis else 1 for i in range(5)], axis)
+        head = self.group * (self.starts["K"] + count(1, c.heads)) + count(3, self.group)
+        indices = origin[..., :1], origin[..., 1:] + head, position, s
+        vectors = [
+            x if x is None else self.cut(name, x)
+            for name, x in (("captured_floats", floats), ("captured_integers", self.operands.captured_integers))
+        ]
+        return program.over((*score, *indices), *vectors, self.visible if score else None)
 
     # --- scores and weights
 
     def terms(self, arrays: Any = None) -> dict[str, Any]:
         """The tile's part of what scores depend on beside queries and keys, or of arrays like these, by operand."""
         arrays = {name: getattr(self.operands, name) for name in OF_SCORES} if arrays is None else arrays
-        return {name: self.cut(name, x).astype(self.acc) for name, x in arrays.items() if x is not None}
+        wide = lambda name, x: x if name == "captured_floats" else x.astype(self.acc)
+        return {name: wide(name, self.cut(name, x)) for name, x in arrays.items() if x is not None}
 
-    def scores(self, products: Array, terms: dict[str, Any]) -> Array:
-        """Scores, −∞ where hidden, of products of queries and keys."""
+    def scores(self, products: Array, terms: dict[str, Any]) -> tuple[Array, Array | None]:
+        """Scores, −∞ where hidden, of products of queries and keys; and what is visible, now that scores are known."""
         spec, see = self.spec, self.visible
         # of derivatives too: 0 · NaN is NaN
         hidden = lambda x: x if see is None else jnp.where(see, x, 0)
+        floats = terms.get("captured_floats")
         aligned = {name: self.aligned(name, x) for name, x in terms.items()}
         x = hidden(products) * aligned["scale"] if "scale" in terms else products * self.acc.type(spec.scale)
         if "bias" in terms:
@@ -162,9 +180,15 @@ class Tile:
         if "alibi_slopes" in terms:
             _, s, position = self._places()
             x = x + aligned["alibi_slopes"] * (s - position).astype(x.dtype)
+        if spec.score_mod is not None:
+            given = hidden(x)
+            x = self._modified(spec.score_mod, (given,), floats).astype(self.acc)
+            if spec.score_hides:
+                kept = (x != -jnp.inf) | (given == -jnp.inf)
+                see = kept if see is None else see & kept
         if spec.logits_soft_cap is not None:
             x = spec.logits_soft_cap * tanh(hidden(x) / spec.logits_soft_cap)
-        return x if see is None else jnp.where(see, x, -jnp.inf)
+        return x if see is None else jnp.where(see, x, -jnp.inf), see
 
     def largest(self, scores: Array) -> Array:
         """The maximum of each row's scores; −∞ of rows that see nothing alone, where there may be any."""
@@ -176,8 +200,10 @@ class Tile:
     def probability(self, scores: Array, row_max: Array, inverse: Array) -> Array:
         """Probabilities of scores that are made again, of the maxima of their rows and 1 / their sums."""
         x = scores - row_max
-        if self.operands.bias is not None or self.operands.alibi_slopes is not None:
-            x = jnp.where(x > 0, 0, x)  # huge ones may be rounded otherwise than those that the maximum was found of
+        o = self.operands
+        if o.bias is not None or o.alibi_slopes is not None or self.spec.score_mod is not None:
+            # huge ones may be rounded otherwise than those that the maximum was found of; with their derivatives
+            x = x - lax.stop_gradient(jnp.where(x > 0, x, 0))
         p = jnp.exp(x) * inverse
         return p if self.visible is None else jnp.where(self.visible, p, 0)  # NaN in rows that see it
 
