@@ -18,6 +18,7 @@ from jax_mfa import checks, choice, partial, primitives, recording, reference, s
 from jax_mfa.arguments import known_lengths, specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.choice import Explanation, Implementation, explained, names_of
+from jax_mfa.flex.program import MaskMod, ScoreMod, modifiers
 from jax_mfa.kv_cache.storage import QuantizedArray
 from jax_mfa.metal import runtime
 from jax_mfa.problem import Operands, Specification, accumulation_dtype
@@ -102,15 +103,27 @@ def record() -> contextlib.AbstractContextManager[recording.Recorder]:
 
 
 def attend_by_name(arguments: dict[str, Any], implementation: Implementation | None, with_lse: bool) -> Any:
-    """The output, or with `with_lse` the output and the log-sum-exp, for arguments of `specify` by name."""
+    """The output, or with `with_lse` the output and the log-sum-exp, for arguments of `specify` by name; there may be
+    score_mod and mask_mod in place of its modifiers."""
 
     checks.boolean("return_residual", with_lse)
+    arguments = with_modifiers(arguments)
 
     def run(arguments: dict[str, Any]) -> Any:
         out, lse = _attend(implementation=implementation, **arguments)
         return (out, lse()) if with_lse else out
 
     return sharding.automatically(run, arguments, with_lse)
+
+
+def with_modifiers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with `modifiers` in place of the functions score_mod and mask_mod."""
+    found = dict(arguments)
+    functions = found.pop("score_mod", None), found.pop("mask_mod", None)
+    # traced here: where sharding is explicit, what functions read has another type within `sharding.automatically`
+    dtype = accumulation_dtype(getattr(arguments["query"], "dtype", np.float32))
+    traced = modifiers(*functions, dtype)
+    return found if traced is None else {**found, "modifiers": traced}
 
 
 def refuse_unknown(function: str, keywords: Mapping[str, Any], hints: dict[str, str]) -> None:
@@ -265,6 +278,8 @@ def decode_attention(
     value: Float[Columns, "*B S K V"],
     lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     bias: Bias | None = None,
     mask: Mask | None = None,
     implementation: Implementation | None = None,
@@ -278,6 +293,8 @@ def decode_attention(
     value: Float[Columns, "*B S K V"],
     lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     bias: Bias | None = None,
     mask: Mask | None = None,
     implementation: Implementation | None = None,
@@ -290,6 +307,8 @@ def decode_attention(
     value: Float[Columns, "*B S K V"],
     lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     bias: Bias | None = None,
     mask: Mask | None = None,
     implementation: Implementation | None = None,
@@ -306,6 +325,7 @@ def decode_attention(
       query: `[B, T, N, H]`, the newest positions.
       key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest entries.
       lengths: integers `[B]` (or one for all), how many entries of each batch row are filled, the newest included.
+      score_mod, mask_mod: as in `flex_attention`; t and s are positions in the cache.
       bias, mask, implementation: as in `dot_product_attention`.
       return_residual: also return the log-sum-exp, as `flash_attention` does.
       **keywords: other keyword arguments of `dot_product_attention`; masks by position are set here.
@@ -330,6 +350,8 @@ def decode_attention(
         "query": query,
         "key": key,
         "value": value,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
         "bias": bias,
         "mask": mask,
         "is_causal": True,
@@ -347,11 +369,14 @@ def explain(
     bias: Bias | jax.ShapeDtypeStruct | None = None,
     mask: Mask | jax.ShapeDtypeStruct | None = None,
     *,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     **keywords: Unpack[Keywords[AbstractArray]],
 ) -> Explanation:
-    """Which implementation `dot_product_attention` would take on the default device for the same arguments, and why.
+    """Which implementation `dot_product_attention` (with score_mod or mask_mod, `flex_attention`) would take on the
+    default device for the same arguments, and why.
 
     Arguments are checked as there; arrays may be `jax.ShapeDtypeStruct`s, and nothing is computed.
 
@@ -365,7 +390,8 @@ def explain(
     refuse_unknown("explain", keywords, {})
     names_of(implementation)  # reject unknown names before checking arrays
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
-    return explained(implementation, *specify_abstract(**arguments))
+    arguments |= {"score_mod": score_mod, "mask_mod": mask_mod}
+    return explained(implementation, *specify_abstract(**with_modifiers(arguments)))
 
 
 _SPECIFIED = tuple(sorted(Keywords.__optional_keys__))

@@ -140,7 +140,7 @@ class Tile:
         if spec.bias_hides(self.operands):
             rules.append(self.operand("bias") != -jnp.inf)
         if spec.mask_mod is not None:
-            rules.append(self._modified(spec.mask_mod, (), self.operands.captured_floats))
+            rules.append(self._modified(spec.mask_mod, (), self._captured("floats")))
         for letter, x in (("T", t), ("S", s)):
             if self.own.get(letter) is not None:
                 rules.append(x >= self.own[letter])
@@ -153,11 +153,13 @@ class Tile:
         count = lambda axis, size: lax.broadcasted_iota(jnp.int32, [size if i == axis else 1 for i in range(5)], axis)
         head = self.group * (self.starts["K"] + count(1, c.heads)) + count(3, self.group)
         indices = origin[..., :1], origin[..., 1:] + head, position, s
-        vectors = [
-            x if x is None else self.cut(name, x)
-            for name, x in (("captured_floats", floats), ("captured_integers", self.operands.captured_integers))
-        ]
-        return program.over((*score, *indices), *vectors, self.visible if score else None)
+        see = self.visible if score else None
+        return program.over((*score, *indices), floats, self._captured("integers"), see)
+
+    def _captured(self, kind: str) -> Array | None:
+        name = f"captured_{kind}"
+        x = getattr(self.operands, name)
+        return None if x is None else self.cut(name, x)
 
     # --- scores and weights
 

@@ -13,17 +13,20 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.extend.core import Literal
+from jax.typing import ArrayLike
 
 from jax_mfa import checks, compat
 
 INDICES = ("b", "n", "t", "s")
+ScoreMod: TypeAlias = Callable[[Array, Array, Array, Array, Array], ArrayLike]
+MaskMod: TypeAlias = Callable[[Array, Array, Array, Array], ArrayLike]
 # calls that are no more than the program in them: the parameter that has it
 _INLINED = {
     **dict.fromkeys(("jit", "pjit", "remat", "remat2", "checkpoint"), "jaxpr"),
@@ -113,8 +116,8 @@ class Program:
         own = [x is not None and x.shape[0] > 1 for x in vectors]
 
         def scalar(vectors: Any, *values: Any) -> Any:
-            given = values if see is None else values[:-1]
-            return self.evaluate(given, *vectors, None if see is None else values[-1])
+            count = len(arguments)
+            return self.evaluate(values[:count], vectors[0], vectors[1], None if see is None else values[count])
 
         run: Callable[..., Any] = scalar
         for axis in reversed(mapped):
@@ -131,7 +134,9 @@ def _only_where(see: Any, x: Any, otherwise: Callable[[Any], Any]) -> Any:
     return jnp.where(see, x, otherwise(x)) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["floats", "integers"], meta_fields=["score", "mask"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["floats", "integers", "batch"], meta_fields=["score", "mask"]
+)
 @dataclasses.dataclass(frozen=True)
 class Modifiers:
     """A score's program and that of visibility, each or None, and the arrays that they read."""
@@ -140,6 +145,7 @@ class Modifiers:
     mask: Program | None
     floats: Any  # [F], as wide as the widest of them and as sums; None where there are none
     integers: Any  # [I], int32 or int64
+    batch: Any = None  # int32 [B]: the index that functions are told of each batch entry; None for its own
 
 
 def modifiers(score_mod: Any, mask_mod: Any, accumulation: Any) -> Modifiers | None:
@@ -284,13 +290,10 @@ class _Tracer:
         integers = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_
         if not integers and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{self.name} must read arrays of real numbers or bools, got {x.dtype}{list(x.shape)}")
-        found = self.captures[kind := "integers" if integers else "floats"]
-        for i, other in enumerate(found):  # the other function may read it too
-            if other is x:
-                break
-        else:
-            i = len(found)
-            found.append(x)
+        kind = "integers" if integers else "floats"
+        found = self.captures[kind]
+        i = next((i for i, other in enumerate(found) if other is x), len(found))  # the other function may read it too
+        found += [x] if i == len(found) else []
         return Captured(kind, sum(math.prod(y.shape) for y in found[:i]), tuple(x.shape), x.dtype.name)
 
 

@@ -9,6 +9,7 @@ heads, H head size of queries and keys, V of values.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -19,9 +20,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, sharding
-from jax_mfa.api import Columns, attend_by_name
+from jax_mfa.api import Columns, attend_by_name, with_modifiers
 from jax_mfa.arguments import as_array, clipped, concrete, known_integers, known_lengths, sequence_bounds
 from jax_mfa.choice import Implementation
+from jax_mfa.flex.program import MaskMod, ScoreMod
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray, dtype_of
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class _Keywords(TypedDict, total=False):
     """The keyword arguments of `paged_attention` that its result's type does not depend on."""
 
     query_start_locs: Integer[ArrayLike, "B+1"] | Lists | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
     is_causal: bool
     scale: Float[ArrayLike, ""] | int | None
     local_window_size: int | tuple[int | None, int | None] | None
@@ -76,6 +80,8 @@ def paged_attention(
     context_lens: Integer[ArrayLike, "B"] | Lists,
     *,
     query_start_locs: Integer[ArrayLike, "B+1"] | Lists | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     is_causal: bool = True,
     scale: Float[ArrayLike, ""] | int | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
@@ -106,6 +112,7 @@ def paged_attention(
         already hold. A traced length is clipped to what its table holds.
       query_start_locs: integers `[B + 1]` that do not fall: sequence b has the rows `query_start_locs[b]` …
         `query_start_locs[b + 1] − 1` of the query. Other rows see nothing.
+      score_mod, mask_mod: as in `jax_mfa.flex_attention`: b is the sequence, t and s are positions in it.
       is_causal: False lets each row see the whole context.
       alibi_slopes, sinks: `[N]` or `[B, N]`.
       scale, local_window_size, logits_soft_cap, implementation: as in `jax_mfa.dot_product_attention`.
@@ -114,7 +121,8 @@ def paged_attention(
 
     Returns:
       `[B, T, N, V]` or `[T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp, `[B, T, N]` or
-      `[T, N]` float32 (float64 for float64). Differentiable in query, scale, alibi_slopes and sinks.
+      `[T, N]` float32 (float64 for float64). Differentiable in query, scale, alibi_slopes, sinks and in floating
+      arrays that score_mod reads.
 
     Raises:
       ValueError, TypeError: naming the argument, what was seen and what was expected; also for entries outside of the
@@ -146,6 +154,8 @@ def paged_attention(
 
     arguments: dict[str, Any] = {"query": new, "keys": keys, "values": values, "tables": tables, "lengths": lengths}
     arguments |= {"is_causal": is_causal, "scale": scale}
+    functions = with_modifiers({"query": new, "score_mod": score_mod, "mask_mod": mask_mod})
+    arguments |= {"modifiers": functions.get("modifiers")}
     arguments |= {"local_window_size": local_window_size, "logits_soft_cap": logits_soft_cap}
     n = new.shape[-2]
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
@@ -181,6 +191,8 @@ def _specified(
         for name in ("alibi_slopes", "sinks"):
             if name in features and features[name].ndim == 2:
                 features[name] = _taken(features[name], rows.sequence)
+        if features["modifiers"] is not None:
+            features["modifiers"] = dataclasses.replace(features["modifiers"], batch=rows.sequence)
         features |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
     arrays = {"query": query, "key": PagedArray(keys, tables), "value": PagedArray(values, tables)}
     return rows, {**arrays, **features, "key_value_seq_lengths": lengths}
