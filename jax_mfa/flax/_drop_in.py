@@ -17,11 +17,11 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.api import dot_product_attention
 from jax_mfa.arguments import as_array
 from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel.api import SequenceSharding
 from jax_mfa.context_parallel.layout import axis_size
+from jax_mfa.flex.api import flex_attention
 from jax_mfa.problem import DTYPES, accumulation_dtype
 
 logger = logging.getLogger("jax_mfa.flax")
@@ -57,6 +57,15 @@ def sharding_of(sequence_axis: Any) -> SequenceSharding:
         for axis in sequence_axis if isinstance(sequence_axis, (tuple, list)) else (sequence_axis,):
             axis_size(axis, "sequence_axis")
     return SequenceSharding.of(sequence_axis)
+
+
+def refuse_split(functions: Mapping[str, Any], sequence_axis: Any) -> dict[str, Any]:
+    """Those functions of scores that there are. Raises `NotImplementedError` where sequences are split: a part of one
+    does not know its positions."""
+    given = {name: x for name, x in functions.items() if x is not None}
+    if given and sequence_axis is not None:
+        raise NotImplementedError(f"{next(iter(given))} cannot be given with sequence_axis={sequence_axis!r}")
+    return given
 
 
 def seed_of(rng: Array) -> Array:
@@ -96,6 +105,7 @@ def attention(
     module: Any,
     implementation: Implementation | None,
     sequence_axis: Any,
+    functions: Mapping[str, Any],
     **replaced: Any,
 ) -> Array:
     """Attention with flax's conventions: by jax_mfa, or by flax's own function where only that can run the call.
@@ -104,11 +114,14 @@ def attention(
       stock: flax's own function.
       query, key, value, bias, mask, dropout, precision, module: as flax's function takes them, after promotion.
       is_causal, implementation, sequence_axis: as `attention_fn` takes them.
+      functions: its score_mod and mask_mod, by name.
       **replaced: flax's arguments that replace the arithmetic, by name.
 
     Raises:
-      NotImplementedError: where only flax's own function can run a call and an implementation or mesh axis is named.
+      NotImplementedError: where only flax's own function can run a call and an implementation, mesh axis or function of
+        scores is named.
     """
+    given = refuse_split(functions, sequence_axis)
     mask = None if mask is None else as_bool(mask)
     drops = dropout.drops()
     arrays = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
@@ -121,12 +134,14 @@ def attention(
             bias = as_array("bias", bias, "fibc", "numbers")
             if not jnp.issubdtype(bias.dtype, jnp.floating):
                 bias = bias.astype(accumulation_dtype(query.dtype))
-        attend = dot_product_attention if sequence_axis is None else sharding_of(sequence_axis).attend
-        return attend(query, key, value, bias, mask, **keywords)
+        attend = flex_attention if sequence_axis is None else sharding_of(sequence_axis).attend
+        return attend(query, key, value, bias=bias, mask=mask, **keywords, **given)
 
     refusal = "cannot run this call, only flax's own attention"
     if sequence_axis is not None:
         raise NotImplementedError(f"sequence_axis={sequence_axis!r} {refusal} of whole sequences can: {reason}")
+    for name in given:
+        raise NotImplementedError(f"{name} {refusal} can: {reason}")
     if implementation is not None:
         raise NotImplementedError(f"implementation={implementation!r} {refusal} can: {reason}")
     logger.info("flax's own attention runs this call: %s", reason)

@@ -18,10 +18,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.api import dot_product_attention
 from jax_mfa.arguments import as_array, known_lengths
 from jax_mfa.context_parallel.api import SequenceSharding
-from jax_mfa.flax._drop_in import as_bool, seed_of, sharding_of
+from jax_mfa.flax._drop_in import as_bool, refuse_split, seed_of, sharding_of
+from jax_mfa.flex.api import flex_attention
 from jax_mfa.kv_cache import contiguous as decode_cache
 from jax_mfa.problem import accumulation_dtype
 
@@ -214,6 +214,7 @@ def attend(
     mask: ArrayLike | None,
     query_offset: Any,
     key_value_seq_lengths: Any,
+    functions: dict[str, Any],
     **keywords: Any,
 ) -> tuple[Array, Cache | None]:
     """Rotary embedding, cache and attention, as a module's attributes say.
@@ -225,7 +226,8 @@ def attend(
       cache: what came before, or None.
       mask: as flax means it, of any dtype.
       key_value_seq_lengths: with a cache, how many of the T new tokens count.
-      **keywords: for `jax_mfa.dot_product_attention`, as are the others.
+      functions: score_mod and mask_mod, by name.
+      **keywords: for `jax_mfa.flex_attention`, as are the others.
 
     Returns:
       out: `[..., T, N, H]`.
@@ -233,7 +235,7 @@ def attend(
     """
     dtype = jnp.result_type(query, key, value)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
-    keywords |= {
+    keywords |= refuse_split(functions, module.sequence_axis) | {
         "mask": None if mask is None else as_bool(mask),
         "local_window_size": module.local_window_size,
         "logits_soft_cap": module.logits_soft_cap,
@@ -249,7 +251,7 @@ def attend(
         keywords["ring"] = module.ring_cache
         out, *new = decode_cache.attend(query, key, value, *cache, key_value_seq_lengths, **keywords)
         return out, Cache(*new)
-    attention: Any = dot_product_attention if sharding is None else sharding.attend
+    attention: Any = flex_attention if sharding is None else sharding.attend
     keywords |= {"query_offset": query_offset, "key_value_seq_lengths": key_value_seq_lengths}
     return attention(query, key, value, is_causal=module.is_causal or decode, **keywords), None
 

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_mfa.choice import Implementation
 from jax_mfa.flax import _drop_in, _multi_head
+from jax_mfa.flex.program import MaskMod, ScoreMod
 
 if TYPE_CHECKING:
     from jax_mfa.typing import Integer, Lists, Scores, Shaped
@@ -48,6 +49,8 @@ def attention_fn(
     attn_weights_value_einsum: Callable[..., Any] | None = None,
     *,
     is_causal: bool = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     implementation: Implementation | None = None,
     sequence_axis: Any = None,
 ) -> Shaped[Array, "*B T N V"]:
@@ -81,6 +84,8 @@ def attention_fn(
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: replace the arithmetic; flax's own
         function.
       is_causal: row t sees columns s ≤ t. Not for flax's decode mode, which masks by itself.
+      score_mod, mask_mod: as in `jax_mfa.flex_attention`. They never give way to flax's own function, and cannot be
+        given with sequence_axis.
       implementation: as in `jax_mfa.dot_product_attention`. A named one never gives way to flax's own function.
       sequence_axis: the mesh axis over whose devices sequences are split, within `shard_map`; or a
         `jax_mfa.SequenceSharding`. It never gives way either.
@@ -106,6 +111,7 @@ def attention_fn(
         module=module,
         implementation=implementation,
         sequence_axis=sequence_axis,
+        functions={"score_mod": score_mod, "mask_mod": mask_mod},
         einsum_dot_general=einsum_dot_general,
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
@@ -204,6 +210,8 @@ class FlashMultiHeadAttention(nn.Module):
         query_segment_ids: Integer[ArrayLike, "*#B T"] | Lists | None = None,
         key_value_segment_ids: Integer[ArrayLike, "*#B S"] | Lists | None = None,
         query_offset: Integer[ArrayLike, "*#B"] | Lists = 0,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
     ) -> Shaped[Array, "*B T out_features"]:
@@ -220,6 +228,7 @@ class FlashMultiHeadAttention(nn.Module):
             cached and see nothing, and its next token takes the place behind those that counted.
           query_segment_ids, key_value_segment_ids: integers `[..., T]` and `[..., S]`; a row sees its own segment.
           query_offset: integer or integers `[...]`: position of the first query; not while decoding.
+          score_mod, mask_mod: as in `jax_mfa.flex_attention`, while decoding too; not with sequence_axis or a ring.
           deterministic: goes before the attribute.
           dropout_rng: random key; default the stream 'dropout'.
 
@@ -257,6 +266,7 @@ class FlashMultiHeadAttention(nn.Module):
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,
             query_offset=query_offset,
+            functions={"score_mod": score_mod, "mask_mod": mask_mod},
             **_multi_head.dropout_keywords(self, deterministic, random_key),
         )
         for variable, new in zip(variables, cache or ()):

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_mfa import checks
 from jax_mfa.choice import Implementation
 from jax_mfa.flax import _drop_in, _multi_head
+from jax_mfa.flex.program import MaskMod, ScoreMod
 
 if TYPE_CHECKING:
     from jax_mfa.typing import Integer, Lists, Scores, Shaped
@@ -50,6 +51,8 @@ def attention_fn(
     *,
     rope: Callable[..., Array] | None = None,
     input_positions: Integer[ArrayLike, "*#B T"] | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     implementation: Implementation | None = None,
     sequence_axis: Any = None,
 ) -> Shaped[Array, "*B T N V"]:
@@ -92,6 +95,7 @@ def attention_fn(
         module=module,
         implementation=implementation,
         sequence_axis=sequence_axis,
+        functions={"score_mod": score_mod, "mask_mod": mask_mod},
     )
 
 
@@ -215,6 +219,8 @@ class FlashMultiHeadAttention(nnx.Module):
         query_segment_ids: Integer[ArrayLike, "*#B T"] | Lists | None = None,
         key_value_segment_ids: Integer[ArrayLike, "*#B S"] | Lists | None = None,
         query_offset: Integer[ArrayLike, "*#B"] | Lists = 0,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
         deterministic: bool | None = None,
         decode: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
@@ -259,6 +265,7 @@ class FlashMultiHeadAttention(nnx.Module):
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,
             query_offset=query_offset,
+            functions={"score_mod": score_mod, "mask_mod": mask_mod},
             **_multi_head.dropout_keywords(self, deterministic, lambda: self._random_key(rngs)),
         )
         for variable, new in zip(variables, cache or ()):

@@ -24,9 +24,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, compat
-from jax_mfa.api import dot_product_attention
 from jax_mfa.arguments import as_array, as_window, clipped, concrete, known_lengths
 from jax_mfa.choice import Implementation
+from jax_mfa.flex.api import flex_attention
+from jax_mfa.flex.program import MaskMod, ScoreMod
 from jax_mfa.kv_cache.storage import QuantizedArray, as_bits, from_bits
 from jax_mfa.problem import MAX_POSITION
 
@@ -38,9 +39,9 @@ __all__ = ["append", "attend"]
 # arguments of `attend` that `dot_product_attention` takes as they are
 _FEATURES = (
     *("scale", "logits_soft_cap", "alibi_slopes", "sinks", "query_segment_ids", "key_value_segment_ids"),
-    *("dropout_rate", "dropout_seed", "implementation"),
+    *("dropout_rate", "dropout_seed", "implementation", "bias", "mask", "score_mod", "mask_mod"),
 )
-_BY_COLUMN = ("bias", "mask", "query_segment_ids", "key_value_segment_ids")
+_BY_COLUMN = ("bias", "mask", "query_segment_ids", "key_value_segment_ids", "score_mod", "mask_mod")
 
 
 def append(
@@ -121,6 +122,8 @@ def attend(
     new_lengths: Integer[ArrayLike, "*#B"] | Lists | None = None,
     *,
     ring: bool = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     bias: Bias | None = None,
     mask: Mask | None = None,
     scale: Float[ArrayLike, ""] | int | None = None,
@@ -145,8 +148,8 @@ def attend(
       query: `[B, T, N, H]`; the computation has its dtype.
       key, value, key_cache, value_cache, lengths, new_lengths: as in `append`.
       ring: the caches are rings, of `left + 1` columns for a local_window_size of `(left, right)`.
-      bias, mask, query_segment_ids, key_value_segment_ids: as in `jax_mfa.dot_product_attention`, where S counts the
-        columns of the cache; not with a ring, whose columns have no position of their own.
+      score_mod, mask_mod, bias, mask, query_segment_ids, key_value_segment_ids: as in `jax_mfa.flex_attention`, where S
+        counts the columns of the cache; not with a ring, whose columns have no position of their own.
       scale, query_seq_lengths, local_window_size, logits_soft_cap, alibi_slopes, sinks, dropout_rate, dropout_seed,
         implementation: as in `jax_mfa.dot_product_attention`.
 
@@ -197,12 +200,10 @@ def attend(
         spec = lambda: PartitionSpec(*compat.spec_of(start), None, None)
         ranges = compat.without_types(seen, {"start": start, "count": count}, spec)
         visible |= {"query_offset": left, "key_value_ranges": ranges}
-    out = dot_product_attention(
+    out = flex_attention(
         query,
         keys.astype(query.dtype),
         values.astype(query.dtype),
-        bias,
-        mask,
         is_causal=True,
         query_seq_lengths=query_seq_lengths,
         **visible,
