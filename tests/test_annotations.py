@@ -99,6 +99,10 @@ CALLS = {
         call(f, *(jnp.asarray(x, jnp.bfloat16) for x in (Q, K, V)), mask=np.ones((1, 1, 5, 7), bool)),
     ],
     "flash_attention": lambda f: [call(f, **EVERYTHING), call(f, Q[0], K[0], V[0])],
+    "flex_attention": lambda f: [
+        call(f, Q, K, V, score_mod=lambda x, b, n, t, s: x + t - s, mask_mod=lambda b, n, t, s: t >= s),
+        call(f, **EVERYTHING, return_residual=True),
+    ],
     "decode_attention": lambda f: [call(f, Q, K, V, LENGTHS, return_residual=True), call(f, Q[0], K[0], V[0], 6)],
     "explain": lambda f: [call(f, jax.ShapeDtypeStruct(Q.shape, Q.dtype), K, V, sinks=np.ones(4, np.float32))],
     "paged_attention": lambda f: [

@@ -70,6 +70,9 @@ shape = jax.ShapeDtypeStruct((4,), jnp.float32)
 jax_mfa.explain(q, q, q, sinks=shape, implementation="xla", is_causal=True, return_residual=True)
 assert_type(jax_mfa.merge(*jax_mfa.flash_attention(q, k, v), q, q[..., 0]), tuple[jax.Array, jax.Array])
 out, lse = jax_mfa.flash_attention_varlen(q[0], k[0], v[0], [0, 3], is_causal=True, alibi_slopes=np.ones(4))
+function = lambda score, b, n, t, s: score + t - s
+assert_type(jax_mfa.flex_attention(q, k, v, score_mod=function, is_causal=True), jax.Array)
+out, lse = jax_mfa.flex_attention(q, k, v, mask_mod=lambda b, n, t, s: t >= s, return_residual=True)
 assert_type(jax_mfa.ring_attention(q, k, v, axis_name="x", order="zigzag", is_causal=True), jax.Array)
 pair = jax_mfa.context_parallel_attention(q, k, v, axis_name=("x", "y"), form="hybrid", return_residual=True)
 assert_type(pair, tuple[jax.Array, jax.Array])
@@ -106,6 +109,8 @@ jax_mfa.override_jax_nn("cudnn")
 jax_mfa.BlockMask.causal(3, 3, 2)
 jax_mfa.merge(q, k, v)
 jax_mfa.attention(q, k, v)
+jax_mfa.flex_attention(q, k, v, score_mod="causal")
+jax_mfa.flex_attention(q, k, v, caussal=True)
 jax_mfa.ring_attention(q, k, v)
 jax_mfa.ring_attention(q, k, v, axis_name="x", order="zagzig")
 jax_mfa.ulysses_attention(q, k, v, axis_name="x", order="zigzag")
@@ -162,7 +167,8 @@ def test_right_lines_pass_and_each_wrong_line_is_refused(tmp_path, checker):
 def test_checkers_know_the_keywords_that_there_are():
     declared = set(api.Keywords.__optional_keys__)
     arrays = {"query", "key", "value", "bias", "mask"}
-    assert declared | arrays | {"parts"} == set(inspect.signature(specify).parameters)  # `parts` is the ring's alone
+    # `parts` is the ring's alone, and `modifiers` what becomes of functions
+    assert declared | arrays | {"parts", "modifiers"} == set(inspect.signature(specify).parameters)
     of_pages = {name for name, x in inspect.signature(paged_attention).parameters.items() if x.kind is x.KEYWORD_ONLY}
     assert set(paged._Keywords.__optional_keys__) | {"return_residual"} == of_pages
     own = {"implementation", "return_residual"}
