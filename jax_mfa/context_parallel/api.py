@@ -103,11 +103,9 @@ def ring_attention(
 
     Args:
       query: `[B, T, N, H]`, with T = all queries / devices within `shard_map`.
-      key: `[B, S, K, H]` and
-      value: `[B, S, K, V]`, likewise; S may differ from T.
-      bias: floating, broadcastable to `[B, N, T, all S]`: a device's rows, with the columns of all devices as they are
-        stored.
-      mask: bool, of such a shape.
+      key, value: `[B, S, K, H]` and `[B, S, K, V]`, likewise; S may differ from T.
+      bias, mask: floating and bool, broadcastable to `[B, N, T, all S]`: a device's rows, with the columns of all
+        devices as they are stored.
       axis_name: the mesh axis, or a tuple of axes, along which sequences are split.
       order: "contiguous", or "zigzag" for tokens brought into order by `zigzag`, which balances causal work.
       mesh: a `jax.sharding.Mesh`, for a call with whole arrays.
@@ -248,7 +246,7 @@ def context_parallel_attention(
     forms: tuple[Form, ...] = ("hybrid",) if isinstance(axis_name, (tuple, list)) else ("ring", "ulysses")
     if form is not None and (not isinstance(form, str) or form not in forms):
         raise ValueError(f"form must be None or one of {forms} for axis_name = {axis_name!r}, got {checks.seen(form)}")
-    Machine.of(machine)
+    machine = Machine.of(machine)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
     layout = Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis, mesh)
     if form is None and len(forms) > 1:
@@ -269,11 +267,7 @@ def _ring_and_heads(axis_name: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSharding:
-    """How `context_parallel_attention` finds a sequence split, for callers that hold it as one value, such as modules.
-
-    Attributes:
-      axis_name, form, order, mesh, batch_axis, head_axis: as there.
-    """
+    """The keywords of `context_parallel_attention` that say how a sequence is split, for modules to hold as one."""
 
     axis_name: Any
     form: Form | None = None
@@ -308,7 +302,7 @@ class SequenceSharding:
 def _call(layout: Layout, implementation: Any, positions: Any, arguments: dict[str, Any], return_residual: bool) -> Any:
     arrays = ("query", "key", "value", "bias", "mask")
     api.refuse_unknown(layout.function, {name: x for name, x in arguments.items() if name not in arrays}, {})
-    choice.names_of(implementation)  # refuses unknown names before arrays are looked at
+    choice.names_of(implementation)  # reject unknown names before checking arrays
     layouts.refuse_quantised(layout.function, arguments)
     checks.boolean("return_residual", return_residual)
     run = _of_own_share if layout.mesh is None else _of_whole_arrays
@@ -323,7 +317,8 @@ def _of_own_share(layout: Layout, implementation: Any, positions: Any, **argumen
     spec, operands = specify(**arguments, parts=ring * heads)
     t, s = operands.query.shape[1], operands.key.shape[1]
     layout.check_lengths(ring * heads * t, ring * heads * s, spec.mask_block)
-    layout.check_heads(operands.query.shape[2], operands.key.shape[2])
+    if refusal := layouts.undivided(operands.query.shape[2], operands.key.shape[2], heads):
+        raise ValueError(f"{layout.function} exchanges heads, and {refusal}; ring_attention takes any")
     taken = decided(layout.function, implementation, spec, operands)
     operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
     out, lse = attend.attention(Ring(spec, layout.ring, ring, layout.order, taken), layout.heads, operands)
@@ -349,8 +344,8 @@ _STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate")
 
 def _of_whole_arrays(layout: Layout, implementation: Any, positions: Any, **arguments: Any) -> tuple[Array, Array]:
     """Output and log-sum-exp of whole arrays, each of which is split as its axes say."""
-    layout.sizes()  # refuses unknown axes before arrays are looked at
-    spec, _ = specify_abstract(**arguments)  # finds faults of values, which are known only here
+    layout.sizes()  # reject unknown axes before checking arrays
+    spec, _ = specify_abstract(**arguments)  # check values, which are known only here
     *lead, t, _, _ = np.shape(arguments["query"])
     layout.check_lengths(t, np.shape(arguments["key"])[-3], spec.mask_block)
     if positions is not None:
@@ -397,7 +392,7 @@ def _split(layout: Layout, name: str, lead: list[int], shape: tuple[int, ...]) -
     along = {**dict.fromkeys("Tt", layout.sequence), **dict.fromkeys("NK", layout.head_axis)}
     if operand in TRAVELLING:
         along["S"] = layout.sequence
-    whole = name in ("query", "key", "value")  # an axis that is too short there is an error, and never shared
+    whole = name in ("query", "key", "value")  # an axis of size 1 there is an error, and never shared
     sizes = shape[len(entries) :]
     entries += [along.get(letter) if size > 1 or whole else None for letter, size in zip(letters, sizes)]
     return PartitionSpec(*entries)

@@ -6,15 +6,14 @@ in float32. The backward pass sends keys and values around once more, and with t
 each part of it is computed from the output, maxima and sums of whole rows, so it is a part of the whole gradient, and
 nothing but a device's own rows is kept. Where a window or an offset is known, keys that no device sees are not sent.
 
-Here are the loops alone. The function that computes one part is a parameter, for `primitives` and `sharding` both run
-these loops.
+The function that computes one part is a parameter, since `attend` and `sharding` both run these loops.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,7 @@ from jax import Array, lax
 
 from jax_mfa import compat, partial
 from jax_mfa.context_parallel import layout as layouts
-from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, counted_from
-
-Compute: TypeAlias = Callable[..., Any]  # attention of some rows and columns, or a derivative; each pass says which
+from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, counted_from, pack, unpack
 
 TRAVELLING = ("key", "value", "key_segment_ids")  # operands that are sent around
 # operands with a device's rows and the columns of all: bias and masks
@@ -72,35 +69,28 @@ class Ring:
         return layouts.chunk_index(self.order, self.devices, device, chunk) * size
 
     def schedule(self, rows: int, columns: int, offset_is_known: bool = True) -> Schedule:
-        """The shortest walk over the devices whose keys some device may see, as far as that is known.
-
-        Args:
-          rows, columns: tokens of queries and keys on each device.
-        """
+        """The shortest walk over the devices whose keys some device may see, of so many rows and columns on each."""
         n = self.devices
         if not offset_is_known or self.spec.band == (None, None):
             return Schedule(0, n - 1)
         rows, columns = rows // self.chunks, columns // self.chunks
         index, chunk = np.arange(n, dtype=np.int64)[:, None], np.arange(self.chunks)[None]
-        first_row = self.start_of(index, chunk, rows)[..., None, None]
-        first_column = self.start_of(index, chunk, columns)[None, None]
-        offset = self.spec.query_offset
-        meets = np.asarray(_in_band(self.spec, first_row, rows, first_column, columns, offset, offset)).any((1, 3))
+        row = self.start_of(index, chunk, rows)[..., None, None] + self.spec.query_offset
+        column = self.start_of(index, chunk, columns)[None, None]
+        meets = _in_band(self.spec, row, row + rows - 1, column, column + columns - 1).any((1, 3))
         distances = {int(i - j) % n for i, j in zip(*np.nonzero(meets))}
         walks = [Schedule(start, max((d - start) % n for d in distances)) for start in {0, *distances} if distances]
         return min(walks, key=lambda walk: (walk.permutes, walk.start), default=Schedule(0, 0))
 
 
-def _in_band(
-    spec: Specification, row: Any, rows: int, column: Any, columns: int, least_offset: Any, most_offset: Any
-) -> Any:
-    """Whether some of the rows may see some of the columns, by causality and window; True where nothing is hidden."""
+def _in_band(spec: Specification, first_row: Any, last_row: Any, first_column: Any, last_column: Any) -> Any:
+    """Whether some rows may see some columns, by causality and window; True where nothing is hidden."""
     left, right = spec.band
     sees: Any = True
     if right is not None:
-        sees = column - (row + (rows - 1) + most_offset) <= right
+        sees = first_column - last_row <= right
     if left is not None:
-        sees = sees & ((row + least_offset) - (column + (columns - 1)) <= left)
+        sees = sees & (first_row - last_column <= left)
     return sees
 
 
@@ -148,8 +138,8 @@ class _Pair:
 
     def cut(self, name: str, x: Any) -> Any:
         """The pair's part of an array."""
-        for axis, start, size in () if x is None else self.parts(name):
-            x = slice_axis(x, start, size, axis)
+        for axis, start, size in self.parts(name):
+            x = _slice_axis(x, start, size, axis)
         return x
 
     def cut_rows(self, arrays: Iterable[Any]) -> Any:
@@ -168,7 +158,8 @@ class _Pair:
             least = most = spec.query_offset
             if o.query_offset is not None:
                 least, most = o.query_offset.min(), o.query_offset.max()
-            sees = _in_band(spec, self.row_position(), self.rows, self.column_position(), self.columns, least, most)
+            row, column = self.row_position(), self.column_position()
+            sees = _in_band(spec, row + least, row + (self.rows - 1) + most, column, column + (self.columns - 1))
         if o.key_lengths is not None:
             sees = sees & (self.column_position() < o.key_lengths.max())
         if o.query_lengths is not None:
@@ -179,7 +170,8 @@ class _Pair:
         """The rows against the columns, as a problem of its own."""
         o, spec = self.operands._replace(**held), self.ring.spec
         row, column = self.row_position, self.column_position
-        here = Operands(**{name: self.cut(name, x) for name, x in o._asdict().items()})
+        arrays, names = pack(o)
+        here = unpack(tuple(map(self.cut, names, arrays)), names)
         length = lambda x, start, most: None if x is None else jnp.clip(x - start(), 0, most)
         offset = None
         if spec.band != (None, None) or o.alibi_slopes is not None:  # else positions do not matter
@@ -198,8 +190,8 @@ class _Pair:
 
 def _zeros(o: Operands, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     """Sums that nothing was added to yet; they vary over devices as the operands do."""
-    acc = accumulation_dtype(o.query.dtype)
-    return compat.vary({name: jnp.zeros(shape, acc) for name, shape in shapes.items()}, compat.varying_of(o))
+    zeros = {name: jnp.zeros(shape, accumulation_dtype(o.query.dtype)) for name, shape in shapes.items()}
+    return compat.vary(zeros, compat.varying_of(o))
 
 
 def _travelling(operands: Operands) -> dict[str, Any]:
@@ -258,16 +250,13 @@ def _around(
 # --- the three passes
 
 
-def forward(ring: Ring, operands: Operands, attend: Compute) -> tuple[Array, Array, Array]:
+def forward(ring: Ring, operands: Operands, attend: Callable[..., Any]) -> tuple[Array, Array, Array]:
     """Attention of a device's rows over the columns of all devices, and maximum and sum of each row.
 
     Args:
       operands: a device's own; of bias and mask its rows with all columns, in the order in which the columns are
         stored; lengths, ranges and offsets count the whole sequence.
-      attend: `(spec, operands)` to what `blockwise.forward` returns.
-
-    Returns:
-      as `blockwise.forward`.
+      attend: `(spec, operands)` to what `blockwise.forward` returns, as this does.
     """
     o = operands
     b, t, n, _ = o.query.shape
@@ -277,7 +266,7 @@ def forward(ring: Ring, operands: Operands, attend: Compute) -> tuple[Array, Arr
         out, row_max, row_sum = attend(*pair.problem(held))
         part = partial.weighed(out, row_max, row_sum, acc)
         merged = partial.merged(pair.cut_rows(state[name] for name in names), part)
-        return {name: put_axis(state[name], x, pair.row_chunk * pair.rows, 1) for name, x in zip(names, merged)}
+        return {name: _put_axis(state[name], x, pair.row_chunk * pair.rows, 1) for name, x in zip(names, merged)}
 
     names = ("sums", "row_max", "row_sum")
     state = _zeros(o, dict(zip(names, ((b, t, n, o.value.shape[-1]), (b, t, n), (b, t, n)))))
@@ -287,19 +276,18 @@ def forward(ring: Ring, operands: Operands, attend: Compute) -> tuple[Array, Arr
 
 
 def backward(
-    ring: Ring, operands: Operands, results: Any, wanted: tuple[str, ...], cotangents: Any, transpose: Compute
+    ring: Ring, operands: Operands, results: Any, wrt: tuple[str, ...], cotangents: Any, transpose: Callable[..., Any]
 ) -> tuple[Any, ...]:
-    """Cotangents of the operands named in `wanted`: of what a device holds of them, or for arrays that serve all rows
-    its own rows' part.
+    """Cotangents of the operands `wrt`: of what a device holds of them, or for arrays that serve all rows its own
+    rows' part.
 
     Args:
-      operands: as in `forward`.
-      results: out, row_max and row_sum as `forward` gave them; cotangents: d_out and d_lse.
-      transpose: `(spec, operands, (*results, *cotangents), wanted)` to what `blockwise.backward` returns.
+      operands: as in `forward`; results: out, row_max and row_sum as it gave them; cotangents: d_out and d_lse.
+      transpose: `(spec, operands, (*results, *cotangents), wrt)` to what `blockwise.backward` returns.
     """
     o, rows = operands, (*results, *cotangents)
     acc = accumulation_dtype(o.query.dtype)
-    parts = tuple(name for name in wanted if name != "sinks")
+    parts = tuple(name for name in wrt if name != "sinks")
 
     def visit(pair: _Pair, held: Any, state: Any) -> dict[str, Array]:
         found = transpose(*pair.problem(held), pair.cut_rows(rows), parts)
@@ -308,28 +296,27 @@ def backward(
     shapes = {name: getattr(o, name).shape for name in parts}
     following = {name: shapes.pop(name) for name in parts if name in TRAVELLING}
     sums = _around(ring, o, _travelling(o), visit, _zeros(o, shapes), following)
-    if "sinks" in wanted:
+    if "sinks" in wrt:
         out, row_max, row_sum, d_out, d_lse = rows
         delta = partial.delta_of(out, d_out, d_lse, acc)
         sums["sinks"] = partial.sink_gradient(ring.spec, o, row_max, row_sum, delta)
-    return tuple(sums[name].astype(getattr(o, name).dtype) for name in wanted)
+    return tuple(sums[name].astype(getattr(o, name).dtype) for name in wrt)
 
 
 def tangent(
-    ring: Ring, operands: Operands, results: Any, wanted: tuple[str, ...], tangents: Any, differentiate: Compute
+    ring: Ring, operands: Operands, results: Any, wrt: tuple[str, ...], tangents: Any, differentiate: Callable[..., Any]
 ) -> tuple[Any, Any]:
-    """The changes of output and log-sum-exp where the operands named in `wanted` change by `tangents`.
+    """The changes of output and log-sum-exp where the operands `wrt` change by `tangents`.
 
     Both are sums over the columns once the maxima and sums of whole rows are known, so each part adds its share.
 
     Args:
-      operands: as in `forward`.
-      results: out, row_max and row_sum as `forward` gave them.
-      differentiate: `(spec, operands, results, wanted, tangents)` to what `blockwise.tangent` returns.
+      operands, results: as in `backward`.
+      differentiate: `(spec, operands, results, wrt, tangents)` to what `blockwise.tangent` returns.
     """
-    o, moving = operands, dict(zip(wanted, tangents))
+    o, moving = operands, dict(zip(wrt, tangents))
     acc = accumulation_dtype(o.query.dtype)
-    parts = tuple(name for name in wanted if name != "sinks")
+    parts = tuple(name for name in wrt if name != "sinks")
     out, row_max, row_sum = results
 
     def visit(pair: _Pair, travelling: Any, state: Any) -> dict[str, Array]:
@@ -353,12 +340,12 @@ def tangent(
 # --- parts of arrays along an axis
 
 
-def slice_axis(x: Any, start: Any, size: int, axis: int) -> Array:
+def _slice_axis(x: Any, start: Any, size: int, axis: int) -> Array:
     """`size` elements along `axis` from `start`; an axis of size 1 broadcasts and is kept."""
     return x if x.shape[axis] in (1, size) else lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def put_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
+def _put_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
     """`x` with `part` in it, from `start` on along `axis`."""
     return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, start, axis)
 
@@ -368,4 +355,4 @@ def _added(x: Any, part: Any, places: list[tuple[int, Any, int]]) -> Any:
     if not places:
         return x + part
     (axis, start, _), *others = places
-    return put_axis(x, _added(slice_axis(x, start, part.shape[axis], axis), part, others), start, axis)
+    return _put_axis(x, _added(_slice_axis(x, start, part.shape[axis], axis), part, others), start, axis)
