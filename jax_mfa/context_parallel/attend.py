@@ -57,18 +57,13 @@ def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Array, A
 
 @dataclasses.dataclass(frozen=True)
 class _RingCall:
-    """The static facts of the primitive.
-
-    Attributes:
-      names: of the operands that there are; wrt: of those that have tangents.
-      shapes: of the tangents of output and log-sum-exp.
-      maps: for each `vmap` around it the mapped axes of operands and results; tangents are mapped along the first.
-    """
+    """The static facts of the primitive."""
 
     ring: Ring
-    names: tuple[str, ...]
-    wrt: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]  # of the operands that there are
+    wrt: tuple[str, ...]  # of those that have tangents
+    shapes: tuple[tuple[int, ...], ...]  # of the tangents of output and log-sum-exp
+    # for each `vmap` around it the mapped axes of operands and results; tangents are mapped along the first
     maps: tuple[Any, ...] = ()
 
     @property
@@ -151,10 +146,8 @@ compat.register_with_shard_map(ring_tangent_p)
 
 
 def _rows_for_heads(o: Operands, axis: Any, mask_block: tuple[int, int] | None) -> Operands:
-    """Operands with a device's rows of all heads as those with all rows of a device's share of the heads.
-
-    The devices of a mesh axis exchange them (DeepSpeed Ulysses, arXiv:2309.14509, section 3).
-    """
+    """Operands with a device's rows of all heads as those with all rows of its share of the heads, over a mesh axis
+    (DeepSpeed Ulysses, arXiv:2309.14509, section 3)."""
     devices, rows = lax.psum(1, axis), o.query.shape[1]
     own_rows = {"T": rows, "t": rows // (mask_block or (1, 1))[0]}
     if o.key.shape[2] % devices:  # fewer key heads than devices are sent more than once

@@ -97,10 +97,7 @@ def sharded_decode_attention(
     checks.fits("lengths", filled, filled.shape in ((), lead), f"[B] = {list(lead)}")
     arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
-
-    def run(query: Any, key: Any, value: Any, filled: Any, arrays: Any) -> tuple[Array, Array]:
-        return _of_own_columns(axis_name, implementation, query, key, value, filled, {**static, **arrays})
-
+    run: Any = functools.partial(_of_own_columns, axis_name, implementation, static)
     if mesh is not None:
         split, whole = _split_columns("key", key, axis_name, devices), PartitionSpec()
         run = compat.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))
@@ -118,14 +115,14 @@ def _split_columns(name: str, x: Array, axis: Any, devices: int) -> PartitionSpe
 
 
 def _of_own_columns(
-    axis: Any, implementation: Any, query: Any, key: Any, value: Any, filled: Any, keywords: Any
+    axis: Any, implementation: Any, static: Any, query: Any, key: Any, value: Any, filled: Any, arrays: Any
 ) -> tuple[Array, Array]:
     """Output and log-sum-exp of all columns, of which a device holds some."""
     rows, columns, tokens, v = query.shape[:-1], key.shape[-3], query.shape[-3], value.shape[-1]
     device = lax.axis_index(axis)
     first = device * columns
     visible = {"query_offset": filled - tokens - first, "key_value_seq_lengths": jnp.clip(filled - first, 0, columns)}
-    spec, operands = specify(query, key, value, is_causal=True, **visible, **keywords)
+    spec, operands = specify(query, key, value, is_causal=True, **visible, **static, **arrays)
     acc = accumulation_dtype(operands.query.dtype)
     if 0 in (*rows, columns):  # no rows, or no columns
         return jnp.zeros((*rows, v), operands.query.dtype), jnp.full(rows, -jnp.inf, acc)

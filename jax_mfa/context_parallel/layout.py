@@ -141,21 +141,15 @@ def _reordered(x: Any, devices: int, axis: int, taken: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How sequences, batch entries and heads are split.
-
-    Attributes:
-      ring, heads: mesh axes of the ring and of the exchange of heads; None where there is none.
-      batch_axis, head_axis: mesh axes that split batch entries and heads, for the bits of dropout and whole arrays.
-      mesh: of a call with whole arrays; None within `shard_map`.
-    """
+    """How sequences, batch entries and heads are split."""
 
     function: str  # the public function that was called, for errors
-    ring: Any
-    heads: Any
+    ring: Any  # mesh axis of the ring, None for no ring
+    heads: Any  # mesh axis of the exchange of heads, likewise
     order: str = "contiguous"
-    batch_axis: Any = None
+    batch_axis: Any = None  # mesh axes that split batch entries and heads, for the bits of dropout and whole arrays
     head_axis: Any = None
-    mesh: Any = None
+    mesh: Any = None  # of a call with whole arrays; None within `shard_map`
 
     def __post_init__(self) -> None:
         check_order(self.order)

@@ -3,8 +3,8 @@
 With n devices, device i meets in turn the keys of devices i, i − 1, … (Ring Attention, arXiv:2310.01889, section 3);
 the next ones are under way while the present ones are computed with. Partial results are merged by row maximum and sum
 in float32. The backward pass sends keys and values around once more, and with them the float32 sums of their gradients:
-each part of it is computed from the output, maxima and sums of whole rows, so it is a part of the whole gradient, and
-nothing but a device's own rows is kept. Where a window or an offset is known, keys that no device sees are not sent.
+computed from the output, maxima and sums of whole rows, each part is one of the whole gradient, and nothing but a
+device's own rows is kept. Where a window or an offset is known, keys that no device sees are not sent.
 
 The function that computes one part is a parameter, since `attend` and `sharding` both run these loops.
 """
@@ -12,7 +12,7 @@ The function that computes one part is a parameter, since `attend` and `sharding
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ _OF_SCORES = tuple(name for name in Operands._fields if len({*AXES[name]} & {*"T
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Whose keys a device computes with, in turn: those of device i − start, i − start − 1, …; `hops` steps on."""
+    """Whose keys device i computes with, in turn: those of device i − start, i − start − 1, …; `hops` steps on."""
 
     start: int
     hops: int
@@ -44,21 +44,13 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The static facts of attention over a ring.
+    """The static facts of attention over a ring."""
 
-    Attributes:
-      spec: of the whole sequence.
-      axis: the mesh axis (or axes) along which the sequence is split.
-      devices: along the axis.
-      order: of the tokens, see `layout`.
-      implementation: as in `primitives.attention`.
-    """
-
-    spec: Specification
-    axis: Any
-    devices: int
-    order: str = "contiguous"
-    implementation: str | None = None
+    spec: Specification  # of the whole sequence
+    axis: Any  # the mesh axis (or axes) along which the sequence is split
+    devices: int  # along the axis
+    order: str = "contiguous"  # of the tokens, see `layout`
+    implementation: str | None = None  # as in `primitives.attention`
 
     @property
     def chunks(self) -> int:
@@ -98,18 +90,14 @@ def _in_band(spec: Specification, first_row: Any, last_row: Any, first_column: A
 class _Pair:
     """A chunk of a device's rows and a chunk of the columns that it holds at the moment.
 
-    Attributes:
-      operands: the device's own.
-      row_chunk, column_chunk: the number of each.
-      source: gives the device that the columns belong to. A function, as are positions: XLA's partitioner, of JAX 0.4,
-        takes no index of a device that nobody uses.
+    Positions are functions, for XLA's partitioner, of JAX 0.4, takes no index of a device that nobody uses.
     """
 
     ring: Ring
-    operands: Operands
-    row_chunk: Any
+    operands: Operands  # the device's own, with the keys that it holds
+    row_chunk: Any  # the number of the chunk
     column_chunk: Any
-    source: Callable[[], Any]
+    source: Callable[[], Any]  # the device that the columns belong to
 
     @property
     def rows(self) -> int:
@@ -142,10 +130,6 @@ class _Pair:
             x = _slice_axis(x, start, size, axis)
         return x
 
-    def cut_rows(self, arrays: Iterable[Any]) -> Any:
-        """The pair's rows of results, or of their cotangents."""
-        return tuple(self.cut("out", x) for x in arrays)
-
     def add(self, name: str, x: Any, part: Any) -> Any:
         """An array to whose part of this pair something is added."""
         return _added(x, part, self.parts(name))
@@ -166,9 +150,9 @@ class _Pair:
             sees = sees & (self.row_position() < o.query_lengths.max())
         return sees
 
-    def problem(self, held: dict[str, Any]) -> tuple[Specification, Operands]:
+    def problem(self) -> tuple[Specification, Operands]:
         """The rows against the columns, as a problem of its own."""
-        o, spec = self.operands._replace(**held), self.ring.spec
+        o, spec = self.operands, self.ring.spec
         row, column = self.row_position, self.column_position
         arrays, names = pack(o)
         here = unpack(tuple(map(self.cut, names, arrays)), names)
@@ -194,20 +178,13 @@ def _zeros(o: Operands, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     return compat.vary(zeros, compat.varying_of(o))
 
 
-def _travelling(operands: Operands) -> dict[str, Any]:
-    return {name: getattr(operands, name) for name in TRAVELLING if getattr(operands, name) is not None}
-
-
 def _around(
-    ring: Ring, o: Operands, travelling: Any, visit: Callable[..., Any], state: Any, following: dict[str, Any]
+    ring: Ring, o: Operands, visit: Callable[..., Any], state: Any, moving: dict[str, Any], following: dict[str, Any]
 ) -> dict[str, Array]:
-    """The state after `visit(pair, travelling, state)` of each pair of chunks that may see each other, on all devices.
+    """The state, arrays by name, after `visit(pair, moving, state)` of each pair of chunks that may see each other.
 
-    Args:
-      travelling: is sent on while it is computed with.
-      state: arrays by name.
-      following: the shapes of further sums, by name, that belong to `travelling` and follow it. They are under way
-        during a computation, whose sums are added when they have arrived.
+    Keys and values, and `moving` with them, are sent on while they are computed with. Sums of the shapes `following`
+    belong to them and follow them: they are under way during a computation, and its sums are added on arrival.
     """
     n, chunks = ring.devices, ring.chunks
     schedule = ring.schedule(o.query.shape[1], o.key.shape[1], offset_is_known=o.query_offset is None)
@@ -220,8 +197,9 @@ def _around(
         source = lambda: (lax.axis_index(ring.axis) - schedule.start - step) % n
 
         def turn(i: Any, state: Any) -> Any:
-            pair = _Pair(ring, o, i // chunks, i % chunks, source)
-            go, sees = lambda state: visit(pair, travelling, state), pair.may_see()
+            held, moving = travelling
+            pair = _Pair(ring, o._replace(**held), i // chunks, i % chunks, source)
+            go, sees = lambda state: visit(pair, moving, state), pair.may_see()
             return go(state) if sees is True else lax.cond(sees, go, lambda state: state, state)
 
         state = {**state, **_zeros(o, following)}
@@ -233,6 +211,7 @@ def _around(
         arriving = send(travelling, 1), send(passengers, 1)  # under way while this device computes
         return arriving[0], *stop(step, travelling, arriving[1], state)
 
+    travelling: Any = {name: getattr(o, name) for name in TRAVELLING if getattr(o, name) is not None}, moving
     passengers = _zeros(o, following)
     if schedule.start:
         travelling = send(travelling, schedule.start)
@@ -262,16 +241,16 @@ def forward(ring: Ring, operands: Operands, attend: Callable[..., Any]) -> tuple
     b, t, n, _ = o.query.shape
     acc = accumulation_dtype(o.query.dtype)
 
-    def visit(pair: _Pair, held: Any, state: Any) -> dict[str, Array]:
-        out, row_max, row_sum = attend(*pair.problem(held))
+    def visit(pair: _Pair, _: Any, state: Any) -> dict[str, Array]:
+        out, row_max, row_sum = attend(*pair.problem())
         part = partial.weighed(out, row_max, row_sum, acc)
-        merged = partial.merged(pair.cut_rows(state[name] for name in names), part)
+        merged = partial.merged(tuple(pair.cut("out", state[name]) for name in names), part)
         return {name: _put_axis(state[name], x, pair.row_chunk * pair.rows, 1) for name, x in zip(names, merged)}
 
     names = ("sums", "row_max", "row_sum")
     state = _zeros(o, dict(zip(names, ((b, t, n, o.value.shape[-1]), (b, t, n), (b, t, n)))))
     state["row_max"] -= np.inf  # no score yet
-    found = _around(ring, o, _travelling(o), visit, state, {})
+    found = _around(ring, o, visit, state, {}, {})
     return partial.finished(ring.spec, o, (found["sums"], found["row_max"], found["row_sum"]))
 
 
@@ -289,13 +268,13 @@ def backward(
     acc = accumulation_dtype(o.query.dtype)
     parts = tuple(name for name in wrt if name != "sinks")
 
-    def visit(pair: _Pair, held: Any, state: Any) -> dict[str, Array]:
-        found = transpose(*pair.problem(held), pair.cut_rows(rows), parts)
+    def visit(pair: _Pair, _: Any, state: Any) -> dict[str, Array]:
+        found = transpose(*pair.problem(), tuple(pair.cut("out", x) for x in rows), parts)
         return {name: pair.add(name, state[name], x.astype(acc)) for name, x in zip(parts, found)}
 
     shapes = {name: getattr(o, name).shape for name in parts}
     following = {name: shapes.pop(name) for name in parts if name in TRAVELLING}
-    sums = _around(ring, o, _travelling(o), visit, _zeros(o, shapes), following)
+    sums = _around(ring, o, visit, _zeros(o, shapes), {}, following)
     if "sinks" in wrt:
         out, row_max, row_sum, d_out, d_lse = rows
         delta = partial.delta_of(out, d_out, d_lse, acc)
@@ -319,16 +298,15 @@ def tangent(
     parts = tuple(name for name in wrt if name != "sinks")
     out, row_max, row_sum = results
 
-    def visit(pair: _Pair, travelling: Any, state: Any) -> dict[str, Array]:
-        held, moving_held = travelling
-        changes = [pair.cut(name, {**moving, **moving_held}[name]) for name in parts]
-        found = differentiate(*pair.problem(held), pair.cut_rows(results), parts, changes)
+    def visit(pair: _Pair, held: Any, state: Any) -> dict[str, Array]:
+        changes = [pair.cut(name, {**moving, **held}[name]) for name in parts]
+        found = differentiate(*pair.problem(), tuple(pair.cut("out", x) for x in results), parts, changes)
         return {name: pair.add("out", state[name], x.astype(acc)) for name, x in zip(("out", "lse"), found)}
 
     state = _zeros(o, {"out": out.shape, "lse": row_max.shape})
     if parts:
-        travelling = _travelling(o), {name: x for name, x in moving.items() if name in TRAVELLING}
-        state = _around(ring, o, travelling, visit, state, {})
+        travelling = {name: x for name, x in moving.items() if name in TRAVELLING}
+        state = _around(ring, o, visit, state, travelling, {})
     t_out, t_lse = state["out"], state["lse"]
     if "sinks" in moving:
         t_sinks = partial.per_batch_row(ring.spec, o, "sinks", acc, moving["sinks"])[:, None]
