@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Literal, Required, Unpack, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, Required, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from jax_mfa.typing import Bool, Float, Integer
 
 
+_Order = TypeVar("_Order", contravariant=True)
+_Form = TypeVar("_Form", contravariant=True)
+_Machine = TypeVar("_Machine", contravariant=True)
+
+
 class _OverDevices(api.Keywords[ArrayLike], total=False):
     """The keyword arguments that the type of a result does not depend on."""
 
@@ -42,37 +48,54 @@ class _OverDevices(api.Keywords[ArrayLike], total=False):
     implementation: Implementation | None
 
 
-class _Ring(_OverDevices, total=False):
-    order: Order
+class _Attention(Protocol[_Order, _Form, _Machine]):
+    """The type of the functions below, by the types of three keywords: `Never` where a function does not take one."""
+
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        *,
+        order: _Order = ...,
+        form: _Form = ...,
+        machine: _Machine = ...,
+        return_residual: Literal[False] = False,
+        **keywords: Unpack[_OverDevices],
+    ) -> Array: ...
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        *,
+        order: _Order = ...,
+        form: _Form = ...,
+        machine: _Machine = ...,
+        return_residual: Literal[True],
+        **keywords: Unpack[_OverDevices],
+    ) -> tuple[Array, Array]: ...
 
 
-class _ContextParallel(_Ring, total=False):
-    form: Form | None
-    machine: Machine | None
+def _of_ring(function: Callable[..., Any]) -> _Attention[Order, Never, Never]:
+    return function
 
 
-@overload
-def ring_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[False] = False,
-    **keywords: Unpack[_Ring],
-) -> Float[Array, "*B T N V"]: ...
-@overload
-def ring_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[True],
-    **keywords: Unpack[_Ring],
-) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+def _of_ulysses(function: Callable[..., Any]) -> _Attention[Never, Never, Never]:
+    return function
+
+
+def _of_all(function: Callable[..., Any]) -> _Attention[Order, Form | None, Machine | None]:
+    return function
+
+
+@_of_ring
 def ring_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -132,28 +155,7 @@ def ring_attention(
     return _call(layout, implementation, positions, arguments, return_residual)
 
 
-@overload
-def ulysses_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[False] = False,
-    **keywords: Unpack[_OverDevices],
-) -> Float[Array, "*B T N V"]: ...
-@overload
-def ulysses_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[True],
-    **keywords: Unpack[_OverDevices],
-) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+@_of_ulysses
 def ulysses_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -187,28 +189,7 @@ def ulysses_attention(
     return _call(layout, implementation, positions, arguments, return_residual)
 
 
-@overload
-def context_parallel_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[False] = False,
-    **keywords: Unpack[_ContextParallel],
-) -> Float[Array, "*B T N V"]: ...
-@overload
-def context_parallel_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[True],
-    **keywords: Unpack[_ContextParallel],
-) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+@_of_all
 def context_parallel_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
