@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Literal, Required, Unpack, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, Required, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from jax_mfa.typing import Bool, Float, Integer
 
 
+_Order = TypeVar("_Order", contravariant=True)
+_Form = TypeVar("_Form", contravariant=True)
+_Machine = TypeVar("_Machine", contravariant=True)
+
+
 class _OverDevices(api.Keywords[ArrayLike], total=False):
     """The keyword arguments that the type of a result does not depend on."""
 
@@ -42,37 +48,54 @@ class _OverDevices(api.Keywords[ArrayLike], total=False):
     implementation: Implementation | None
 
 
-class _Ring(_OverDevices, total=False):
-    order: Order
+class _Attention(Protocol[_Order, _Form, _Machine]):
+    """The type of the functions below, by the types of three keywords: `Never` where a function does not take one."""
+
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        *,
+        order: _Order = ...,
+        form: _Form = ...,
+        machine: _Machine = ...,
+        return_residual: Literal[False] = False,
+        **keywords: Unpack[_OverDevices],
+    ) -> Array: ...
+    @overload
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        *,
+        order: _Order = ...,
+        form: _Form = ...,
+        machine: _Machine = ...,
+        return_residual: Literal[True],
+        **keywords: Unpack[_OverDevices],
+    ) -> tuple[Array, Array]: ...
 
 
-class _ContextParallel(_Ring, total=False):
-    form: Form | None
-    machine: Machine | None
+def _of_ring(function: Callable[..., Any]) -> _Attention[Order, Never, Never]:
+    return function
 
 
-@overload
-def ring_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[False] = False,
-    **keywords: Unpack[_Ring],
-) -> Float[Array, "*B T N V"]: ...
-@overload
-def ring_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[True],
-    **keywords: Unpack[_Ring],
-) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+def _of_ulysses(function: Callable[..., Any]) -> _Attention[Never, Never, Never]:
+    return function
+
+
+def _of_all(function: Callable[..., Any]) -> _Attention[Order, Form | None, Machine | None]:
+    return function
+
+
+@_of_ring
 def ring_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -103,11 +126,9 @@ def ring_attention(
 
     Args:
       query: `[B, T, N, H]`, with T = all queries / devices within `shard_map`.
-      key: `[B, S, K, H]` and
-      value: `[B, S, K, V]`, likewise; S may differ from T.
-      bias: floating, broadcastable to `[B, N, T, all S]`: a device's rows, with the columns of all devices as they are
-        stored.
-      mask: bool, of such a shape.
+      key, value: `[B, S, K, H]` and `[B, S, K, V]`, likewise; S may differ from T.
+      bias, mask: floating and bool, broadcastable to `[B, N, T, all S]`: a device's rows, with the columns of all
+        devices as they are stored.
       axis_name: the mesh axis, or a tuple of axes, along which sequences are split.
       order: "contiguous", or "zigzag" for tokens brought into order by `zigzag`, which balances causal work.
       mesh: a `jax.sharding.Mesh`, for a call with whole arrays.
@@ -134,28 +155,7 @@ def ring_attention(
     return _call(layout, implementation, positions, arguments, return_residual)
 
 
-@overload
-def ulysses_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[False] = False,
-    **keywords: Unpack[_OverDevices],
-) -> Float[Array, "*B T N V"]: ...
-@overload
-def ulysses_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[True],
-    **keywords: Unpack[_OverDevices],
-) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+@_of_ulysses
 def ulysses_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -189,28 +189,7 @@ def ulysses_attention(
     return _call(layout, implementation, positions, arguments, return_residual)
 
 
-@overload
-def context_parallel_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[False] = False,
-    **keywords: Unpack[_ContextParallel],
-) -> Float[Array, "*B T N V"]: ...
-@overload
-def context_parallel_attention(
-    query: Float[ArrayLike, "*B T N H"],
-    key: Float[ArrayLike, "*B S K H"],
-    value: Float[ArrayLike, "*B S K V"],
-    bias: Float[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    mask: Bool[ArrayLike, "*#B #N #T #all_S"] | None = None,
-    *,
-    return_residual: Literal[True],
-    **keywords: Unpack[_ContextParallel],
-) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]: ...
+@_of_all
 def context_parallel_attention(
     query: Float[ArrayLike, "*B T N H"],
     key: Float[ArrayLike, "*B S K H"],
@@ -248,7 +227,7 @@ def context_parallel_attention(
     forms: tuple[Form, ...] = ("hybrid",) if isinstance(axis_name, (tuple, list)) else ("ring", "ulysses")
     if form is not None and (not isinstance(form, str) or form not in forms):
         raise ValueError(f"form must be None or one of {forms} for axis_name = {axis_name!r}, got {checks.seen(form)}")
-    Machine.of(machine)
+    machine = Machine.of(machine)
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
     layout = Layout("context_parallel_attention", ring, heads, order, batch_axis, head_axis, mesh)
     if form is None and len(forms) > 1:
@@ -269,11 +248,7 @@ def _ring_and_heads(axis_name: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSharding:
-    """How `context_parallel_attention` finds a sequence split, for callers that hold it as one value, such as modules.
-
-    Attributes:
-      axis_name, form, order, mesh, batch_axis, head_axis: as there.
-    """
+    """The keywords of `context_parallel_attention` that say how a sequence is split, for modules to hold as one."""
 
     axis_name: Any
     form: Form | None = None
@@ -308,7 +283,7 @@ class SequenceSharding:
 def _call(layout: Layout, implementation: Any, positions: Any, arguments: dict[str, Any], return_residual: bool) -> Any:
     arrays = ("query", "key", "value", "bias", "mask")
     api.refuse_unknown(layout.function, {name: x for name, x in arguments.items() if name not in arrays}, {})
-    choice.names_of(implementation)  # refuses unknown names before arrays are looked at
+    choice.names_of(implementation)  # reject unknown names before checking arrays
     layouts.refuse_quantised(layout.function, arguments)
     checks.boolean("return_residual", return_residual)
     run = _of_own_share if layout.mesh is None else _of_whole_arrays
@@ -323,7 +298,8 @@ def _of_own_share(layout: Layout, implementation: Any, positions: Any, **argumen
     spec, operands = specify(**arguments, parts=ring * heads)
     t, s = operands.query.shape[1], operands.key.shape[1]
     layout.check_lengths(ring * heads * t, ring * heads * s, spec.mask_block)
-    layout.check_heads(operands.query.shape[2], operands.key.shape[2])
+    if refusal := layouts.undivided(operands.query.shape[2], operands.key.shape[2], heads):
+        raise ValueError(f"{layout.function} exchanges heads, and {refusal}; ring_attention takes any")
     taken = decided(layout.function, implementation, spec, operands)
     operands = attend.numbered(operands, layout.batch_axis, layout.head_axis)
     out, lse = attend.attention(Ring(spec, layout.ring, ring, layout.order, taken), layout.heads, operands)
@@ -349,8 +325,8 @@ _STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate")
 
 def _of_whole_arrays(layout: Layout, implementation: Any, positions: Any, **arguments: Any) -> tuple[Array, Array]:
     """Output and log-sum-exp of whole arrays, each of which is split as its axes say."""
-    layout.sizes()  # refuses unknown axes before arrays are looked at
-    spec, _ = specify_abstract(**arguments)  # finds faults of values, which are known only here
+    layout.sizes()  # reject unknown axes before checking arrays
+    spec, _ = specify_abstract(**arguments)  # check values, which are known only here
     *lead, t, _, _ = np.shape(arguments["query"])
     layout.check_lengths(t, np.shape(arguments["key"])[-3], spec.mask_block)
     if positions is not None:
@@ -397,7 +373,7 @@ def _split(layout: Layout, name: str, lead: list[int], shape: tuple[int, ...]) -
     along = {**dict.fromkeys("Tt", layout.sequence), **dict.fromkeys("NK", layout.head_axis)}
     if operand in TRAVELLING:
         along["S"] = layout.sequence
-    whole = name in ("query", "key", "value")  # an axis that is too short there is an error, and never shared
+    whole = name in ("query", "key", "value")  # an axis of size 1 there is an error, and never shared
     sizes = shape[len(entries) :]
     entries += [along.get(letter) if size > 1 or whole else None for letter, size in zip(letters, sizes)]
     return PartitionSpec(*entries)

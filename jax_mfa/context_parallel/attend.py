@@ -27,33 +27,29 @@ from jax_mfa.problem import AXES, DIFFERENTIABLE, Operands, accumulation_dtype, 
 
 
 def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Array, Array]:
-    """A device's rows of attention over the whole sequence.
+    """A device's rows of attention over the whole sequence: output [B, T, N, V], and log-sum-exp [B, T, N].
 
     Args:
       ring: over its axis the sequence is split; with a heads_axis, each part once more along that.
       heads_axis: mesh axis over which rows are exchanged for heads; None for no exchange.
       operands: as in `ring.forward`.
-
-    Returns:
-      out: [B, T, N, V] of the query's dtype; lse: [B, T, N].
     """
     axes = compat.varying_of(operands) | compat.varying_along(ring.axis, heads_axis)
-    operands = compat.vary(operands, axes)
-    if heads_axis is None:
-        return _whole_or_ring(ring, operands)
-    out, lse = _whole_or_ring(ring, _rows_for_heads(operands, heads_axis, ring.spec.mask_block))
-    back = functools.partial(lax.all_to_all, axis_name=heads_axis, split_axis=1, concat_axis=2, tiled=True)
-    return back(out), back(lse)
-
-
-def _whole_or_ring(ring: Ring, o: Operands) -> tuple[Array, Array]:
+    o = compat.vary(operands, axes)
+    if heads_axis is not None:
+        o = _rows_for_heads(o, heads_axis, ring.spec.mask_block)
     b, t, n, _ = o.query.shape
     if 0 in (b, t, n, o.key.shape[1]):  # no rows, or no columns
-        acc = accumulation_dtype(o.query.dtype)
-        return jnp.zeros((b, t, n, o.value.shape[-1]), o.query.dtype), jnp.full((b, t, n), -np.inf, acc)
-    attend = functools.partial(primitives.attention, implementation=ring.implementation)
-    out, row_max, row_sum = _ring_attention(ring, o) if ring.devices > 1 else attend(ring.spec, o)
-    return out, partial.log_sum_exp(row_max, row_sum)
+        out = jnp.zeros((b, t, n, o.value.shape[-1]), o.query.dtype)
+        lse = jnp.full((b, t, n), -np.inf, accumulation_dtype(o.query.dtype))
+    else:
+        alone = ring.devices == 1
+        results = primitives.attention(ring.spec, o, ring.implementation) if alone else _ring_attention(ring, o)
+        out, lse = results[0], partial.log_sum_exp(*results[1:])
+    if heads_axis is None:
+        return out, lse
+    back = functools.partial(lax.all_to_all, axis_name=heads_axis, split_axis=1, concat_axis=2, tiled=True)
+    return back(out), back(lse)
 
 
 # --- the ring's derivatives
@@ -61,16 +57,13 @@ def _whole_or_ring(ring: Ring, o: Operands) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _RingCall:
-    """The static facts of the primitive.
-
-    Attributes:
-      names: of the operands that there are; wanted: of those that have tangents.
-      maps: for each `vmap` around it the mapped axes of operands and results; tangents are mapped along the first.
-    """
+    """The static facts of the primitive."""
 
     ring: Ring
-    names: tuple[str, ...]
-    wanted: tuple[str, ...]
+    names: tuple[str, ...]  # of the operands that there are
+    wrt: tuple[str, ...]  # of those that have tangents
+    shapes: tuple[tuple[int, ...], ...]  # of the tangents of output and log-sum-exp
+    # for each `vmap` around it the mapped axes of operands and results; tangents are mapped along the first
     maps: tuple[Any, ...] = ()
 
     @property
@@ -85,7 +78,7 @@ class _RingCall:
         def one(*arrays: Array) -> Any:
             n, known = len(self.names), self.known
             operands, results, others = unpack(arrays[:n], self.names), arrays[n:known], arrays[known:]
-            return walk(self.ring, operands, results, self.wanted, others, compute)
+            return walk(self.ring, operands, results, self.wrt, others, compute)
 
         for dims in self.maps:
             one = jax.vmap(one, in_axes=(*dims, *(0,) * (len(arrays) - self.known)))
@@ -103,13 +96,13 @@ def _ring_jvp(ring: Ring, primals: Any, tangents: Any) -> tuple[tuple[Any, ...],
     (operands,), (moving,) = primals, tangents
     results = _ring_attention(ring, operands)
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, primitives.RESIDUAL_NAMES))
-    wanted = tuple(name for name in DIFFERENTIABLE if getattr(moving, name) is not None)
+    wrt = tuple(name for name in DIFFERENTIABLE if getattr(moving, name) is not None)
     arrays, names = pack(operands)
-    arrays = compat.vary_alike((*arrays, *results, *(getattr(moving, name) for name in wanted)))
-    t_out, t_lse = ring_tangent_p.bind(*arrays, call=_RingCall(ring, names, wanted))
+    arrays = compat.vary_alike((*arrays, *results, *(getattr(moving, name) for name in wrt)))
+    call = _RingCall(ring, names, wrt, tuple(x.shape for x in results[:2]))
     zeros = jnp.zeros_like(results[2])
     zeros = jnp.where(results[2] == 0, zeros, zeros)  # `shard_map` sees them vary as the sums do
-    return results, (t_out, t_lse, zeros)
+    return results, (*ring_tangent_p.bind(*arrays, call=call), zeros)
 
 
 def _tangent(*arrays: Array, call: _RingCall) -> Any:
@@ -118,32 +111,26 @@ def _tangent(*arrays: Array, call: _RingCall) -> Any:
 
 def _transpose(cotangents: Any, *arrays: Array, call: _RingCall) -> list[Any]:
     n = call.known
-    linear = tuple(name for name, x in zip(call.wanted, arrays[n:]) if ad.is_undefined_primal(x))
+    linear = tuple(name for name, x in zip(call.wrt, arrays[n:]) if ad.is_undefined_primal(x))
     arrays = compat.vary_alike((*arrays[:n], *(ad.instantiate_zeros(x) for x in cotangents)))
-    found = dataclasses.replace(call, wanted=linear).run(rings.backward, primitives.attention_bwd, *arrays)
-    return [None] * n + [dict(zip(linear, found)).get(name) for name in call.wanted]
+    found = dataclasses.replace(call, wrt=linear).run(rings.backward, primitives.attention_bwd, *arrays)
+    return [None] * n + [dict(zip(linear, found)).get(name) for name in call.wrt]
 
 
 def _batching(arrays: Any, dims: Any, *, call: _RingCall) -> tuple[Any, tuple[int, int]]:
     n = call.known
     size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
     tangents = [primitives.mapped_in_front(x, d, size) for x, d in zip(arrays[n:], dims[n:])]
-    call = dataclasses.replace(call, maps=(*call.maps, tuple(dims[:n])))
+    shapes = tuple((size, *shape) for shape in call.shapes)
+    call = dataclasses.replace(call, shapes=shapes, maps=(*call.maps, tuple(dims[:n])))
     return ring_tangent_p.bind(*arrays[:n], *tangents, call=call), (0, 0)
 
 
-def _shapes(*avals: Any, call: _RingCall) -> tuple[Any, Any]:
-    def of_result(i: int) -> Any:
-        shape = list(avals[i].shape)
-        for dims in reversed(call.maps):
-            if dims[i] is not None:
-                del shape[dims[i]]
-        return avals[i].update(shape=(*avals[-1].shape[: len(call.maps)], *shape), weak_type=False)
-
-    return of_result(len(call.names)), of_result(len(call.names) + 1)
+def _shapes(*avals: Any, call: _RingCall) -> list[Any]:
+    return [x.update(shape=shape, weak_type=False) for x, shape in zip(avals[len(call.names) :], call.shapes)]
 
 
-# (operands, results, tangents of the wanted operands) → tangents of (out, lse)
+# (operands, results, tangents of the operands `wrt`) → tangents of (out, lse)
 ring_tangent_p = Primitive("jax_mfa_ring_tangent")
 ring_tangent_p.multiple_results = True
 ring_tangent_p.def_impl(_tangent)
@@ -159,10 +146,8 @@ compat.register_with_shard_map(ring_tangent_p)
 
 
 def _rows_for_heads(o: Operands, axis: Any, mask_block: tuple[int, int] | None) -> Operands:
-    """Operands with a device's rows of all heads as those with all rows of a device's share of the heads.
-
-    The devices of a mesh axis exchange them (DeepSpeed Ulysses, arXiv:2309.14509, section 3).
-    """
+    """Operands with a device's rows of all heads as those with all rows of its share of the heads, over a mesh axis
+    (DeepSpeed Ulysses, arXiv:2309.14509, section 3)."""
     devices, rows = lax.psum(1, axis), o.query.shape[1]
     own_rows = {"T": rows, "t": rows // (mask_block or (1, 1))[0]}
     if o.key.shape[2] % devices:  # fewer key heads than devices are sent more than once

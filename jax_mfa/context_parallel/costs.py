@@ -47,12 +47,6 @@ class Sizes:
         until = t * s if right is None else _sum_of_minima(t, s, right + 1)
         return max(until - before, 0) / max(t * s, 1)
 
-    def operations(self, backward: bool = False) -> float:
-        """Of all devices together: two for each multiply-add of two products, backward of five, as in `blockwise`."""
-        h, v = self.head_size, self.value_size
-        sizes = 3 * h + 2 * v if backward else h + v
-        return 2.0 * self.batch * self.heads * self.rows * self.columns * sizes * self.visible
-
 
 def _sum_of_minima(rows: int, columns: int, shift: int) -> int:
     """Σ over t < rows of t + shift, kept within 0..columns: the columns before position t + shift, over all rows."""
@@ -66,20 +60,16 @@ def _sum_of_minima(rows: int, columns: int, shift: int) -> int:
 class Cost:
     """What one device sends, keeps and computes.
 
-    Attributes:
-      forward_bytes, backward_bytes: sent.
-      forward_memory, backward_memory: bytes that are kept in a pass forward, and forward and back: arguments, results,
-        arriving keys and float32 sums, and the float32 layouts of `blockwise`; its tiles of scores come on top.
-      steps: stops of the keys; 1 without a ring.
-      balance: how much longer the busiest device of a step computes than the mean of all.
+    Memory is that of a pass forward, and forward and back: arguments, results, arriving keys and float32 sums, and the
+    float32 layouts of `blockwise`; its tiles of scores come on top.
     """
 
-    forward_bytes: float
+    forward_bytes: float  # sent
     backward_bytes: float
     forward_memory: float
     backward_memory: float
-    steps: int
-    balance: float
+    steps: int  # stops of the keys; 1 without a ring
+    balance: float  # how much longer the busiest device of a step computes than the mean of all
 
 
 def cost(problem: Sizes, ring_devices: int, heads_devices: int = 1, order: str = "contiguous") -> Cost:
@@ -121,21 +111,15 @@ def cost(problem: Sizes, ring_devices: int, heads_devices: int = 1, order: str =
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a time on paper depends on. The figures are assumptions, not measurements.
+    """What a time on paper depends on. The figures are assumptions, not measurements."""
 
-    Attributes:
-      operations: per second that attention reaches on one device.
-      bytes_per_second: that one device sends while it receives as many.
-      latency: seconds of a message.
-    """
-
-    operations: float = 1e13
-    bytes_per_second: float = 1.25e9
-    latency: float = 1e-4
+    operations: float = 1e13  # per second that attention reaches on one device
+    bytes_per_second: float = 1.25e9  # that one device sends while it receives as many
+    latency: float = 1e-4  # seconds of a message
 
     @classmethod
     def of(cls, machine: Any) -> Machine:
-        """The machine, by default the usual one. Raises `TypeError` for anything else."""
+        """The machine; that of the default figures for None. Raises `TypeError` for anything else."""
         if not isinstance(machine, (cls, type(None))):
             raise TypeError(f"machine must be None or a Machine, got {checks.seen(machine)}")
         return machine or cls()
@@ -145,7 +129,11 @@ def seconds(
     problem: Sizes, cost: Cost, devices: int, exchanges: bool, machine: Machine, backward: bool = False
 ) -> float:
     """Time of one pass: keys that travel a ring hide behind arithmetic, an exchange of heads does not."""
-    compute = problem.operations(backward) / devices * cost.balance / machine.operations
+    p, h, v = problem, problem.head_size, problem.value_size
+    # two operations for each multiply-add of two products, backward of five, as in `blockwise`
+    sizes = 3 * h + 2 * v if backward else h + v
+    operations = 2.0 * p.batch * p.heads * p.rows * p.columns * sizes * p.visible
+    compute = operations / devices * cost.balance / machine.operations
     sent = cost.backward_bytes if backward else cost.forward_bytes
     messages = (cost.steps - 1 + 4 * exchanges) * machine.latency
     transfer = sent / machine.bytes_per_second + messages
@@ -165,17 +153,11 @@ def human(size: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FormChoice:
-    """Which form is taken over a number of devices, and why not another.
-
-    Attributes:
-      form: the one taken.
-      devices: (of the ring, of the exchange of heads).
-      reasons: for each form its verdict in one line.
-    """
+    """Which form is taken over a number of devices, and why not another."""
 
     form: Form
-    devices: tuple[int, int]
-    reasons: dict[str, str]
+    devices: tuple[int, int]  # of the ring, of the exchange of heads
+    reasons: dict[str, str]  # for each form its verdict in one line
 
     def __str__(self) -> str:
         return "\n".join(f"{'->' if name == self.form else '  '} {name}: {why}" for name, why in self.reasons.items())
@@ -184,10 +166,7 @@ class FormChoice:
 def choose(problem: Sizes, devices: int, order: str, machine: Machine, heads_devices: int | None = None) -> FormChoice:
     """The form that is done first on paper, forward and backward.
 
-    Args:
-      devices: all that the sequence is split over.
-      order: of the tokens; an exchange of heads alone takes none but the contiguous one.
-      heads_devices: how many of them are on a mesh axis of their own for heads; then both axes are used.
+    With `heads_devices`, so many of the devices are on a mesh axis of their own for heads, and both axes are used.
     """
     candidates: dict[Form, tuple[int, int]] = {"ring": (devices, 1), "ulysses": (1, devices)}
     if heads_devices is not None:
@@ -251,14 +230,14 @@ def explain_context_parallel(
     return choose(_sizes(spec, operands), devices, order, Machine.of(machine), heads_devices)
 
 
-def chosen(arguments: dict[str, Any], layout: layouts.Layout, machine: Machine | None) -> FormChoice:
+def chosen(arguments: dict[str, Any], layout: layouts.Layout, machine: Machine) -> FormChoice:
     """The form over the axis of a ring, for what a device holds, or with a mesh for whole arrays."""
     layouts.refuse_quantised(layout.function, arguments)
     batch, heads, devices, _ = layout.sizes()
     parts = devices if layout.mesh is None else 1
     spec, operands = specify(**{name: x for name, x in arguments.items() if x is not None}, parts=parts)
     problem = _sizes(spec, operands, parts, *((1, 1) if layout.mesh is None else (batch, heads)))
-    return choose(problem, devices, layout.order, Machine.of(machine))
+    return choose(problem, devices, layout.order, machine)
 
 
 def _sizes(spec: Specification, o: Operands, parts: int = 1, batch_parts: int = 1, head_parts: int = 1) -> Sizes:

@@ -74,18 +74,13 @@ def sharded_decode_attention(
       key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest entries. Within `shard_map` a
         device's columns; with `mesh` whole arrays.
       lengths: integers `[B]` (or one for all), how many entries of the whole cache are filled.
-      axis_name: the mesh axis, or a tuple of axes.
-      mesh: a `jax.sharding.Mesh`, for a call with whole arrays.
+      axis_name, mesh: as in `ring_attention`.
       implementation, return_residual: as in `decode_attention`.
       **keywords: scale, local_window_size, logits_soft_cap, alibi_slopes, sinks, dropout_rate and dropout_seed, as in
         `dot_product_attention`.
 
-    Returns:
-      `[B, T, N, V]` of the query's dtype; with `return_residual` also the log-sum-exp, `[B, T, N]` float32 (float64).
-
-    Raises:
-      ValueError, TypeError: as `decode_attention`; also for an axis that is not there, or a cache that does not divide.
-      NotImplementedError: where a named implementation cannot run the call.
+    Returns, Raises:
+      as `decode_attention`; also ValueError for an axis that is not there, or a cache that does not divide.
     """
     for name in sorted(keywords.keys() - _TAKEN):
         raise TypeError(f"sharded_decode_attention() got an unexpected keyword argument {name!r}: it takes {_TAKEN}")
@@ -102,10 +97,7 @@ def sharded_decode_attention(
     checks.fits("lengths", filled, filled.shape in ((), lead), f"[B] = {list(lead)}")
     arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
-
-    def run(query: Any, key: Any, value: Any, filled: Any, arrays: Any) -> tuple[Array, Array]:
-        return _of_own_columns(axis_name, implementation, query, key, value, filled, {**static, **arrays})
-
+    run: Any = functools.partial(_of_own_columns, axis_name, implementation, static)
     if mesh is not None:
         split, whole = _split_columns("key", key, axis_name, devices), PartitionSpec()
         run = compat.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))
@@ -123,14 +115,14 @@ def _split_columns(name: str, x: Array, axis: Any, devices: int) -> PartitionSpe
 
 
 def _of_own_columns(
-    axis: Any, implementation: Any, query: Any, key: Any, value: Any, filled: Any, keywords: Any
+    axis: Any, implementation: Any, static: Any, query: Any, key: Any, value: Any, filled: Any, arrays: Any
 ) -> tuple[Array, Array]:
     """Output and log-sum-exp of all columns, of which a device holds some."""
     rows, columns, tokens, v = query.shape[:-1], key.shape[-3], query.shape[-3], value.shape[-1]
     device = lax.axis_index(axis)
     first = device * columns
     visible = {"query_offset": filled - tokens - first, "key_value_seq_lengths": jnp.clip(filled - first, 0, columns)}
-    spec, operands = specify(query, key, value, is_causal=True, **visible, **keywords)
+    spec, operands = specify(query, key, value, is_causal=True, **visible, **static, **arrays)
     acc = accumulation_dtype(operands.query.dtype)
     if 0 in (*rows, columns):  # no rows, or no columns
         return jnp.zeros((*rows, v), operands.query.dtype), jnp.full(rows, -jnp.inf, acc)
@@ -138,7 +130,11 @@ def _of_own_columns(
         operands = operands._replace(dropout=counted_from(operands.dropout, column=first))
     taken = decided("sharded_decode_attention", implementation, spec, operands)
     out, row_max, row_sum = primitives.attention(spec, operands._replace(sinks=None), taken)
-    sums, row_max, row_sum = partial.weighed(*_differentiable(out, row_max, row_sum), acc)
+    # sums that have the derivative of the log-sum-exp; else maximum and sum of a row have none
+    lse = partial.log_sum_exp(row_max, row_sum)
+    lse = jnp.where(jnp.isfinite(lse), lse, 0)
+    row_max, row_sum = lax.stop_gradient((row_max, row_sum))
+    sums, row_max, row_sum = partial.weighed(out, row_max, row_sum * jnp.exp(lse - lax.stop_gradient(lse)), acc)
     # maximum and sum beside the sums of values, in a place for each device: one all-reduce gathers all
     own = jnp.concatenate([sums, row_max[..., None], row_sum[..., None]], axis=-1)[None]
     places = jnp.zeros((axis_size(axis, "axis_name"), *own.shape[1:]), own.dtype)
@@ -146,13 +142,6 @@ def _of_own_columns(
     parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in places]
     out, row_max, row_sum = partial.finished(spec, operands, functools.reduce(partial.merged, parts))
     return out[..., :v].reshape(*rows, v), (row_max + jnp.log(row_sum)).reshape(rows)
-
-
-def _differentiable(out: Array, row_max: Array, row_sum: Array) -> tuple[Array, Array, Array]:
-    """A partial result whose sums have the derivative of the log-sum-exp; else maximum and sum of a row have none."""
-    lse = partial.log_sum_exp(row_max, row_sum)
-    lse = jnp.where(jnp.isfinite(lse), lse, 0)
-    return out, lax.stop_gradient(row_max), lax.stop_gradient(row_sum) * jnp.exp(lse - lax.stop_gradient(lse))
 
 
 def sharded_append(
@@ -170,16 +159,11 @@ def sharded_append(
     Args:
       key_cache, value_cache: `[B, S, K, H]` and `[B, S, K, V]`; within `shard_map` a device's columns, with `mesh`
         whole arrays.
-      lengths: integers `[B]` (or one for all): how many tokens each batch entry's cache was given so far.
-      key, value: `[B, T, K, H]` and `[B, T, K, V]`, the new tokens; the same on every device.
+      lengths, key, value: as there; the same on every device.
       axis_name, mesh: as in `sharded_decode_attention`.
 
-    Returns:
-      key_cache, value_cache: as they were, but for the columns of the new tokens.
-      lengths: `lengths + T`, int32 `[B]`.
-
-    Raises:
-      ValueError, TypeError: as `cache.append`; also for an axis that is not there, and a cache that does not divide.
+    Returns, Raises:
+      as `cache.append`; also ValueError for an axis that is not there, and a cache that does not divide.
     """
     arrays = cache.checked_arrays(key_cache, value_cache, key, value)
     columns, devices = arrays[0].shape[-3], axis_size(axis_name, "axis_name", mesh)

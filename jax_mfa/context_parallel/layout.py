@@ -8,9 +8,10 @@ times the work of the first. *zigzag*: of 2n parts device i holds parts i and 2n
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from jax_mfa.typing import Shaped
 
 Order: TypeAlias = Literal["contiguous", "zigzag"]
-ORDERS: tuple[str, ...] = ("contiguous", "zigzag")
+ORDERS: tuple[str, ...] = get_args(Order)
 
 
 # --- axes of a mesh
@@ -43,9 +44,7 @@ def names_of(axis: Any, argument: str) -> tuple[Any, ...]:
 def axis_size(axis: Any, argument: str, mesh: Any = None) -> int:
     """How many devices a mesh axis, or several together, has: of a mesh, or by default where this is traced.
 
-    Raises:
-      TypeError: where the axis has no name, or the mesh is none.
-      ValueError: naming the `argument`, where no such axis is there.
+    Raises `TypeError` for no name or no mesh, and `ValueError`, naming the `argument`, where no such axis is there.
     """
     if mesh is not None and not isinstance(getattr(mesh, "shape", None), Mapping):
         raise TypeError(f"mesh must be a jax.sharding.Mesh or None, got {checks.seen(mesh)}")
@@ -142,23 +141,15 @@ def _reordered(x: Any, devices: int, axis: int, taken: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How sequences, batch entries and heads are split.
+    """How sequences, batch entries and heads are split."""
 
-    Attributes:
-      function: the public function that was called, for errors.
-      ring: mesh axis of the ring, None for no ring; heads: mesh axis of the exchange, likewise.
-      order: of the tokens along the ring.
-      batch_axis, head_axis: mesh axes that split batch entries and heads, for the bits of dropout and whole arrays.
-      mesh: of a call with whole arrays; None within `shard_map`.
-    """
-
-    function: str
-    ring: Any
-    heads: Any
+    function: str  # the public function that was called, for errors
+    ring: Any  # mesh axis of the ring, None for no ring
+    heads: Any  # mesh axis of the exchange of heads, likewise
     order: str = "contiguous"
-    batch_axis: Any = None
+    batch_axis: Any = None  # mesh axes that split batch entries and heads, for the bits of dropout and whole arrays
     head_axis: Any = None
-    mesh: Any = None
+    mesh: Any = None  # of a call with whole arrays; None within `shard_map`
 
     def __post_init__(self) -> None:
         check_order(self.order)
@@ -178,10 +169,7 @@ class Layout:
         return tuple(name for axis in axes for name in names_of(axis, "axis_name"))
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """How many devices split batch entries, heads, the ring and the exchange of heads; 1 where nothing does.
-
-        Raises `ValueError` where an axis is not there, see `axis_size`.
-        """
+        """How many devices split batch entries, heads, the ring and the exchange of heads; raises as `axis_size`."""
         along = lambda axis, argument: 1 if axis is None else axis_size(axis, argument, self.mesh)
         batch, heads = along(self.batch_axis, "batch_axis"), along(self.head_axis, "head_axis")
         return batch, heads, along(self.ring, "axis_name"), along(self.heads, "axis_name")
@@ -218,30 +206,24 @@ class Layout:
                     f"the length of {name} must be a multiple of {devices * chunks} (devices{runs}), got "
                     f"{'T' if name == 'query' else 'S'} = {size}: pad it, and give {lengths}"
                 )
-        if mask_block is None:
-            return
         rows = math.gcd(t // devices, t // (ring * chunks)) if devices > 1 else 0
         columns = s // (ring * chunks) if ring > 1 else 0
-        for name, part, block in (("query", rows, mask_block[0]), ("key", columns, mask_block[1])):
+        blocks = mask_block or (1, 1)
+        for name, part, block in zip(("query", "key"), (rows, columns), blocks):
             if part % block:
                 raise ValueError(
                     f"block_mask must have blocks that no part of {name} cuts through: parts have {part} tokens, "
-                    f"blocks are {list(mask_block)}"
+                    f"blocks are {list(blocks)}"
                 )
-
-    def check_heads(self, heads: int, key_heads: int) -> None:
-        if refusal := undivided(heads, key_heads, self.sizes()[3]):
-            raise ValueError(f"{self.function} exchanges heads, and {refusal}; ring_attention takes any")
 
     def check_that_keys_are_split(self, arrays: Mapping[str, Any]) -> None:
         """Refuses a query, key or value that `shard_map` knows to be the same on all devices."""
         known = compat.varying_along(self.sequence[0])
-        for name in ("query", "key", "value"):
-            missing = [axis for axis in self.sequence if known and axis not in compat.varying_of(arrays[name])]
-            if missing:
+        for name, axis in itertools.product(("query", "key", "value"), self.sequence):
+            if known and axis not in compat.varying_of(arrays[name]):
                 raise ValueError(
-                    f"{name} must be split along the mesh axis {missing[0]!r}, of which each device holds its part; it "
-                    "is the same on all of them"
+                    f"{name} must be split along the mesh axis {axis!r}, of which each device holds its part; it is "
+                    "the same on all of them"
                 )
 
 

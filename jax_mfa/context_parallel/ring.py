@@ -3,18 +3,17 @@
 With n devices, device i meets in turn the keys of devices i, i − 1, … (Ring Attention, arXiv:2310.01889, section 3);
 the next ones are under way while the present ones are computed with. Partial results are merged by row maximum and sum
 in float32. The backward pass sends keys and values around once more, and with them the float32 sums of their gradients:
-each part of it is computed from the output, maxima and sums of whole rows, so it is a part of the whole gradient, and
-nothing but a device's own rows is kept. Where a window or an offset is known, keys that no device sees are not sent.
+computed from the output, maxima and sums of whole rows, each part is one of the whole gradient, and nothing but a
+device's own rows is kept. Where a window or an offset is known, keys that no device sees are not sent.
 
-Here are the loops alone. The function that computes one part is a parameter, for `primitives` and `sharding` both run
-these loops.
+The function that computes one part is a parameter, since `attend` and `sharding` both run these loops.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,7 @@ from jax import Array, lax
 
 from jax_mfa import compat, partial
 from jax_mfa.context_parallel import layout as layouts
-from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, counted_from
-
-Compute: TypeAlias = Callable[..., Any]  # attention of some rows and columns, or a derivative; each pass says which
+from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, counted_from, pack, unpack
 
 TRAVELLING = ("key", "value", "key_segment_ids")  # operands that are sent around
 # operands with a device's rows and the columns of all: bias and masks
@@ -34,7 +31,7 @@ _OF_SCORES = tuple(name for name in Operands._fields if len({*AXES[name]} & {*"T
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Whose keys a device computes with, in turn: those of device i − start, i − start − 1, …; `hops` steps on."""
+    """Whose keys device i computes with, in turn: those of device i − start, i − start − 1, …; `hops` steps on."""
 
     start: int
     hops: int
@@ -47,21 +44,13 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The static facts of attention over a ring.
+    """The static facts of attention over a ring."""
 
-    Attributes:
-      spec: of the whole sequence.
-      axis: the mesh axis (or axes) along which the sequence is split.
-      devices: along the axis.
-      order: of the tokens, see `layout`.
-      implementation: as in `primitives.attention`.
-    """
-
-    spec: Specification
-    axis: Any
-    devices: int
-    order: str = "contiguous"
-    implementation: str | None = None
+    spec: Specification  # of the whole sequence
+    axis: Any  # the mesh axis (or axes) along which the sequence is split
+    devices: int  # along the axis
+    order: str = "contiguous"  # of the tokens, see `layout`
+    implementation: str | None = None  # as in `primitives.attention`
 
     @property
     def chunks(self) -> int:
@@ -72,35 +61,28 @@ class Ring:
         return layouts.chunk_index(self.order, self.devices, device, chunk) * size
 
     def schedule(self, rows: int, columns: int, offset_is_known: bool = True) -> Schedule:
-        """The shortest walk over the devices whose keys some device may see, as far as that is known.
-
-        Args:
-          rows, columns: tokens of queries and keys on each device.
-        """
+        """The shortest walk over the devices whose keys some device may see, of so many rows and columns on each."""
         n = self.devices
         if not offset_is_known or self.spec.band == (None, None):
             return Schedule(0, n - 1)
         rows, columns = rows // self.chunks, columns // self.chunks
         index, chunk = np.arange(n, dtype=np.int64)[:, None], np.arange(self.chunks)[None]
-        first_row = self.start_of(index, chunk, rows)[..., None, None]
-        first_column = self.start_of(index, chunk, columns)[None, None]
-        offset = self.spec.query_offset
-        meets = np.asarray(_in_band(self.spec, first_row, rows, first_column, columns, offset, offset)).any((1, 3))
+        row = self.start_of(index, chunk, rows)[..., None, None] + self.spec.query_offset
+        column = self.start_of(index, chunk, columns)[None, None]
+        meets = _in_band(self.spec, row, row + rows - 1, column, column + columns - 1).any((1, 3))
         distances = {int(i - j) % n for i, j in zip(*np.nonzero(meets))}
         walks = [Schedule(start, max((d - start) % n for d in distances)) for start in {0, *distances} if distances]
         return min(walks, key=lambda walk: (walk.permutes, walk.start), default=Schedule(0, 0))
 
 
-def _in_band(
-    spec: Specification, row: Any, rows: int, column: Any, columns: int, least_offset: Any, most_offset: Any
-) -> Any:
-    """Whether some of the rows may see some of the columns, by causality and window; True where nothing is hidden."""
+def _in_band(spec: Specification, first_row: Any, last_row: Any, first_column: Any, last_column: Any) -> Any:
+    """Whether some rows may see some columns, by causality and window; True where nothing is hidden."""
     left, right = spec.band
     sees: Any = True
     if right is not None:
-        sees = column - (row + (rows - 1) + most_offset) <= right
+        sees = first_column - last_row <= right
     if left is not None:
-        sees = sees & ((row + least_offset) - (column + (columns - 1)) <= left)
+        sees = sees & (first_row - last_column <= left)
     return sees
 
 
@@ -108,18 +90,14 @@ def _in_band(
 class _Pair:
     """A chunk of a device's rows and a chunk of the columns that it holds at the moment.
 
-    Attributes:
-      operands: the device's own.
-      row_chunk, column_chunk: the number of each.
-      source: gives the device that the columns belong to. A function, as are positions: XLA's partitioner, of JAX 0.4,
-        takes no index of a device that nobody uses.
+    Positions are functions, for XLA's partitioner, of JAX 0.4, takes no index of a device that nobody uses.
     """
 
     ring: Ring
-    operands: Operands
-    row_chunk: Any
+    operands: Operands  # the device's own, with the keys that it holds
+    row_chunk: Any  # the number of the chunk
     column_chunk: Any
-    source: Callable[[], Any]
+    source: Callable[[], Any]  # the device that the columns belong to
 
     @property
     def rows(self) -> int:
@@ -148,13 +126,9 @@ class _Pair:
 
     def cut(self, name: str, x: Any) -> Any:
         """The pair's part of an array."""
-        for axis, start, size in () if x is None else self.parts(name):
-            x = slice_axis(x, start, size, axis)
+        for axis, start, size in self.parts(name):
+            x = _slice_axis(x, start, size, axis)
         return x
-
-    def cut_rows(self, arrays: Iterable[Any]) -> Any:
-        """The pair's rows of results, or of their cotangents."""
-        return tuple(self.cut("out", x) for x in arrays)
 
     def add(self, name: str, x: Any, part: Any) -> Any:
         """An array to whose part of this pair something is added."""
@@ -168,18 +142,20 @@ class _Pair:
             least = most = spec.query_offset
             if o.query_offset is not None:
                 least, most = o.query_offset.min(), o.query_offset.max()
-            sees = _in_band(spec, self.row_position(), self.rows, self.column_position(), self.columns, least, most)
+            row, column = self.row_position(), self.column_position()
+            sees = _in_band(spec, row + least, row + (self.rows - 1) + most, column, column + (self.columns - 1))
         if o.key_lengths is not None:
             sees = sees & (self.column_position() < o.key_lengths.max())
         if o.query_lengths is not None:
             sees = sees & (self.row_position() < o.query_lengths.max())
         return sees
 
-    def problem(self, held: dict[str, Any]) -> tuple[Specification, Operands]:
+    def problem(self) -> tuple[Specification, Operands]:
         """The rows against the columns, as a problem of its own."""
-        o, spec = self.operands._replace(**held), self.ring.spec
+        o, spec = self.operands, self.ring.spec
         row, column = self.row_position, self.column_position
-        here = Operands(**{name: self.cut(name, x) for name, x in o._asdict().items()})
+        arrays, names = pack(o)
+        here = unpack(tuple(map(self.cut, names, arrays)), names)
         length = lambda x, start, most: None if x is None else jnp.clip(x - start(), 0, most)
         offset = None
         if spec.band != (None, None) or o.alibi_slopes is not None:  # else positions do not matter
@@ -198,24 +174,17 @@ class _Pair:
 
 def _zeros(o: Operands, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     """Sums that nothing was added to yet; they vary over devices as the operands do."""
-    acc = accumulation_dtype(o.query.dtype)
-    return compat.vary({name: jnp.zeros(shape, acc) for name, shape in shapes.items()}, compat.varying_of(o))
-
-
-def _travelling(operands: Operands) -> dict[str, Any]:
-    return {name: getattr(operands, name) for name in TRAVELLING if getattr(operands, name) is not None}
+    zeros = {name: jnp.zeros(shape, accumulation_dtype(o.query.dtype)) for name, shape in shapes.items()}
+    return compat.vary(zeros, compat.varying_of(o))
 
 
 def _around(
-    ring: Ring, o: Operands, travelling: Any, visit: Callable[..., Any], state: Any, following: dict[str, Any]
+    ring: Ring, o: Operands, visit: Callable[..., Any], state: Any, moving: dict[str, Any], following: dict[str, Any]
 ) -> dict[str, Array]:
-    """The state after `visit(pair, travelling, state)` of each pair of chunks that may see each other, on all devices.
+    """The state, arrays by name, after `visit(pair, moving, state)` of each pair of chunks that may see each other.
 
-    Args:
-      travelling: is sent on while it is computed with.
-      state: arrays by name.
-      following: the shapes of further sums, by name, that belong to `travelling` and follow it. They are under way
-        during a computation, whose sums are added when they have arrived.
+    Keys and values, and `moving` with them, are sent on while they are computed with. Sums of the shapes `following`
+    belong to them and follow them: they are under way during a computation, and its sums are added on arrival.
     """
     n, chunks = ring.devices, ring.chunks
     schedule = ring.schedule(o.query.shape[1], o.key.shape[1], offset_is_known=o.query_offset is None)
@@ -228,8 +197,9 @@ def _around(
         source = lambda: (lax.axis_index(ring.axis) - schedule.start - step) % n
 
         def turn(i: Any, state: Any) -> Any:
-            pair = _Pair(ring, o, i // chunks, i % chunks, source)
-            go, sees = lambda state: visit(pair, travelling, state), pair.may_see()
+            held, moving = travelling
+            pair = _Pair(ring, o._replace(**held), i // chunks, i % chunks, source)
+            go, sees = lambda state: visit(pair, moving, state), pair.may_see()
             return go(state) if sees is True else lax.cond(sees, go, lambda state: state, state)
 
         state = {**state, **_zeros(o, following)}
@@ -241,6 +211,7 @@ def _around(
         arriving = send(travelling, 1), send(passengers, 1)  # under way while this device computes
         return arriving[0], *stop(step, travelling, arriving[1], state)
 
+    travelling: Any = {name: getattr(o, name) for name in TRAVELLING if getattr(o, name) is not None}, moving
     passengers = _zeros(o, following)
     if schedule.start:
         travelling = send(travelling, schedule.start)
@@ -258,90 +229,84 @@ def _around(
 # --- the three passes
 
 
-def forward(ring: Ring, operands: Operands, attend: Compute) -> tuple[Array, Array, Array]:
+def forward(ring: Ring, operands: Operands, attend: Callable[..., Any]) -> tuple[Array, Array, Array]:
     """Attention of a device's rows over the columns of all devices, and maximum and sum of each row.
 
     Args:
       operands: a device's own; of bias and mask its rows with all columns, in the order in which the columns are
         stored; lengths, ranges and offsets count the whole sequence.
-      attend: `(spec, operands)` to what `blockwise.forward` returns.
-
-    Returns:
-      as `blockwise.forward`.
+      attend: `(spec, operands)` to what `blockwise.forward` returns, as this does.
     """
     o = operands
     b, t, n, _ = o.query.shape
     acc = accumulation_dtype(o.query.dtype)
 
-    def visit(pair: _Pair, held: Any, state: Any) -> dict[str, Array]:
-        out, row_max, row_sum = attend(*pair.problem(held))
+    def visit(pair: _Pair, _: Any, state: Any) -> dict[str, Array]:
+        out, row_max, row_sum = attend(*pair.problem())
         part = partial.weighed(out, row_max, row_sum, acc)
-        merged = partial.merged(pair.cut_rows(state[name] for name in names), part)
-        return {name: put_axis(state[name], x, pair.row_chunk * pair.rows, 1) for name, x in zip(names, merged)}
+        merged = partial.merged(tuple(pair.cut("out", state[name]) for name in names), part)
+        return {name: _put_axis(state[name], x, pair.row_chunk * pair.rows, 1) for name, x in zip(names, merged)}
 
     names = ("sums", "row_max", "row_sum")
     state = _zeros(o, dict(zip(names, ((b, t, n, o.value.shape[-1]), (b, t, n), (b, t, n)))))
     state["row_max"] -= np.inf  # no score yet
-    found = _around(ring, o, _travelling(o), visit, state, {})
+    found = _around(ring, o, visit, state, {}, {})
     return partial.finished(ring.spec, o, (found["sums"], found["row_max"], found["row_sum"]))
 
 
 def backward(
-    ring: Ring, operands: Operands, results: Any, wanted: tuple[str, ...], cotangents: Any, transpose: Compute
+    ring: Ring, operands: Operands, results: Any, wrt: tuple[str, ...], cotangents: Any, transpose: Callable[..., Any]
 ) -> tuple[Any, ...]:
-    """Cotangents of the operands named in `wanted`: of what a device holds of them, or for arrays that serve all rows
-    its own rows' part.
+    """Cotangents of the operands `wrt`: of what a device holds of them, or for arrays that serve all rows its own
+    rows' part.
 
     Args:
-      operands: as in `forward`.
-      results: out, row_max and row_sum as `forward` gave them; cotangents: d_out and d_lse.
-      transpose: `(spec, operands, (*results, *cotangents), wanted)` to what `blockwise.backward` returns.
+      operands: as in `forward`; results: out, row_max and row_sum as it gave them; cotangents: d_out and d_lse.
+      transpose: `(spec, operands, (*results, *cotangents), wrt)` to what `blockwise.backward` returns.
     """
     o, rows = operands, (*results, *cotangents)
     acc = accumulation_dtype(o.query.dtype)
-    parts = tuple(name for name in wanted if name != "sinks")
+    parts = tuple(name for name in wrt if name != "sinks")
 
-    def visit(pair: _Pair, held: Any, state: Any) -> dict[str, Array]:
-        found = transpose(*pair.problem(held), pair.cut_rows(rows), parts)
+    def visit(pair: _Pair, _: Any, state: Any) -> dict[str, Array]:
+        found = transpose(*pair.problem(), tuple(pair.cut("out", x) for x in rows), parts)
         return {name: pair.add(name, state[name], x.astype(acc)) for name, x in zip(parts, found)}
 
     shapes = {name: getattr(o, name).shape for name in parts}
     following = {name: shapes.pop(name) for name in parts if name in TRAVELLING}
-    sums = _around(ring, o, _travelling(o), visit, _zeros(o, shapes), following)
-    if "sinks" in wanted:
+    sums = _around(ring, o, visit, _zeros(o, shapes), {}, following)
+    if "sinks" in wrt:
         out, row_max, row_sum, d_out, d_lse = rows
         delta = partial.delta_of(out, d_out, d_lse, acc)
         sums["sinks"] = partial.sink_gradient(ring.spec, o, row_max, row_sum, delta)
-    return tuple(sums[name].astype(getattr(o, name).dtype) for name in wanted)
+    return tuple(sums[name].astype(getattr(o, name).dtype) for name in wrt)
 
 
 def tangent(
-    ring: Ring, operands: Operands, results: Any, wanted: tuple[str, ...], tangents: Any, differentiate: Compute
+    ring: Ring, operands: Operands, results: Any, wrt: tuple[str, ...], tangents: Any, differentiate: Callable[..., Any]
 ) -> tuple[Any, Any]:
-    """The changes of output and log-sum-exp where the operands named in `wanted` change by `tangents`.
+    """The changes of output and log-sum-exp where the operands `wrt` change by `tangents`.
 
     Both are sums over the columns once the maxima and sums of whole rows are known, so each part adds its share.
 
     Args:
-      operands: as in `forward`.
-      results: out, row_max and row_sum as `forward` gave them.
-      differentiate: `(spec, operands, results, wanted, tangents)` to what `blockwise.tangent` returns.
+      operands, results: as in `backward`.
+      differentiate: `(spec, operands, results, wrt, tangents)` to what `blockwise.tangent` returns.
     """
-    o, moving = operands, dict(zip(wanted, tangents))
+    o, moving = operands, dict(zip(wrt, tangents))
     acc = accumulation_dtype(o.query.dtype)
-    parts = tuple(name for name in wanted if name != "sinks")
+    parts = tuple(name for name in wrt if name != "sinks")
     out, row_max, row_sum = results
 
-    def visit(pair: _Pair, travelling: Any, state: Any) -> dict[str, Array]:
-        held, moving_held = travelling
-        changes = [pair.cut(name, {**moving, **moving_held}[name]) for name in parts]
-        found = differentiate(*pair.problem(held), pair.cut_rows(results), parts, changes)
+    def visit(pair: _Pair, held: Any, state: Any) -> dict[str, Array]:
+        changes = [pair.cut(name, {**moving, **held}[name]) for name in parts]
+        found = differentiate(*pair.problem(), tuple(pair.cut("out", x) for x in results), parts, changes)
         return {name: pair.add("out", state[name], x.astype(acc)) for name, x in zip(("out", "lse"), found)}
 
     state = _zeros(o, {"out": out.shape, "lse": row_max.shape})
     if parts:
-        travelling = _travelling(o), {name: x for name, x in moving.items() if name in TRAVELLING}
-        state = _around(ring, o, travelling, visit, state, {})
+        travelling = {name: x for name, x in moving.items() if name in TRAVELLING}
+        state = _around(ring, o, visit, state, travelling, {})
     t_out, t_lse = state["out"], state["lse"]
     if "sinks" in moving:
         t_sinks = partial.per_batch_row(ring.spec, o, "sinks", acc, moving["sinks"])[:, None]
@@ -353,12 +318,12 @@ def tangent(
 # --- parts of arrays along an axis
 
 
-def slice_axis(x: Any, start: Any, size: int, axis: int) -> Array:
+def _slice_axis(x: Any, start: Any, size: int, axis: int) -> Array:
     """`size` elements along `axis` from `start`; an axis of size 1 broadcasts and is kept."""
     return x if x.shape[axis] in (1, size) else lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def put_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
+def _put_axis(x: Any, part: Any, start: Any, axis: int) -> Array:
     """`x` with `part` in it, from `start` on along `axis`."""
     return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, start, axis)
 
@@ -368,4 +333,4 @@ def _added(x: Any, part: Any, places: list[tuple[int, Any, int]]) -> Any:
     if not places:
         return x + part
     (axis, start, _), *others = places
-    return put_axis(x, _added(slice_axis(x, start, part.shape[axis], axis), part, others), start, axis)
+    return _put_axis(x, _added(_slice_axis(x, start, part.shape[axis], axis), part, others), start, axis)
