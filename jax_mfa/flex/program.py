@@ -318,21 +318,57 @@ def _param_keys(eqn: Any) -> Iterator[Hashable]:
     ruled = eqn.primitive.name.startswith(("custom_jvp", "custom_vjp"))
     for name, x in sorted(eqn.params.items()):
         if any(hasattr(leaf, "eqns") for leaf in jax.tree.leaves(x)):
-            yield name, _text(x)
+            yield name, _jaxpr_key(x)
         elif not ruled or isinstance(x, (bool, int, str)):
             yield name, x if isinstance(x, Hashable) else str(x)
     if ruled:
         yield _derivative_key(eqn)
 
 
-def _text(jaxpr: Any) -> str:
-    """A jaxpr as text, without the addresses of functions."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
+def _jaxpr_key(jaxprs: Any) -> Hashable:
+    """The text of jaxprs without the addresses of functions, and the arrays in them, which the text does not show."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxprs)), tuple(map(_Itself, _arrays_in(jaxprs)))
 
 
-def _derivative_key(eqn: Any) -> str:
-    run = lambda *xs: compat.bind(eqn.primitive, xs, eqn.params)
-    avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
-    if eqn.primitive.name.startswith("custom_jvp"):
-        return _text(jax.make_jaxpr(lambda *xs: jax.jvp(run, xs, xs))(*avals))
-    return _text(jax.make_jaxpr(lambda *xs: jax.vjp(run, *xs)[1](run(*xs)))(*avals))
+def _arrays_in(jaxprs: Any) -> Iterator[Any]:
+    for x in jax.tree.leaves(jaxprs):
+        if hasattr(x, "eqns"):
+            yield from getattr(x, "consts", ())
+            for eqn in x.eqns:
+                yield from _arrays_in(eqn.params)
+
+
+class _Itself:
+    """A value that is equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _derivative_key(eqn: Any) -> Hashable:
+    """What the derivative rule of an equation does; where that cannot be known, no other is like it."""
+    floats = [jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars]
+
+    def derivative(*given: Any) -> Any:
+        def run(*moving: Any) -> Any:
+            rest = iter(moving)
+            return compat.bind(eqn.primitive, [next(rest) if x else y for x, y in zip(floats, given)], eqn.params)
+
+        moving = [y for x, y in zip(floats, given) if x]
+        if eqn.primitive.name.startswith("custom_jvp"):
+            return jax.jvp(run, moving, moving)
+        out, pullback = jax.vjp(run, *moving)
+        return pullback(out)
+
+    try:
+        return _jaxpr_key(
+            jax.make_jaxpr(derivative)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars))
+        )
+    except Exception:  # whatever the caller's rule raises
+        return _Itself(eqn)
