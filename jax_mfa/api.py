@@ -298,14 +298,14 @@ def decode_attention(
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Causal attention of the newest queries against a padded cache of keys and values.
 
-    The T queries stand at the end of what the cache holds: with `lengths` entries filled, row t has position
-    `lengths − T + t`. Nothing beyond a batch row's length is read or matters. For T ≤ 16 the Metal implementation
+    The T queries stand at the end of what the cache holds: with `lengths` tokens filled, row t has position
+    `lengths − T + t`. Nothing beyond a batch entry's length is read or matters. For T ≤ 16 the Metal implementation
     splits the keys among simdgroups and loads each once for all heads of a group (Flash-Decoding, Dao et al., 2023).
 
     Args:
       query: `[B, T, N, H]`, the newest positions.
-      key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest entries.
-      lengths: integers `[B]` (or one for all), how many entries of each batch row are filled, the newest included.
+      key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest tokens.
+      lengths: integers `[B]` (or one for all), how many tokens of each batch entry are filled, the newest included.
       bias, mask, implementation: as in `dot_product_attention`.
       return_residual: also return the log-sum-exp, as `flash_attention` does.
       **keywords: other keyword arguments of `dot_product_attention`; masks by position are set here.

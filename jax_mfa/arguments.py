@@ -115,8 +115,8 @@ def concrete(x: Any) -> np.ndarray | None:
     return np.asarray(x)
 
 
-def _per_row(name: str, x: Any, lead: tuple[int, ...], tail: tuple[int, ...], letters: str) -> Any:
-    """`x` of shape `lead + tail`, `tail`, or with ones in place of leading axes, as `[rows, *tail]`."""
+def _per_entry(name: str, x: Any, lead: tuple[int, ...], tail: tuple[int, ...], letters: str) -> Any:
+    """`x` of shape `lead + tail`, `tail`, or with ones in place of leading axes, as `[entries, *tail]`."""
     n = len(tail)
     head = x.shape[: x.ndim - n]
     fits = x.ndim >= n and x.shape[x.ndim - n :] == tail and len(head) <= max(len(lead), 1)
@@ -132,7 +132,7 @@ def _flatten_lead(x: Any, head: Any, lead: tuple[int, ...], tail: tuple[int, ...
 
 
 def _scores_like(name: str, x: Any, lead: tuple[int, ...], n: int, t: int, s: int) -> Any:
-    """A bias or mask that broadcasts to `lead + [N, T, S]`, as `[rows, 1|N, 1|T, 1|S]`; never expanded."""
+    """A bias or mask that broadcasts to `lead + [N, T, S]`, as `[entries, 1|N, 1|T, 1|S]`; never expanded."""
     rank = max(len(lead), 1) + 3
     full = (lead or (1,)) + (n, t, s)
     if x.ndim > rank or any(d not in (1, e) for d, e in zip(x.shape[::-1], full[::-1])):
@@ -170,12 +170,12 @@ def sequence_bounds(name: str, x: Any, limit: int, letters: str, count: int | No
 
 def _lengths(name: str, x: Any, lead: tuple[int, ...], limit: int) -> Array:
     x = known_lengths(name, x, limit)
-    return jnp.asarray(_per_row(name, clipped(x, 0, limit), lead, (), "[B]"))
+    return jnp.asarray(_per_entry(name, clipped(x, 0, limit), lead, (), "[B]"))
 
 
 def _segment_ids(name: str, x: Any, lead: tuple[int, ...], length: int, letters: str) -> Array:
     x = known_integers(name, x, -(2**31), 2**31 - 1, f"integers {letters}")
-    return jnp.asarray(_per_row(name, x.astype(np.int32), lead, (length,), letters))
+    return jnp.asarray(_per_entry(name, x.astype(np.int32), lead, (length,), letters))
 
 
 def as_window(x: Any) -> tuple[int | None, int | None]:
@@ -358,7 +358,7 @@ def _scores(
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if x is not None:
             x = as_array(name, x, "f", "floating [N]")
-            arrays[name] = _per_row(name, x, sizes.lead, (sizes.n,), f"[N] = [{sizes.n}] or [..., N]")
+            arrays[name] = _per_entry(name, x, sizes.lead, (sizes.n,), f"[N] = [{sizes.n}] or [..., N]")
     return static, arrays
 
 
@@ -376,7 +376,7 @@ def _positions(sizes: _Sizes, window: Any, offset: Any, query_lengths: Any, key_
         static["query_offset"] = int(offset)
     elif offset is not None:
         offset = known_integers("query_offset", offset, -farthest, farthest, "an integer or integers [B]")
-        offset = _per_row("query_offset", clipped(offset, -farthest, farthest), sizes.lead, (), "[B]")
+        offset = _per_entry("query_offset", clipped(offset, -farthest, farthest), sizes.lead, (), "[B]")
         arrays["query_offset"] = jnp.asarray(offset)
     return static, arrays
 
@@ -395,7 +395,7 @@ def _masks(sizes: _Sizes, mask: Any, query_ids: Any, key_ids: Any, ranges: Any, 
         arrays["key_segment_ids"] = _segment_ids("key_value_segment_ids", key_ids, lead, sizes.s, "[..., S]")
     if ranges is not None:
         ranges = clipped(_as_given("key_value_ranges", ranges, "i", "integers [..., T, 2]"), 0, all_s)
-        arrays["key_ranges"] = jnp.asarray(_per_row("key_value_ranges", ranges, lead, (t, 2), "[..., T, 2]"))
+        arrays["key_ranges"] = jnp.asarray(_per_entry("key_value_ranges", ranges, lead, (t, 2), "[..., T, 2]"))
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
             raise TypeError(f"block_mask must be a jax_mfa.BlockMask, got {type(block_mask).__name__}")

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.arguments import as_array
-from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand_rows, reduce_rows, sees_nothing
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand_entries, reduce_entries, sees_nothing
 
 if TYPE_CHECKING:
     from jax_mfa.typing import Float
@@ -72,11 +72,13 @@ def merge(
     return (parts[0] + parts[1]).astype(out.dtype), jnp.where(empty, -jnp.inf, high + jnp.log(total))
 
 
-def per_batch_row(spec: Specification, operands: Operands, name: str, dtype: Any, x: Any = None) -> Any:
-    """`[rows, ...]` of the operand of this name, or of an `x` like it, as `[B|1, ...]` of this dtype."""
+def per_batch_entry(spec: Specification, operands: Operands, name: str, dtype: Any, x: Any = None) -> Any:
+    """`[entries, ...]` of the operand of this name, or of an `x` like it, as `[B|1, ...]` of this dtype."""
     x = getattr(operands, name) if x is None else x
     one = x.shape[0] == 1
-    return (x if one else expand_rows(x, getattr(Operands(*spec.repeats), name), operands.query.shape[0])).astype(dtype)
+    return (x if one else expand_entries(x, getattr(Operands(*spec.repeats), name), operands.query.shape[0])).astype(
+        dtype
+    )
 
 
 def log_sum_exp(row_max: Array, row_sum: Array) -> Array:
@@ -93,7 +95,7 @@ def delta_of(out: Array, d_out: Array, d_lse: Array, acc: Any) -> Array:
 def sink_probability(spec: Specification, operands: Operands, row_max: Array, row_sum: Array) -> Array:
     """What of a row its sink takes, [B, T, N]; 0 in a row that sees nothing."""
     empty = sees_nothing(row_sum)
-    sinks = per_batch_row(spec, operands, "sinks", row_sum.dtype)[:, None]
+    sinks = per_batch_entry(spec, operands, "sinks", row_sum.dtype)[:, None]
     # where a row is empty, numbers without harm
     shift, total = jnp.where(empty, 0, sinks - row_max), jnp.where(empty, 1, row_sum)
     return jnp.where(empty, 0, jnp.exp(shift) / total)
@@ -102,7 +104,7 @@ def sink_probability(spec: Specification, operands: Operands, row_max: Array, ro
 def sink_gradient(spec: Specification, operands: Operands, row_max: Array, row_sum: Array, shift: Any) -> Any:
     """The gradient of the sinks, of their own shape, in the dtype of the sums. A row that sees nothing has none."""
     x = jnp.where(sees_nothing(row_sum), 0, sink_probability(spec, operands, row_max, row_sum) * shift)
-    return reduce_rows(-x.sum(1), Operands(*spec.repeats).sinks, operands.sinks.shape[0])
+    return reduce_entries(-x.sum(1), Operands(*spec.repeats).sinks, operands.sinks.shape[0])
 
 
 def weighed(out: Array, row_max: Array, row_sum: Array, acc: Any) -> tuple[Array, Array, Array]:
@@ -135,7 +137,7 @@ def finished(spec: Specification, operands: Operands, whole: Partial) -> tuple[A
     sums, row_max, row_sum = whole
     acc = sums.dtype.type
     if operands.sinks is not None:
-        sinks = per_batch_row(spec, operands, "sinks", sums.dtype)[:, None]
+        sinks = per_batch_entry(spec, operands, "sinks", sums.dtype)[:, None]
         seen = (row_max != -np.inf) | jnp.isnan(row_sum)
         sink = jnp.zeros_like(sums), jnp.where(seen, sinks, -np.inf), jnp.where(seen, acc(1), acc(0))
         sums, row_max, row_sum = merged(whole, sink)

@@ -1,8 +1,8 @@
-"""Attention under `jit` of sharded arrays: batch rows, heads and lengths stay where they are, and nothing is gathered.
+"""Attention under `jit` of sharded arrays: batch entries, heads and lengths stay where they are.
 
-XLA would gather every operand of a custom call, and of a loop over batch rows and heads as well. Here each device
-computes the batch rows and heads that it holds of the query; gradients of what serves several devices are summed over
-them. Where the query is split along its length, keys and values are so too and travel from device to device
+XLA would gather every operand of a custom call, and of a loop over batch entries and heads as well. Here each device
+computes the batch entries and heads that it holds of the query; gradients of what serves several devices are summed
+over them. Where the query is split along its length, keys and values are so too and travel from device to device
 (`context_parallel.ring`). Head sizes are not split.
 
 Explicit sharding (`jax.set_mesh` with explicit axes) is left to the same rules, and the results have the query's axes.
@@ -39,7 +39,7 @@ _OF_COLUMNS = ("key", "value", "key_segment_ids")
 
 @dataclasses.dataclass(frozen=True)
 class _Arrays:
-    """The arrays of a call: the shape of each, and how often its rows repeat."""
+    """The arrays of a call: the shape of each, and how often its entries repeat."""
 
     shapes: dict[str, tuple[int, ...]]
     spec: Specification
@@ -53,11 +53,11 @@ class _Arrays:
         return self.shapes["query"][0]
 
     def span(self, name: str) -> int:
-        """How many batch rows an array's rows serve before they recur."""
+        """How many batch entries an array's entries serve before they recur."""
         return self.shapes[name][0] * getattr(self.repeats, name, 1)
 
-    def has_rows(self, name: str) -> bool:
-        """Whether an array has rows of its own for each share of the batch; else it serves every share alike."""
+    def has_entries(self, name: str) -> bool:
+        """Whether an array has entries of its own for each share of the batch; else it serves every share alike."""
         return self.shapes[name][0] > 1 and self.span(name) == self.batch and name not in pool_fields(self.shapes)
 
     def has_heads(self, name: str) -> bool:
@@ -68,11 +68,11 @@ class _Arrays:
 
     def batch_splits(self, parts: int) -> bool:
         def fits(name: str) -> bool:
-            rows, share = self.shapes[name][0], self.batch // parts
-            return rows % parts == 0 if self.has_rows(name) else rows == 1 or share % self.span(name) == 0
+            entries, share = self.shapes[name][0], self.batch // parts
+            return entries % parts == 0 if self.has_entries(name) else entries == 1 or share % self.span(name) == 0
 
-        with_rows = {*self.shapes} - {*pool_fields(self.shapes)}
-        return self.batch % parts == 0 and all(fits(name) for name in with_rows)
+        with_entries = {*self.shapes} - {*pool_fields(self.shapes)}
+        return self.batch % parts == 0 and all(fits(name) for name in with_entries)
 
     def heads_split(self, parts: int) -> bool:
         heads = [shape[_HEAD_AXIS[name]] for name, shape in self.shapes.items() if self.has_heads(name)]
@@ -86,7 +86,7 @@ class _Arrays:
         return parts > 1 and t % (parts * rows) == 0 and s % (parts * columns) == 0 and min(t, s) > 0
 
     def divide(self, mesh: Mesh, sharding: NamedSharding | None) -> _Division:
-        """Over the mesh axes that split the query's batch rows and heads, as far as all arrays follow."""
+        """Over the mesh axes that split the query's batch entries and heads, as far as all arrays follow."""
         spec = () if sharding is None else sharding.spec
 
         def axes(i: int, splits: Callable[[int], bool]) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class _Arrays:
         return _Division(self, mesh, axes(0, self.batch_splits), axes(2, self.heads_split), length)
 
     def rule(self, names: tuple[str, ...], results: Any) -> tuple[str, dict[str, int]]:
-        """What Shardy needs to know: batch rows and heads of operands and results are the same ones."""
+        """What Shardy needs to know: batch entries and heads of operands and results are the same ones."""
         n, k = self.shapes["query"][2], self.shapes["key"][2]
         own = (f"x{i}" for i in itertools.count())
         grouped = 1 < k < n
@@ -111,7 +111,7 @@ class _Arrays:
 
         def factors(name: str) -> str:
             found = [next(own) for _ in self.shapes[name]]
-            if self.has_rows(name) and self.shapes[name][0] == self.batch:
+            if self.has_entries(name) and self.shapes[name][0] == self.batch:
                 found[0] = "b"
             if parts > 1 and self.has_tokens(name) and name != "block_mask":
                 size, letter = tokens[name in _OF_COLUMNS]
@@ -129,7 +129,7 @@ class _Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class _Division:
-    """Which mesh axes split batch rows, which heads, and which lengths."""
+    """Which mesh axes split batch entries, which heads, and which lengths."""
 
     arrays: _Arrays
     mesh: Mesh
@@ -139,7 +139,7 @@ class _Division:
 
     def sharding(self, name: str) -> NamedSharding:
         entries: list[Any] = [None] * len(self.arrays.shapes[name])
-        if self.batch and self.arrays.has_rows(name):
+        if self.batch and self.arrays.has_entries(name):
             entries[0] = self.batch
         if self.heads and self.arrays.has_heads(name):
             entries[_HEAD_AXIS[name]] = self.heads
@@ -158,9 +158,9 @@ class _Division:
 
     def shared(self, name: str) -> tuple[str, ...]:
         """The mesh axes over whose devices an array is the same, though their work differs."""
-        rows = () if self.arrays.has_rows(name) else self.batch
+        batch = () if self.arrays.has_entries(name) else self.batch
         length = () if self.arrays.has_tokens(name) else self.length
-        return (*rows, *(() if self.arrays.has_heads(name) else self.heads), *length)
+        return (*batch, *(() if self.arrays.has_heads(name) else self.heads), *length)
 
     def over_ring(self, fun: Callable[..., Any], names: tuple[str, ...], results: Any) -> Callable[..., Any]:
         """`fun` of a device's arrays, with the keys of the other devices along the length."""
@@ -219,10 +219,10 @@ def partitioned(
     names: tuple[str, ...],
     results: tuple[str, ...],
 ) -> Callable[..., Any]:
-    """`fun`, computed by each device for its own batch rows and heads, and rows of a query that is split along them.
+    """`fun`, computed by each device for its own batch entries and heads, and rows of a query that is split along them.
 
     Args:
-      fun: takes arrays and returns a tuple of arrays; of their batch rows and heads any share may come.
+      fun: takes arrays and returns a tuple of arrays; of their batch entries and heads any share may come.
       pair: the same for some rows and some columns, as `attend` of `ring.forward` or `transpose` of `ring.backward`.
       names: what each array is: a field of `Operands`, out, row_max, row_sum, d_out or d_lse.
       results: the same of each result; one named like an operand is its gradient.
