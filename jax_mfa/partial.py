@@ -72,13 +72,12 @@ def merge(
     return (parts[0] + parts[1]).astype(out.dtype), jnp.where(empty, -jnp.inf, high + jnp.log(total))
 
 
-def per_batch_entry(spec: Specification, operands: Operands, name: str, dtype: Any, x: Any = None) -> Any:
-    """`[entries, ...]` of the operand of this name, or of an `x` like it, as `[B|1, ...]` of this dtype."""
-    x = getattr(operands, name) if x is None else x
-    one = x.shape[0] == 1
-    return (x if one else expand_entries(x, getattr(Operands(*spec.repeats), name), operands.query.shape[0])).astype(
-        dtype
-    )
+def sinks_of(spec: Specification, operands: Operands, dtype: Any, x: Any = None) -> Any:
+    """The sinks, or an `x` like them, as `[B|1, 1, N]` of this dtype."""
+    x = operands.sinks if x is None else x
+    if x.shape[0] > 1:
+        x = expand_entries(x, Operands(*spec.repeats).sinks, operands.query.shape[0])
+    return x.astype(dtype)[:, None]
 
 
 def log_sum_exp(row_max: Array, row_sum: Array) -> Array:
@@ -95,7 +94,7 @@ def delta_of(out: Array, d_out: Array, d_lse: Array, acc: Any) -> Array:
 def sink_probability(spec: Specification, operands: Operands, row_max: Array, row_sum: Array) -> Array:
     """What of a row its sink takes, [B, T, N]; 0 in a row that sees nothing."""
     empty = sees_nothing(row_sum)
-    sinks = per_batch_entry(spec, operands, "sinks", row_sum.dtype)[:, None]
+    sinks = sinks_of(spec, operands, row_sum.dtype)
     # where a row is empty, numbers without harm
     shift, total = jnp.where(empty, 0, sinks - row_max), jnp.where(empty, 1, row_sum)
     return jnp.where(empty, 0, jnp.exp(shift) / total)
@@ -137,7 +136,7 @@ def finished(spec: Specification, operands: Operands, whole: Partial) -> tuple[A
     sums, row_max, row_sum = whole
     acc = sums.dtype.type
     if operands.sinks is not None:
-        sinks = per_batch_entry(spec, operands, "sinks", sums.dtype)[:, None]
+        sinks = sinks_of(spec, operands, sums.dtype)
         seen = (row_max != -np.inf) | jnp.isnan(row_sum)
         sink = jnp.zeros_like(sums), jnp.where(seen, sinks, -np.inf), jnp.where(seen, acc(1), acc(0))
         sums, row_max, row_sum = merged(whole, sink)

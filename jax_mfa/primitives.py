@@ -337,11 +337,8 @@ def _by_shares(kind: Kind, fun: Callable[..., Any], mesh: Any) -> Callable[..., 
             changed = dataclasses.replace(call, spec=spec, names=present, wrt=call.wrt if wrt is None else wrt)
             return fun(*own, *rows, call=changed)
 
-        times = sharding.repeated_heads(names, arrays, mesh)
-        own = (sharding.repeat_heads(name, x, times) for name, x in zip(names, arrays))
         # no `functools.partial`, whose keywords JAX would make positions of
-        found = sharding.partitioned(lambda *x: fun(*x, call=call), pair, call.spec, names, results)(*own)
-        return tuple(sharding.fold_heads(name, x, times) for name, x in zip(results, found))
+        return sharding.partitioned(lambda *x: fun(*x, call=call), pair, call.spec, names, results, mesh)(*arrays)
 
     return run
 

@@ -344,7 +344,7 @@ def tangent(
         state = _around(ring, o, travelling, visit, state, {})
     t_out, t_lse = state["out"], state["lse"]
     if "sinks" in moving:
-        t_sinks = partial.per_batch_entry(ring.spec, o, "sinks", acc, moving["sinks"])[:, None]
+        t_sinks = partial.sinks_of(ring.spec, o, acc, moving["sinks"])
         moved = partial.sink_probability(ring.spec, o, row_max, row_sum) * t_sinks
         t_out, t_lse = t_out - out.astype(acc) * moved[..., None], t_lse + moved
     return t_out.astype(out.dtype), t_lse
