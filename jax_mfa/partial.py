@@ -87,7 +87,7 @@ def log_sum_exp(row_max: Array, row_sum: Array) -> Array:
 
 def delta_of(out: Array, d_out: Array, d_lse: Array, acc: Any) -> Array:
     """Σ d_out · out − d_lse, [B, T, N]: d(score) = dropped(probability) · d(p) − probability · delta."""
-    # written as a product: XLA's CPU backend of JAX 0.10 takes seventy times as long for the sum
+    # a product: XLA's CPU backend is far slower at the sum
     return jnp.einsum("...v,...v->...", d_out.astype(acc), out.astype(acc), precision="highest") - d_lse.astype(acc)
 
 
@@ -95,7 +95,7 @@ def sink_probability(spec: Specification, operands: Operands, row_max: Array, ro
     """What of a row its sink takes, [B, T, N]; 0 in a row that sees nothing."""
     empty = sees_nothing(row_sum)
     sinks = sinks_of(spec, operands, row_sum.dtype)
-    # where a row is empty, numbers without harm
+    # an empty row gets finite values, so that its derivatives are finite too
     shift, total = jnp.where(empty, 0, sinks - row_max), jnp.where(empty, 1, row_sum)
     return jnp.where(empty, 0, jnp.exp(shift) / total)
 

@@ -225,10 +225,6 @@ def _fold_operands(
     return folded, dataclasses.replace(spec, repeats=tuple(repeats[name] for name in Operands._fields)), batch
 
 
-def _unfold(x: Any, size: int) -> Any:
-    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
-
-
 def _batching(kind: Kind, primitive: Any, shapes: Any) -> Callable[..., Any]:
     """A primitive's batching rule: each array is folded as its name says."""
 
@@ -251,7 +247,7 @@ def _batching(kind: Kind, primitive: Any, shapes: Any) -> Callable[..., Any]:
         operands, spec, batch = _fold_operands(arrays[:n], dims[:n], size, call.spec, call.names, mapped)
         others = (fold_like(*x, size, batch, call.spec) for x in zip(names[n:], arrays[n:], dims[n:]))
         results = primitive.bind(*operands, *others, call=dataclasses.replace(call, spec=spec))
-        results = [_unfold(x, size) for x in results]
+        results = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results]
         if kind.gives_cotangents:
             for i, name in enumerate(call.wrt):
                 at = call.names.index(name)

@@ -92,23 +92,30 @@ def _all_of(x: Any, original: Any) -> Array:
     return values if original is None else straight_through(values, original.astype(dtype))
 
 
+def _distance(spec: Specification, o: Operands) -> Array:
+    """How far column s stands behind the position of row t, s − position(t): [B|1, 1, T, S]."""
+    offset = spec.query_offset if o.query_offset is None else o.query_offset.reshape(-1, 1, 1, 1)
+    position = jnp.arange(o.query.shape[1], dtype=jnp.int32).reshape(1, 1, -1, 1) + offset
+    return jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1) - position
+
+
 def visible(spec: Specification, operands: Operands) -> Array:
     """Which columns each row may see: bool [B|1, N|1, T, S]."""
     o = operands
     t = jnp.arange(o.query.shape[1], dtype=jnp.int32).reshape(1, 1, -1, 1)
     s = jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
     per_entry = lambda x: x.reshape(-1, 1, 1, 1)
-    position = t + (spec.query_offset if o.query_offset is None else per_entry(o.query_offset))
+    distance = _distance(spec, o)
     left, right = spec.window
     see = jnp.ones((1, 1, t.size, s.size), bool)
     if o.mask is not None:
         see &= o.mask
     if spec.is_causal:
-        see &= s <= position
+        see &= distance <= 0
     if left is not None:
-        see &= s - position >= -left
+        see &= distance >= -left
     if right is not None:
-        see &= s - position <= right
+        see &= distance <= right
     if o.key_lengths is not None:
         see &= s < per_entry(o.key_lengths)
     if o.query_lengths is not None:
@@ -176,10 +183,7 @@ def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
     if o.bias is not None:
         x = x + o.bias.astype(acc)
     if o.alibi_slopes is not None:
-        offset = spec.query_offset if o.query_offset is None else o.query_offset.reshape(-1, 1, 1, 1)
-        position = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, -1, 1) + offset
-        distance = jnp.arange(k.shape[2], dtype=jnp.int32).reshape(1, 1, 1, -1) - position
-        x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * distance.astype(acc)
+        x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * _distance(spec, o).astype(acc)
     x = hidden(x)
     if spec.logits_soft_cap is not None:
         x = spec.logits_soft_cap * tanh(x / spec.logits_soft_cap)
