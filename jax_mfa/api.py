@@ -21,7 +21,7 @@ from jax_mfa.choice import Explanation, Implementation, explained, names_of
 from jax_mfa.flex.program import MaskMod, ScoreMod, modifiers
 from jax_mfa.kv_cache.storage import QuantizedArray
 from jax_mfa.metal import runtime
-from jax_mfa.problem import Operands, Specification, accumulation_dtype
+from jax_mfa.problem import accumulation_dtype
 
 if TYPE_CHECKING:
     from jax_mfa.typing import Bias, Float, Integer, Key, Lists, Mask
@@ -72,7 +72,9 @@ def _attend(
         out = jnp.zeros((b, t, n, v), operands.query.dtype)
         lse = lambda: jnp.full((b, t, n), -jnp.inf, accumulation_dtype(out.dtype))
     elif decided == "reference":
-        recording.choose(lambda: (_of_the_definition(spec, operands), (spec, operands)))
+        summary = lambda: spec.summary(spec.viewed(operands))
+        taken = lambda: recording.Choice("forward", summary(), "reference", "the definition", "by name")
+        recording.choose(lambda: (taken(), (spec, operands)))
         out, values = reference.attention(spec, operands)
         lse = lambda: values
     else:
@@ -81,10 +83,6 @@ def _attend(
     if v == 0:
         out = out[..., :0]
     return out.reshape(*lead, t, n, v), lambda: lse().reshape(*lead, t, n)
-
-
-def _of_the_definition(spec: Specification, operands: Operands) -> recording.Choice:
-    return recording.Choice("forward", spec.summary(spec.viewed(operands)), "reference", "the definition", "by name")
 
 
 def record() -> contextlib.AbstractContextManager[recording.Recorder]:
@@ -236,7 +234,8 @@ def dot_product_attention(
       ValueError, TypeError: naming the argument, what was seen and what was expected.
       NotImplementedError: where a named implementation cannot run the call.
     """
-    arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **_keywords(locals())}
+    given = locals()
+    arguments = {name: given[name] for name in ("query", "key", "value", "bias", "mask", *_SPECIFIED)}
     found = attend_by_name(arguments, implementation, return_residual)
     return (found[0], jax.lax.stop_gradient(found[1].astype(found[0].dtype))) if return_residual else found
 
@@ -317,14 +316,14 @@ def decode_attention(
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Causal attention of the newest queries against a padded cache of keys and values.
 
-    The T queries stand at the end of what the cache holds: with `lengths` entries filled, row t has position
-    `lengths − T + t`. Nothing beyond a batch row's length is read or matters. For T ≤ 16 the Metal implementation
+    The T queries stand at the end of what the cache holds: with `lengths` tokens filled, row t has position
+    `lengths − T + t`. Nothing beyond a batch entry's length is read or matters. For T ≤ 16 the Metal implementation
     splits the keys among simdgroups and loads each once for all heads of a group (Flash-Decoding, Dao et al., 2023).
 
     Args:
       query: `[B, T, N, H]`, the newest positions.
-      key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest entries.
-      lengths: integers `[B]` (or one for all), how many entries of each batch row are filled, the newest included.
+      key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest tokens.
+      lengths: integers `[B]` (or one for all), how many tokens of each batch entry are filled, the newest included.
       score_mod, mask_mod: as in `flex_attention`; t and s are positions in the cache.
       bias, mask, implementation: as in `dot_product_attention`.
       return_residual: also return the log-sum-exp, as `flash_attention` does.
@@ -395,11 +394,6 @@ def explain(
 
 
 _SPECIFIED = tuple(sorted(Keywords.__optional_keys__))
-
-
-def _keywords(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `dot_product_attention` that belong to `specify`."""
-    return {name: arguments[name] for name in _SPECIFIED}
 
 
 _ARGUMENTS = inspect.signature(dot_product_attention).parameters.keys()

@@ -1,7 +1,7 @@
 """From a caller's arguments to a specification and operands of one layout, whatever was passed.
 
-Every public function ends here: arguments are checked once, and an error names the argument, what was seen and what was
-expected. Nothing here computes attention or knows which implementation will.
+Arguments are checked once, here; an error names the argument, what was seen and what was expected. Nothing here
+computes attention or knows which implementation will.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +31,17 @@ from jax_mfa.problem import (
     storage_of,
 )
 
-
-def _shape(x: Any) -> str:
-    return f"{x.dtype.name}{list(x.shape)}"
+_KINDS: dict[str, Any] = {"f": jnp.floating, "i": jnp.integer, "b": np.bool_, "c": jnp.complexfloating}
 
 
 def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
-    """`x` as an array, of numpy or JAX, whose dtype kind is one of `kinds` ('f' floating, 'i' integer, 'b' bool, 'c'
-    complex)."""
+    """`x` as an array, of numpy or JAX, whose dtype is of one of these `_KINDS`."""
     if isinstance(x, (list, tuple, numbers.Number)):
         numpy: Any = jnp if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)) else np
         try:
-            # numpy takes a list of nothing for one of floating numbers
-            nothing = isinstance(x, (list, tuple)) and not x
-            x = np.zeros(0, np.int32) if nothing and "i" in kinds else numpy.asarray(x)
+            # numpy takes an empty list for one of floating numbers
+            empty = isinstance(x, (list, tuple)) and not x
+            x = np.zeros(0, np.int32) if empty and "i" in kinds else numpy.asarray(x)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name} must be an array ({expected}), got a {type(x).__name__}: {error}") from error
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -56,14 +53,8 @@ def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
         raise TypeError(f"{name} must be an array ({expected}), got a QuantizedArray: see its dequantize()")
     if not hasattr(x, "dtype") or not hasattr(x, "shape") or isinstance(x, type):
         raise TypeError(f"{name} must be an array ({expected}), got {type(x).__name__}")
-    ok = {
-        "f": jnp.issubdtype(x.dtype, jnp.floating),
-        "i": jnp.issubdtype(x.dtype, jnp.integer),
-        "b": x.dtype == np.bool_,
-        "c": jnp.issubdtype(x.dtype, jnp.complexfloating),
-    }
-    if not any(ok[kind] for kind in kinds):
-        raise TypeError(f"{name} must be {expected}, got {_shape(x)}")
+    if not any(jnp.issubdtype(x.dtype, _KINDS[kind]) for kind in kinds):
+        raise TypeError(f"{name} must be {expected}, got {x.dtype.name}{list(x.shape)}")
     return x
 
 
@@ -116,8 +107,8 @@ def concrete(x: Any) -> np.ndarray | None:
     return np.asarray(x)
 
 
-def _per_row(name: str, x: Any, lead: tuple[int, ...], tail: tuple[int, ...], letters: str) -> Any:
-    """`x` of shape `lead + tail`, `tail`, or with ones in place of leading axes, as `[rows, *tail]`."""
+def _per_entry(name: str, x: Any, lead: tuple[int, ...], tail: tuple[int, ...], letters: str) -> Any:
+    """`x` of shape `lead + tail`, `tail`, or with ones in place of leading axes, as `[entries, *tail]`."""
     n = len(tail)
     head = x.shape[: x.ndim - n]
     fits = x.ndim >= n and x.shape[x.ndim - n :] == tail and len(head) <= max(len(lead), 1)
@@ -133,7 +124,7 @@ def _flatten_lead(x: Any, head: Any, lead: tuple[int, ...], tail: tuple[int, ...
 
 
 def _scores_like(name: str, x: Any, lead: tuple[int, ...], n: int, t: int, s: int) -> Any:
-    """A bias or mask that broadcasts to `lead + [N, T, S]`, as `[rows, 1|N, 1|T, 1|S]`; never expanded."""
+    """A bias or mask that broadcasts to `lead + [N, T, S]`, as `[entries, 1|N, 1|T, 1|S]`; never expanded."""
     rank = max(len(lead), 1) + 3
     full = (lead or (1,)) + (n, t, s)
     if x.ndim > rank or any(d not in (1, e) for d, e in zip(x.shape[::-1], full[::-1])):
@@ -167,16 +158,6 @@ def sequence_bounds(name: str, x: Any, limit: int, letters: str, count: int | No
     if values is not None and (values[1:] < values[:-1]).any():
         raise ValueError(f"{name} must not fall from one sequence to the next, got {values.tolist()}")
     return jnp.asarray(clipped(x, 0, limit))
-
-
-def _lengths(name: str, x: Any, lead: tuple[int, ...], limit: int) -> Array:
-    x = known_lengths(name, x, limit)
-    return jnp.asarray(_per_row(name, clipped(x, 0, limit), lead, (), "[B]"))
-
-
-def _segment_ids(name: str, x: Any, lead: tuple[int, ...], length: int, letters: str) -> Array:
-    x = known_integers(name, x, -(2**31), 2**31 - 1, f"integers {letters}")
-    return jnp.asarray(_per_row(name, x.astype(np.int32), lead, (length,), letters))
 
 
 def as_window(x: Any) -> tuple[int | None, int | None]:
@@ -250,54 +231,19 @@ def specify(
     segment ids the low 32 bits count.
     """
     query, key, value = _checked_arrays(query, key, value)
-    sizes = _Sizes.of(query, key, parts)
-    static: dict[str, Any] = {"is_causal": checks.boolean("is_causal", is_causal)}
-    static |= dict(key_storage=storage_of(key), value_storage=storage_of(value), page_size=page_size_of(key))
-    arrays: dict[str, Any] = {}
-    asks = modifiers is not None and modifiers.mask is not None
-    for found, operands in (
-        _scores(sizes, bias, scale, query.shape[-1], logits_soft_cap, alibi_slopes, sinks),
-        _positions(sizes, local_window_size, query_offset, query_seq_lengths, key_value_seq_lengths),
-        _masks(sizes, mask, query_segment_ids, key_value_segment_ids, key_value_ranges, block_mask, asks),
-        _dropout(sizes, dropout_rate, dropout_seed),
-        _modified(sizes, modifiers),
-    ):
-        static |= found
-        arrays |= operands
+    builder = _Builder.of(query, key, parts)
+    builder.spec |= {"is_causal": checks.boolean("is_causal", is_causal), "page_size": page_size_of(key)}
+    builder.spec |= {"key_storage": storage_of(key), "value_storage": storage_of(value)}
+    builder.add_scores(bias, scale, query.shape[-1], logits_soft_cap, alibi_slopes, sinks)
+    builder.add_positions(local_window_size, query_offset, query_seq_lengths, key_value_seq_lengths)
+    builder.add_modifiers(modifiers)
+    builder.add_masks(mask, query_segment_ids, key_value_segment_ids, key_value_ranges, block_mask)
+    builder.add_dropout(dropout_rate, dropout_seed)
     query, key, value = (_with_columns(x) for x in (query, key, value))
-    batch = sizes.batch
-    arrays |= {"query": query.reshape(batch, *query.shape[-3:])}
+    batch = math.prod(builder.lead)
+    arrays = {"query": query.reshape(batch, *query.shape[-3:]), **builder.operands}
     arrays |= {**as_operands("key", key, batch), **as_operands("value", value, batch)}
-    return Specification(**static), Operands(**arrays)
-
-
-# --- the parts of `specify`: each gives static facts by the names of `Specification`, and arrays by those of `Operands`
-
-_Found: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """Batch axes, queries, keys and query heads of a problem; of sequences in parts, also the length of all parts."""
-
-    lead: tuple[int, ...]
-    t: int
-    s: int
-    n: int
-    all_t: int
-    all_s: int
-    acc: Any  # the dtype of accumulation
-
-    @classmethod
-    def of(cls, query: Any, key: Any, parts: int) -> _Sizes:
-        (*lead, t, n, _), s = query.shape, key.shape[-3]
-        if parts * max(t, s) > MAX_POSITION:
-            raise ValueError(f"query and key must be at most {MAX_POSITION} long, got T = {parts * t}, S = {parts * s}")
-        return cls(tuple(lead), t, s, n, parts * t, parts * s, accumulation_dtype(query.dtype))
-
-    @property
-    def batch(self) -> int:
-        return math.prod(self.lead)
+    return Specification(**builder.spec), Operands(**arrays)
 
 
 def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
@@ -331,118 +277,143 @@ def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     return query, key, value
 
 
-def _scores(
-    sizes: _Sizes, bias: Any, scale: Any, head_size: int, soft_cap: Any, alibi_slopes: Any, sinks: Any
-) -> _Found:
-    """Whatever changes scores."""
-    acc, arrays = sizes.acc, {}
-    if bias is not None:
-        bias = as_array("bias", bias, "f", "floating, broadcastable to [..., N, T, S] (a boolean belongs in mask)")
-        arrays["bias"] = _scores_like("bias", bias, sizes.lead, sizes.n, sizes.t, sizes.all_s)
-    static: dict[str, Any] = {"scale": 1.0 / math.sqrt(max(head_size, 1))}
-    if isinstance(scale, numbers.Real):
-        static["scale"] = checks.number("scale", scale, dtype=acc)
-    elif scale is not None:
-        scale = as_array("scale", scale, "f", "a floating scalar")
-        if scale.shape != ():
-            raise ValueError(f"scale must be a scalar, got shape {list(scale.shape)}")
-        arrays["scale"] = scale.reshape(1).astype(acc)
-    if soft_cap is not None:
-        soft_cap = checks.number("logits_soft_cap", soft_cap, "a positive static number or None", acc)
-        if soft_cap <= 0:
-            raise ValueError(f"logits_soft_cap must be positive or None, got {soft_cap}")
-        # below, the cap is flushed to zero, and so are, above, scores over the cap that still count
-        low = float(jnp.finfo(acc).tiny)
-        high = float(jnp.finfo(acc).eps) / low
-        if not low <= soft_cap <= high:
-            raise ValueError(
-                f"logits_soft_cap must lie in {low:.2g}..{high:.2g} in {acc.name} or be None, got {soft_cap}"
-            )
-    static["logits_soft_cap"] = soft_cap
-    for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if x is not None:
-            x = as_array(name, x, "f", "floating [N]")
-            arrays[name] = _per_row(name, x, sizes.lead, (sizes.n,), f"[N] = [{sizes.n}] or [..., N]")
-    return static, arrays
+@dataclasses.dataclass
+class _Builder:
+    """The sizes of a problem, and the fields of its `Specification` and `Operands` as arguments are checked."""
 
+    lead: tuple[int, ...]  # the batch axes
+    t: int
+    s: int
+    n: int
+    all_t: int  # of sequences in parts, the length of all of them
+    all_s: int
+    acc: Any  # the dtype of accumulation
+    spec: dict[str, Any] = dataclasses.field(default_factory=dict)
+    operands: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-def _positions(sizes: _Sizes, window: Any, offset: Any, query_lengths: Any, key_lengths: Any) -> _Found:
-    """Where queries stand, how far they see, and where sequences end."""
-    static: dict[str, Any] = {"window": as_window(window)}
-    arrays, farthest = {}, MAX_POSITION - sizes.all_t
-    if query_lengths is not None:
-        arrays["query_lengths"] = _lengths("query_seq_lengths", query_lengths, sizes.lead, sizes.all_t)
-    if key_lengths is not None:
-        arrays["key_lengths"] = _lengths("key_value_seq_lengths", key_lengths, sizes.lead, sizes.all_s)
-    if checks.is_integer(offset):
-        if abs(int(offset)) > farthest:
-            raise ValueError(f"query_offset must lie in {-farthest}..{farthest}, got {offset}")
-        static["query_offset"] = int(offset)
-    elif offset is not None:
-        offset = known_integers("query_offset", offset, -farthest, farthest, "an integer or integers [B]")
-        offset = _per_row("query_offset", clipped(offset, -farthest, farthest), sizes.lead, (), "[B]")
-        arrays["query_offset"] = jnp.asarray(offset)
-    return static, arrays
+    @classmethod
+    def of(cls, query: Any, key: Any, parts: int) -> _Builder:
+        (*lead, t, n, _), s = query.shape, key.shape[-3]
+        if parts * max(t, s) > MAX_POSITION:
+            raise ValueError(f"query and key must be at most {MAX_POSITION} long, got T = {parts * t}, S = {parts * s}")
+        return cls(tuple(lead), t, s, n, parts * t, parts * s, accumulation_dtype(query.dtype))
 
+    def add_scores(self, bias: Any, scale: Any, head_size: int, soft_cap: Any, alibi_slopes: Any, sinks: Any) -> None:
+        """Whatever changes scores."""
+        if bias is not None:
+            bias = as_array("bias", bias, "f", "floating, broadcastable to [..., N, T, S] (a boolean belongs in mask)")
+            self.operands["bias"] = _scores_like("bias", bias, self.lead, self.n, self.t, self.all_s)
+        self.spec["scale"] = 1.0 / math.sqrt(max(head_size, 1))
+        if isinstance(scale, numbers.Real):
+            self.spec["scale"] = checks.number("scale", scale, dtype=self.acc)
+        elif scale is not None:
+            scale = as_array("scale", scale, "f", "a floating scalar")
+            if scale.shape != ():
+                raise ValueError(f"scale must be a scalar, got shape {list(scale.shape)}")
+            self.operands["scale"] = scale.reshape(1).astype(self.acc)
+        if soft_cap is not None:
+            soft_cap = checks.number("logits_soft_cap", soft_cap, "a positive static number or None", self.acc)
+            if soft_cap <= 0:
+                raise ValueError(f"logits_soft_cap must be positive or None, got {soft_cap}")
+            # below, the cap is flushed to zero, and so are, above, scores over the cap that still count
+            low = float(jnp.finfo(self.acc).tiny)
+            high = float(jnp.finfo(self.acc).eps) / low
+            if not low <= soft_cap <= high:
+                raise ValueError(
+                    f"logits_soft_cap must lie in {low:.2g}..{high:.2g} in {self.acc.name} or be None, got {soft_cap}"
+                )
+            self.spec["logits_soft_cap"] = soft_cap
+        for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+            if x is not None:
+                x = as_array(name, x, "f", "floating [N]")
+                self.operands[name] = _per_entry(name, x, self.lead, (self.n,), f"[N] = [{self.n}] or [..., N]")
 
-def _masks(sizes: _Sizes, mask: Any, query_ids: Any, key_ids: Any, ranges: Any, block_mask: Any, asks: bool) -> _Found:
-    """Arrays that say which keys a query sees; `asks` is whether a function does, too."""
-    static, arrays, lead, n, t, all_s = {}, {}, sizes.lead, sizes.n, sizes.t, sizes.all_s
-    if mask is not None:
-        mask = as_array("mask", mask, "b", "bool, broadcastable to [..., N, T, S] (an additive mask belongs in bias)")
-        arrays["mask"] = _scores_like("mask", mask, lead, n, t, all_s)
-    if (query_ids is None) != (key_ids is None):
-        missing = "query_segment_ids" if query_ids is None else "key_value_segment_ids"
-        raise ValueError(f"{missing} must be given too: segment ids need both sides")
-    if query_ids is not None:
-        arrays["query_segment_ids"] = _segment_ids("query_segment_ids", query_ids, lead, t, "[..., T]")
-        arrays["key_segment_ids"] = _segment_ids("key_value_segment_ids", key_ids, lead, sizes.s, "[..., S]")
-    if ranges is not None:
-        ranges = clipped(_as_given("key_value_ranges", ranges, "i", "integers [..., T, 2]"), 0, all_s)
-        arrays["key_ranges"] = jnp.asarray(_per_row("key_value_ranges", ranges, lead, (t, 2), "[..., T, 2]"))
-    if block_mask is not None:
-        if not isinstance(block_mask, BlockMask):
-            raise TypeError(f"block_mask must be a jax_mfa.BlockMask, got {type(block_mask).__name__}")
-        rows, columns = static["mask_block"] = block_mask.block_size
-        tiles = -(-t // rows), -(-all_s // columns)
-        blocks = as_array("block_mask", block_mask.blocks, "b", "bool [..., N, T blocks, S blocks]")
-        if blocks.ndim < 2 or blocks.shape[-2:] != tiles:
-            raise ValueError(
-                f"block_mask with blocks of {(rows, columns)} must end in {list(tiles)} for T = {t}, S = {all_s}, "
-                f"got shape {list(blocks.shape)}"
-            )
-        if asks and block_mask.whole is not None:
-            whole = as_array("block_mask", block_mask.whole, "b", "bool, of the shape of its blocks")
-            blocks = blocks.astype(np.uint8) + (blocks & whole).astype(np.uint8)
-        arrays["block_mask"] = _scores_like("block_mask", blocks, lead, n, *tiles)
-    return static, arrays
+    def add_positions(self, window: Any, offset: Any, query_lengths: Any, key_lengths: Any) -> None:
+        """Where queries stand, how far they see, and where sequences end."""
+        self.spec["window"] = as_window(window)
+        if query_lengths is not None:
+            x = known_lengths("query_seq_lengths", query_lengths, self.all_t)
+            self.operands["query_lengths"] = self._integers("query_seq_lengths", x, 0, self.all_t)
+        if key_lengths is not None:
+            x = known_lengths("key_value_seq_lengths", key_lengths, self.all_s)
+            self.operands["key_lengths"] = self._integers("key_value_seq_lengths", x, 0, self.all_s)
+        farthest = MAX_POSITION - self.all_t
+        if checks.is_integer(offset):
+            if abs(int(offset)) > farthest:
+                raise ValueError(f"query_offset must lie in {-farthest}..{farthest}, got {offset}")
+            self.spec["query_offset"] = int(offset)
+        elif offset is not None:
+            offset = known_integers("query_offset", offset, -farthest, farthest, "an integer or integers [B]")
+            self.operands["query_offset"] = self._integers("query_offset", offset, -farthest, farthest)
 
+    def add_masks(self, mask: Any, query_ids: Any, key_ids: Any, ranges: Any, block_mask: Any) -> None:
+        """Arrays that say which keys a query sees."""
+        if mask is not None:
+            expected = "bool, broadcastable to [..., N, T, S] (an additive mask belongs in bias)"
+            mask = as_array("mask", mask, "b", expected)
+            self.operands["mask"] = _scores_like("mask", mask, self.lead, self.n, self.t, self.all_s)
+        if (query_ids is None) != (key_ids is None):
+            missing = "query_segment_ids" if query_ids is None else "key_value_segment_ids"
+            raise ValueError(f"{missing} must be given too: segment ids need both sides")
+        if query_ids is not None:
+            for field, name, x, length, letters in (
+                ("query_segment_ids", "query_segment_ids", query_ids, self.t, "[..., T]"),
+                ("key_segment_ids", "key_value_segment_ids", key_ids, self.s, "[..., S]"),
+            ):
+                x = known_integers(name, x, -(2**31), 2**31 - 1, f"integers {letters}").astype(np.int32)
+                self.operands[field] = jnp.asarray(_per_entry(name, x, self.lead, (length,), letters))
+        if ranges is not None:
+            ranges = _as_given("key_value_ranges", ranges, "i", "integers [..., T, 2]")
+            shape = (self.t, 2), "[..., T, 2]"
+            self.operands["key_ranges"] = self._integers("key_value_ranges", ranges, 0, self.all_s, *shape)
+        if block_mask is not None:
+            if not isinstance(block_mask, BlockMask):
+                raise TypeError(f"block_mask must be a jax_mfa.BlockMask, got {type(block_mask).__name__}")
+            rows, columns = self.spec["mask_block"] = block_mask.block_size
+            tiles = -(-self.t // rows), -(-self.all_s // columns)
+            blocks = as_array("block_mask", block_mask.blocks, "b", "bool [..., N, T blocks, S blocks]")
+            if blocks.ndim < 2 or blocks.shape[-2:] != tiles:
+                raise ValueError(
+                    f"block_mask with blocks of {(rows, columns)} must end in {list(tiles)} for T = {self.t}, "
+                    f"S = {self.all_s}, got shape {list(blocks.shape)}"
+                )
+            if block_mask.whole is not None and self.spec.get("mask_mod") is not None:
+                whole = as_array("block_mask", block_mask.whole, "b", "bool, of the shape of its blocks")
+                blocks = blocks.astype(np.uint8) + (blocks & whole).astype(np.uint8)
+            self.operands["block_mask"] = _scores_like("block_mask", blocks, self.lead, self.n, *tiles)
 
-def _dropout(sizes: _Sizes, rate: Any, seed: Any) -> _Found:
-    """Rate and seed, the seed also where it is not used."""
-    rate = checks.number("dropout_rate", rate, "a static number in [0, 1)")
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout_rate must lie in [0, 1), got {rate}")
-    seed = None if seed is None else _seed(seed)
-    if rate == 0:
-        return {}, {}
-    if seed is None:
-        raise ValueError(f"dropout_seed must be given with dropout_rate = {rate}, got None")
-    index = jnp.arange(sizes.batch, dtype=jnp.uint32)[:, None]
-    seed = jnp.broadcast_to(seed[None], (sizes.batch, 2))
-    words = jnp.concatenate([seed, index, jnp.zeros((sizes.batch, 3), jnp.uint32)], axis=1)
-    return {"dropout_rate": rate}, {"dropout": words}
+    def add_modifiers(self, x: Modifiers | None) -> None:
+        """The caller's functions of scores, and what they read."""
+        if x is None:
+            return
+        self.spec |= {"score_mod": x.score, "mask_mod": x.mask}
+        for name, vector in (("captured_floats", x.floats), ("captured_integers", x.integers)):
+            if vector is not None:
+                self.operands[name] = vector[None]
+        index = jnp.arange(math.prod(self.lead), dtype=jnp.int32) if x.batch is None else x.batch
+        self.operands["origin"] = jnp.stack([index, jnp.zeros_like(index)], axis=1)
 
+    def add_dropout(self, rate: Any, seed: Any) -> None:
+        """Rate and seed, which is checked also where it is not used."""
+        rate = checks.number("dropout_rate", rate, "a static number in [0, 1)")
+        if not 0 <= rate < 1:
+            raise ValueError(f"dropout_rate must lie in [0, 1), got {rate}")
+        seed = None if seed is None else _seed(seed)
+        if rate == 0:
+            return
+        if seed is None:
+            raise ValueError(f"dropout_seed must be given with dropout_rate = {rate}, got None")
+        self.spec["dropout_rate"] = rate
+        batch = math.prod(self.lead)
+        index = jnp.arange(batch, dtype=jnp.uint32)[:, None]
+        seed = jnp.broadcast_to(seed[None], (batch, 2))
+        self.operands["dropout"] = jnp.concatenate([seed, index, jnp.zeros((batch, 3), jnp.uint32)], axis=1)
 
-def _modified(sizes: _Sizes, x: Modifiers | None) -> _Found:
-    """The caller's functions of scores, and what they read."""
-    if x is None:
-        return {}, {}
-    arrays = {"captured_floats": x.floats, "captured_integers": x.integers}
-    arrays = {name: vector[None] for name, vector in arrays.items() if vector is not None}
-    index = jnp.arange(sizes.batch, dtype=jnp.int32) if x.batch is None else x.batch
-    arrays["origin"] = jnp.stack([index, jnp.zeros_like(index)], axis=1)
-    return {"score_mod": x.score, "mask_mod": x.mask}, arrays
+    def _integers(
+        self, name: str, x: Any, low: int, high: int, tail: tuple[int, ...] = (), letters: str = "[B]"
+    ) -> Array:
+        """Integers as an operand, clipped to low..high."""
+        return jnp.asarray(_per_entry(name, clipped(x, low, high), self.lead, tail, letters))
 
 
 def specify_abstract(**arguments: Any) -> tuple[Specification, Operands]:

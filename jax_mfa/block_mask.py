@@ -40,6 +40,10 @@ class BlockMask:
 
     Raises:
       ValueError: for a block size that is not a pair of positive integers.
+
+    The builders `from_mask`, `from_function`, `causal`, `window`, `strided`, `prefix_lm` and `documents` raise
+    `ValueError` for such a size, too, for a length that is negative or 2³⁰ and more and for a stride below 1, and
+    `TypeError` for a mask that is not bool `[..., T, S]`, for what is no function, and for what is no integer.
     """
 
     blocks: Bool[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*BN T_blocks S_blocks"]
@@ -101,12 +105,7 @@ class BlockMask:
 
     @classmethod
     def from_mask(cls, mask: Bool[ArrayLike, "*BN T S"] | Sequence[Any], block_size: tuple[int, int]) -> BlockMask:
-        """From a bool mask `[..., T, S]`: blocks in which something is visible.
-
-        Raises:
-          TypeError: for a mask of another dtype or fewer axes.
-          ValueError: for a bad block size, here and below.
-        """
+        """From a bool mask `[..., T, S]`: blocks in which something is visible."""
         numpy: Any = jnp if isinstance(mask, jax.Array) else np
         try:
             whole = numpy.asarray(mask)
@@ -128,11 +127,7 @@ class BlockMask:
         keys: int,
         block_size: tuple[int, int],
     ) -> BlockMask:
-        """From `function(i, j) -> bool` of integer arrays of block indices, row `[·, 1]` and column `[1, ·]`.
-
-        Raises:
-          TypeError, ValueError: for what is no function, or a size that is no integer, negative or 2³⁰ and more.
-        """
+        """From `function(i, j) -> bool` of integer arrays of block indices, row `[·, 1]` and column `[1, ·]`."""
         rows, columns = _pair(block_size)
         if not callable(function):
             raise TypeError(f"function must be a function of block indices i and j, got {checks.seen(function)}")
@@ -157,11 +152,7 @@ class BlockMask:
 
     @classmethod
     def causal(cls, queries: int, keys: int, block_size: tuple[int, int], query_offset: int = 0) -> BlockMask:
-        """Columns up to the row's position, t + query_offset.
-
-        Raises:
-          TypeError, ValueError: for a size or an offset that is no integer, or a negative size.
-        """
+        """Columns up to the row's position, t + query_offset."""
         query_offset = checks.integer("query_offset", query_offset)
         return cls._of_distances(None, query_offset, queries, keys, block_size)
 
@@ -169,22 +160,14 @@ class BlockMask:
     def window(
         cls, queries: int, keys: int, block_size: tuple[int, int], left: int, right: int = 0, query_offset: int = 0
     ) -> BlockMask:
-        """Columns from `left` before the row's position, t + query_offset, to `right` after it.
-
-        Raises:
-          TypeError, ValueError: for a size or an offset that is no integer, or a negative size.
-        """
+        """Columns from `left` before the row's position, t + query_offset, to `right` after it."""
         left, right = checks.integer("left", left, 0), checks.integer("right", right, 0)
         query_offset = checks.integer("query_offset", query_offset)
         return cls._of_distances(query_offset - left, query_offset + right, queries, keys, block_size)
 
     @classmethod
     def strided(cls, queries: int, keys: int, block_size: tuple[int, int], stride: int) -> BlockMask:
-        """The diagonal, and every `stride`-th block column before it (Sparse Transformer, arXiv:1904.10509).
-
-        Raises:
-          TypeError, ValueError: for a size that is no integer, or negative, or a stride below 1.
-        """
+        """The diagonal, and every `stride`-th block column before it (Sparse Transformer, arXiv:1904.10509)."""
         stride = min(checks.integer("stride", stride, 1), MAX_POSITION)
         every = cls.from_function(lambda _, j: j % stride == stride - 1, queries, keys, block_size)
         diagonal = cls._of_distances(0, 0, queries, keys, block_size)
@@ -192,11 +175,7 @@ class BlockMask:
 
     @classmethod
     def prefix_lm(cls, queries: int, keys: int, block_size: tuple[int, int], prefix: int) -> BlockMask:
-        """Causal, and the first `prefix` columns for every row (arXiv:1910.10683, section 3.2).
-
-        Raises:
-          TypeError, ValueError: for a size that is no integer, or negative.
-        """
+        """Causal, and the first `prefix` columns for every row (arXiv:1910.10683, section 3.2)."""
         _, columns = _pair(block_size)
         prefix = checks.integer("prefix", prefix, 0)
         start = cls.from_function(lambda i, j: j * columns < prefix, queries, keys, block_size)
@@ -204,11 +183,7 @@ class BlockMask:
 
     @classmethod
     def documents(cls, lengths: Sequence[int], block_size: tuple[int, int]) -> BlockMask:
-        """Documents of these lengths one after another, each of which sees itself alone; T = S = their sum.
-
-        Raises:
-          TypeError, ValueError: for lengths that are no integers, or negative, or none at all.
-        """
+        """Documents of these lengths one after another, each of which sees itself alone; T = S = their sum."""
         rows, columns = _pair(block_size)
         given = np.asarray(lengths, object)  # also what numpy would round, or could not stack
         if given.ndim != 1 or not given.size:

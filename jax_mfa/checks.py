@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 from collections.abc import Iterable, Mapping
@@ -49,12 +50,7 @@ def is_integer(x: Any) -> bool:
 
 
 def integer(name: str, x: Any, least: int | None = None, most: int | None = None) -> int:
-    """`x` as a Python integer.
-
-    Raises:
-      TypeError: for anything but an integer; a bool is none.
-      ValueError: for an integer below `least` or above `most`.
-    """
+    """`x` as a Python integer. Raises `TypeError` for anything else, `ValueError` where not in least..most."""
     if not is_integer(x):
         raise TypeError(f"{name} must be an integer, got {seen(x)}")
     if least is not None and x < least:
@@ -65,11 +61,7 @@ def integer(name: str, x: Any, least: int | None = None, most: int | None = None
 
 
 def sequence(name: str, x: Any, expected: str) -> list[Any]:
-    """`x` as a list, of anything that has an order and more than letters.
-
-    Raises:
-      TypeError: for what is no sequence of `expected`.
-    """
+    """`x` as a list. Raises `TypeError` for what has no order, and for text."""
     if isinstance(x, (np.ndarray, jax.Array)):
         right = x.ndim == 1 and not isinstance(x, jax.core.Tracer)
     else:
@@ -86,10 +78,9 @@ def integers(name: str, x: Any, least: int | None = None) -> list[int]:
 
 def floating_dtype(name: str, x: Any, among: tuple[str, ...] = ()) -> np.dtype[Any]:
     """`x` as a dtype of floating point, one `among` these names if there are any. Raises `TypeError` for others."""
-    try:
+    found = None
+    with contextlib.suppress(TypeError):
         found = jnp.dtype(x) if isinstance(x, (str, type, np.dtype)) else None
-    except TypeError:
-        found = None
     if found is None or not jnp.issubdtype(found, jnp.floating) or (among and found.name not in among):
         expected = f"one of {', '.join(among)}" if among else "a floating dtype"
         raise TypeError(f"{name} must be {expected}, got {seen(x)}")
@@ -106,13 +97,7 @@ def boolean(name: str, x: Any) -> bool:
 def number(name: str, x: Any, expected: str = "a number", dtype: Any = None) -> float:
     """`x` as a Python float, infinite where it is beyond all of them.
 
-    Args:
-      expected: what `x` should be, in the words of an error.
-      dtype: of floating point, in which `x` must be finite; None for no limit.
-
-    Raises:
-      TypeError: for anything but a real number; a bool is none.
-      ValueError: for a number that is not finite in `dtype`.
+    Raises `TypeError` for anything but a real number, `ValueError` for one that is not finite in `dtype`, if given.
     """
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name} must be {expected}, got {seen(x)}")

@@ -41,16 +41,15 @@ class Explanation:
     reasons: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{'->' if name == self.implementation else '  '} {name}: {why}" for name, why in self.reasons.items()]
-        return "\n".join(lines)
+        mark = lambda name: "->" if name == self.implementation else "  "
+        return "\n".join(f"{mark(name)} {name}: {why}" for name, why in self.reasons.items())
 
 
 # --- which implementations a caller allows
 
 
 def names_of(implementation: Implementation | None) -> tuple[str, ...]:
-    """The implementations that a caller allows, of which the first that can is taken. Raises `ValueError` for names
-    that are none."""
+    """The implementations that a caller allows, the preferred one first. Raises `ValueError` for unknown names."""
     if implementation is None:
         return _OPEN
     names = implementation if isinstance(implementation, tuple) else (implementation,)
@@ -62,20 +61,33 @@ def names_of(implementation: Implementation | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_ALIASES.get(name, name) for name in names))
 
 
-def explained(implementation: Implementation | None, spec: Specification, o: Operands) -> Explanation:
-    """The implementation that a problem takes on the default device. Raises `NotImplementedError` where none can."""
-    return _first_able(implementation, spec, o, _other_platform())
+def explained(
+    implementation: Implementation | None, spec: Specification, o: Operands, on_default_device: bool = True
+) -> Explanation:
+    """The implementation that a problem takes, and why. Raises `NotImplementedError` where none can."""
+    choices = names_of(implementation)
+    elsewhere = _other_platform() if on_default_device else ""
+    refused = why_not_metal(spec, o, elsewhere, small_too=choices[:2] != _OPEN)
+    reasons = {
+        "metal": refused or _expected_of_metal(spec, o),
+        "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",
+        "reference": "the O(T * S) definition; only by name",
+    }
+    able = [name for name in choices if name != "metal" or not refused]
+    if not able:
+        raise NotImplementedError(f"implementation={implementation!r} cannot run this call: metal: {refused}")
+    return Explanation(able[0], reasons)
 
 
 def decided(implementation: Implementation | None, spec: Specification, o: Operands) -> str | None:
     """The implementation to take; None where lowering decides, by platform, between Metal and blockwise."""
     choices = names_of(implementation)
-    if _is_open(choices):
+    if choices[:2] == _OPEN:
         return None
     if choices[0] != "metal":
         return choices[0]
     # alone, Metal may be meant for another device than the default one
-    return _first_able(implementation, spec, o, _other_platform() if len(choices) > 1 else "").implementation
+    return explained(implementation, spec, o, on_default_device=len(choices) > 1).implementation
 
 
 def at_lowering(implementation: str | None, spec: Specification, o: Operands) -> str:
@@ -89,26 +101,6 @@ def at_lowering(implementation: str | None, spec: Specification, o: Operands) ->
     if found.reason and why_not == found.reason and not found.expected:
         runtime.warn_once(found.reason)
     return why_not
-
-
-def _is_open(choices: tuple[str, ...]) -> bool:
-    return choices[:2] == _OPEN
-
-
-def _first_able(
-    implementation: Implementation | None, spec: Specification, o: Operands, other_platform: str
-) -> Explanation:
-    choices = names_of(implementation)
-    refused = why_not_metal(spec, o, other_platform, small_too=not _is_open(choices))
-    reasons = {
-        "metal": refused or _expected_of_metal(spec, o),
-        "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",
-        "reference": "the O(T * S) definition; only by name",
-    }
-    able = [name for name in choices if name != "metal" or not refused]
-    if not able:
-        raise NotImplementedError(f"implementation={implementation!r} cannot run this call: metal: {refused}")
-    return Explanation(able[0], reasons)
 
 
 # --- why not Metal
@@ -155,38 +147,35 @@ def _other_platform() -> str:
     return "" if platform == "cpu" else f"it runs on JAX's platform cpu, and the default backend is {platform}"
 
 
-def _device() -> str:
-    return runtime.get().device.get("name", "Metal")
-
-
-def _estimate(spec: Specification, o: Operands) -> crossover.Estimate | None:
-    return crossover.estimate(spec, o, _device()) if runtime.get().device else None
-
-
 def _small_go_elsewhere() -> bool:
     """Whether small problems stay away from Metal: not where JAX_MFA_DEVICE names a module and no machine to act as."""
     module, machine = runtime.named()
     return not module or machine is not None
 
 
+def _on_device(spec: Specification, o: Operands) -> tuple[str, crossover.Estimate | None]:
+    """The name of the device, and how long a problem is expected to take there if that is known."""
+    found = runtime.get().device
+    name = found.get("name", "Metal")
+    return name, crossover.estimate(spec, o, name) if found else None
+
+
 def _too_small(spec: Specification, o: Operands) -> str:
     """Why a problem that Metal can run is better off elsewhere; empty where it is not, or nobody knows."""
     if not _small_go_elsewhere():
         return ""
+    device, estimate = _on_device(spec, o)
     if runtime.get().virtual:
-        return f"{_device()} is {_VIRTUAL}; implementation='metal' uses it all the same"
-    found = _estimate(spec, o)
-    return "" if found is None or found.pays else f"does not pay on {_device()}: {found}"
+        return f"{device} is {_VIRTUAL}; implementation='metal' uses it all the same"
+    return "" if estimate is None or estimate.pays else f"does not pay on {device}: {estimate}"
 
 
 def _expected_of_metal(spec: Specification, o: Operands) -> str:
     """The device that would run a problem, and how long that is expected to take."""
-    found = _estimate(spec, o)
-    where = f"{_device()}, on JAX's platform cpu"
-    if runtime.get().virtual:
-        where += f" ({_VIRTUAL})"
-    if found is None:
+    device, estimate = _on_device(spec, o)
+    where = f"{device}, on JAX's platform cpu" + (f" ({_VIRTUAL})" if runtime.get().virtual else "")
+    if estimate is None:
         return where
-    if not found.pays and not _small_go_elsewhere():
-        return f"{where}: {found}; JAX_MFA_DEVICE={runtime.named()[0]} takes it all the same"
-    return f"{where}: {found}"
+    if not estimate.pays and not _small_go_elsewhere():
+        return f"{where}: {estimate}; JAX_MFA_DEVICE={runtime.named()[0]} takes it all the same"
+    return f"{where}: {estimate}"

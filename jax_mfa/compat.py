@@ -12,14 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import Array, lax
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-ffi: Any
-if hasattr(jax, "ffi"):
-    ffi = jax.ffi
-else:  # before 0.5
-    ffi = importlib.import_module("jax.extend.ffi")
+ffi: Any = jax.ffi if hasattr(jax, "ffi") else importlib.import_module("jax.extend.ffi")  # before 0.5
 
 HAS_TYPES = hasattr(jax, "typeof")  # with what varies along which axis of a mesh
 # keywords of slices whose indices are not counted from the end, where JAX knows that there are others
@@ -43,12 +39,10 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
 
 def shard_map(fun: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`jax.shard_map` without its checks of what varies over devices."""
-    new: Any = getattr(jax, "shard_map", None)
-    if new is not None:
-        return new(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    from jax.experimental.shard_map import shard_map as old
-
-    return old(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False)
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    old: Any = importlib.import_module("jax.experimental.shard_map")
+    return old.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False)
 
 
 def varying(aval: Any) -> frozenset[Any]:
@@ -57,23 +51,13 @@ def varying(aval: Any) -> frozenset[Any]:
     return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
 
 
-def marked(x: Any, axes: tuple[str, ...]) -> Any:
-    """`x`, which varies along none of these mesh axes, as one that does."""
-    if hasattr(lax, "pcast"):
-        return lax.pcast(x, axes, to="varying")
-    old: Any = lax
-    return old.pvary(x, axes)
-
-
 def register_with_shard_map(*primitives: Any) -> None:
     """Before 0.6 `shard_map` asks each primitive how it maps replication: as any elementwise one does."""
-    try:
+    with contextlib.suppress(ImportError, AttributeError):  # newer JAX reads the types of the results
         old: Any = importlib.import_module("jax.experimental.shard_map")
         for primitive in primitives:
             old.register_standard_check(primitive)
             old.register_standard_rewrite(primitive)
-    except (ImportError, AttributeError):  # newer JAX reads the types of the results
-        pass
 
 
 def bind(primitive: Any, arguments: Any, params: dict[str, Any]) -> list[Any]:
@@ -114,7 +98,10 @@ def vary(tree: Any, axes: frozenset[Any]) -> Any:
 
     def mark(x: Any) -> Any:
         missing = tuple(sorted(axes - varying_of(x)))
-        return marked(x, missing) if missing else x
+        if not missing:
+            return x
+        old: Any = lax
+        return lax.pcast(x, missing, to="varying") if hasattr(lax, "pcast") else old.pvary(x, missing)
 
     return jax.tree.map(mark, tree)
 
@@ -129,16 +116,13 @@ def without_types(run: Callable[..., Any], arguments: dict[str, Any], results: C
         return run(arguments)
     placed = {n: x for n, x in arguments.items() if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
     axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if "Explicit" in str(kind))
+    is_spec = lambda x: isinstance(x, PartitionSpec)
     inside = jax.sharding.auto_axes(
         lambda placed: run({**arguments, **placed}),
         axes=axes,
-        out_sharding=jax.tree.map(lambda spec: NamedSharding(mesh, spec), results(), is_leaf=_is_spec),
+        out_sharding=jax.tree.map(lambda spec: NamedSharding(mesh, spec), results(), is_leaf=is_spec),
     )
     return inside(placed)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def _explicit_mesh(arguments: Any) -> Any:
@@ -147,19 +131,15 @@ def _explicit_mesh(arguments: Any) -> Any:
         return None
     meshes = [jax.sharding.get_abstract_mesh()]
     if meshes[0].empty:
-        meshes = [_sharding(x).mesh for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
+        meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
     return next((mesh for mesh in meshes if any("Explicit" in str(kind) for kind in mesh.axis_types)), None)
-
-
-def _sharding(x: Array) -> Any:
-    return jax.typeof(x).sharding
 
 
 def spec_of(x: Any) -> PartitionSpec:
     """How the type of an array says that each of its axes is split."""
     if not isinstance(x, jax.Array) or not HAS_EXPLICIT_SHARDING:
         return PartitionSpec(*(None,) * np.ndim(x))
-    spec = _sharding(x).spec
+    spec = jax.typeof(x).sharding.spec
     return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
 
 
@@ -181,12 +161,10 @@ def shared_mesh(ctx: Any) -> Any:
 
 def need_devices(primitive: Any) -> None:
     """Tells JAX that lowering looks at the devices, which JAX otherwise withholds."""
-    try:
+    with contextlib.suppress(ImportError, AttributeError):  # sharded arrays are gathered then
         from jax._src import dispatch
 
         dispatch.prim_requires_devices_during_lowering.add(primitive)
-    except (ImportError, AttributeError):  # sharded arrays are gathered then
-        pass
 
 
 def ffi_api() -> tuple[int, int] | None:

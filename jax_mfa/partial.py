@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.arguments import as_array
-from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand_rows, reduce_rows, sees_nothing
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand_entries, reduce_entries, sees_nothing
 
 if TYPE_CHECKING:
     from jax_mfa.typing import Float
@@ -72,11 +72,12 @@ def merge(
     return (parts[0] + parts[1]).astype(out.dtype), jnp.where(empty, -jnp.inf, high + jnp.log(total))
 
 
-def per_batch_row(spec: Specification, operands: Operands, name: str, dtype: Any, x: Any = None) -> Any:
-    """`[rows, ...]` of the operand of this name, or of an `x` like it, as `[B|1, ...]` of this dtype."""
-    x = getattr(operands, name) if x is None else x
-    one = x.shape[0] == 1
-    return (x if one else expand_rows(x, getattr(Operands(*spec.repeats), name), operands.query.shape[0])).astype(dtype)
+def sinks_of(spec: Specification, operands: Operands, dtype: Any, x: Any = None) -> Any:
+    """The sinks, or an `x` like them, as `[B|1, 1, N]` of this dtype."""
+    x = operands.sinks if x is None else x
+    if x.shape[0] > 1:
+        x = expand_entries(x, Operands(*spec.repeats).sinks, operands.query.shape[0])
+    return x.astype(dtype)[:, None]
 
 
 def log_sum_exp(row_max: Array, row_sum: Array) -> Array:
@@ -86,15 +87,15 @@ def log_sum_exp(row_max: Array, row_sum: Array) -> Array:
 
 def delta_of(out: Array, d_out: Array, d_lse: Array, acc: Any) -> Array:
     """Σ d_out · out − d_lse, [B, T, N]: d(score) = dropped(probability) · d(p) − probability · delta."""
-    # written as a product: XLA's CPU backend of JAX 0.10 takes seventy times as long for the sum
+    # a product: XLA's CPU backend is far slower at the sum
     return jnp.einsum("...v,...v->...", d_out.astype(acc), out.astype(acc), precision="highest") - d_lse.astype(acc)
 
 
 def sink_probability(spec: Specification, operands: Operands, row_max: Array, row_sum: Array) -> Array:
     """What of a row its sink takes, [B, T, N]; 0 in a row that sees nothing."""
     empty = sees_nothing(row_sum)
-    sinks = per_batch_row(spec, operands, "sinks", row_sum.dtype)[:, None]
-    # where a row is empty, numbers without harm
+    sinks = sinks_of(spec, operands, row_sum.dtype)
+    # an empty row gets finite values, so that its derivatives are finite too
     shift, total = jnp.where(empty, 0, sinks - row_max), jnp.where(empty, 1, row_sum)
     return jnp.where(empty, 0, jnp.exp(shift) / total)
 
@@ -102,7 +103,7 @@ def sink_probability(spec: Specification, operands: Operands, row_max: Array, ro
 def sink_gradient(spec: Specification, operands: Operands, row_max: Array, row_sum: Array, shift: Any) -> Any:
     """The gradient of the sinks, of their own shape, in the dtype of the sums. A row that sees nothing has none."""
     x = jnp.where(sees_nothing(row_sum), 0, sink_probability(spec, operands, row_max, row_sum) * shift)
-    return reduce_rows(-x.sum(1), Operands(*spec.repeats).sinks, operands.sinks.shape[0])
+    return reduce_entries(-x.sum(1), Operands(*spec.repeats).sinks, operands.sinks.shape[0])
 
 
 def weighed(out: Array, row_max: Array, row_sum: Array, acc: Any) -> tuple[Array, Array, Array]:
@@ -135,7 +136,7 @@ def finished(spec: Specification, operands: Operands, whole: Partial) -> tuple[A
     sums, row_max, row_sum = whole
     acc = sums.dtype.type
     if operands.sinks is not None:
-        sinks = per_batch_row(spec, operands, "sinks", sums.dtype)[:, None]
+        sinks = sinks_of(spec, operands, sums.dtype)
         seen = (row_max != -np.inf) | jnp.isnan(row_sum)
         sink = jnp.zeros_like(sums), jnp.where(seen, sinks, -np.inf), jnp.where(seen, acc(1), acc(0))
         sums, row_max, row_sum = merged(whole, sink)

@@ -178,18 +178,18 @@ def mapped_in_front(x: Any, dim: Any, size: int) -> Array:
 
 
 def _fold(x: Any, size: int, batch: int, repeat: int) -> tuple[Any, int]:
-    """A mapped operand `[size, rows, ...]` with its mapped axis in front of its rows, and its new repeat."""
-    rows = x.shape[1]
-    if rows == 1:
+    """A mapped operand `[size, entries, ...]` with its mapped axis in front of its entries, and its new repeat."""
+    entries = x.shape[1]
+    if entries == 1:
         return x.reshape(size, *x.shape[2:]), batch
-    if rows * repeat != batch:  # its rows recur within the batch: one row for each batch row
-        x = jnp.tile(jnp.repeat(x, repeat, 1), (1, batch // (rows * repeat)) + (1,) * (x.ndim - 2))
+    if entries * repeat != batch:  # its entries recur within the batch: one for each batch entry
+        x = jnp.tile(jnp.repeat(x, repeat, 1), (1, batch // (entries * repeat)) + (1,) * (x.ndim - 2))
         repeat = 1
     return x.reshape(size * x.shape[1], *x.shape[2:]), repeat
 
 
 def _parts_of_mapped(names: tuple[str, ...], dims: Any) -> set[str]:
-    """The operands that belong to a quantised key or value of which something is mapped: rows of all are then alike."""
+    """The operands that belong to a quantised key or value of which something is mapped: all get the same entries."""
     groups = [{field_of(name, part) for part in PARTS} for name in ("key", "value")]
     moving = {name for name, dim in zip(names, dims) if dim is not None}
     return {name for group in groups if group & moving for name in group}
@@ -200,7 +200,7 @@ def _fold_operands(
 ) -> tuple[list[Any], Specification, int]:
     """Folds a mapped axis into the batch; the query and the operands in `mapped` get that axis if they lack it.
 
-    An operand that is not mapped stays as it is: its rows recur for each element of the mapped axis.
+    An operand that is not mapped stays as it is: its entries recur for each element of the mapped axis.
     """
     query = names.index("query")
     batch = _entries(arrays[query], dims[query])
@@ -225,10 +225,6 @@ def _fold_operands(
     return folded, dataclasses.replace(spec, repeats=tuple(repeats[name] for name in Operands._fields)), batch
 
 
-def _unfold(x: Any, size: int) -> Any:
-    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
-
-
 def _batching(kind: Kind, primitive: Any, shapes: Any) -> Callable[..., Any]:
     """A primitive's batching rule: each array is folded as its name says."""
 
@@ -251,7 +247,7 @@ def _batching(kind: Kind, primitive: Any, shapes: Any) -> Callable[..., Any]:
         operands, spec, batch = _fold_operands(arrays[:n], dims[:n], size, call.spec, call.names, mapped)
         others = (fold_like(*x, size, batch, call.spec) for x in zip(names[n:], arrays[n:], dims[n:]))
         results = primitive.bind(*operands, *others, call=dataclasses.replace(call, spec=spec))
-        results = [_unfold(x, size) for x in results]
+        results = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results]
         if kind.gives_cotangents:
             for i, name in enumerate(call.wrt):
                 at = call.names.index(name)
@@ -337,11 +333,8 @@ def _by_shares(kind: Kind, fun: Callable[..., Any], mesh: Any) -> Callable[..., 
             changed = dataclasses.replace(call, spec=spec, names=present, wrt=call.wrt if wrt is None else wrt)
             return fun(*own, *rows, call=changed)
 
-        times = sharding.repeated_heads(names, arrays, mesh)
-        own = (sharding.repeat_heads(name, x, times) for name, x in zip(names, arrays))
         # no `functools.partial`, whose keywords JAX would make positions of
-        found = sharding.partitioned(lambda *x: fun(*x, call=call), pair, call.spec, names, results)(*own)
-        return tuple(sharding.fold_heads(name, x, times) for name, x in zip(results, found))
+        return sharding.partitioned(lambda *x: fun(*x, call=call), pair, call.spec, names, results, mesh)(*arrays)
 
     return run
 

@@ -27,31 +27,34 @@ MAX_POSITION = 2**30 - 1
 class Operands(NamedTuple):
     """The arrays of an attention problem; None where a feature is not used.
 
-    The leading axis of an operand holds its *rows*. Batch row b reads row `(b // repeat) % rows`, with `repeat` from
-    `Specification.repeats`: one row serves a whole batch, and an operand that `vmap` did not map is never copied.
+    The leading axis of an operand holds its *entries*. Batch entry b reads entry `(b // repeat) % entries`, with
+    `repeat` from `Specification.repeats`: one entry serves a whole batch, and an operand that `vmap` did not map is
+    never copied.
     """
 
     query: Any  # [B, T, N, H]
-    key: Any  # [rows, S, K, H]
-    value: Any  # [rows, S, K, V]
-    bias: Any = None  # [rows, 1|N, 1|T, 1|S], floating
-    mask: Any = None  # [rows, 1|N, 1|T, 1|S], bool
-    block_mask: Any = None  # [rows, 1|N, ceil(T/block), ceil(S/block)], bool; or uint8, 2 where mask_mod holds for all
-    scale: Any = None  # [rows], float
-    query_offset: Any = None  # [rows], int32
-    query_lengths: Any = None  # [rows], int32
-    key_lengths: Any = None  # [rows], int32
-    query_segment_ids: Any = None  # [rows, T], int32
-    key_segment_ids: Any = None  # [rows, S], int32
-    key_ranges: Any = None  # [rows, T, 2], int32: first visible column, and the one after the last
-    alibi_slopes: Any = None  # [rows, N], float
-    sinks: Any = None  # [rows, N], float
-    # [rows, 6], uint32: two words of seed, then where the random counter starts: batch index, head, row and column
+    key: Any  # [entries, S, K, H]
+    value: Any  # [entries, S, K, V]
+    bias: Any = None  # [entries, 1|N, 1|T, 1|S], floating
+    mask: Any = None  # [entries, 1|N, 1|T, 1|S], bool
+    block_mask: Any = (
+        None  # [entries, 1|N, ceil(T/block), ceil(S/block)], bool; or uint8, 2 where mask_mod holds for all
+    )
+    scale: Any = None  # [entries], float
+    query_offset: Any = None  # [entries], int32
+    query_lengths: Any = None  # [entries], int32
+    key_lengths: Any = None  # [entries], int32
+    query_segment_ids: Any = None  # [entries, T], int32
+    key_segment_ids: Any = None  # [entries, S], int32
+    key_ranges: Any = None  # [entries, T, 2], int32: first visible column, and the one after the last
+    alibi_slopes: Any = None  # [entries, N], float
+    sinks: Any = None  # [entries, N], float
+    # [entries, 6], uint32: two words of seed, then where the random counter starts: batch index, head, row and column
     dropout: Any = None
     # what a caller's functions of scores read, see `flex.program`, and where their indices begin
-    captured_floats: Any = None  # [rows, F], float32 or float64
-    captured_integers: Any = None  # [rows, I], int32 or int64
-    origin: Any = None  # [rows, 2], int32: batch index and first head
+    captured_floats: Any = None  # [entries, F], float32 or float64
+    captured_integers: Any = None  # [entries, I], int32 or int64
+    origin: Any = None  # [entries, 2], int32: batch index and first head
     # of keys and values that are quantised, in pages or both: see `KeyValueView`. key and value are then the data
     key_scales: Any = None
     key_zeros: Any = None
@@ -61,7 +64,7 @@ class Operands(NamedTuple):
     value_zeros: Any = None
     value_means: Any = None
     value_original: Any = None
-    block_tables: Any = None  # [rows, pages], int32, all within the pool
+    block_tables: Any = None  # [entries, pages], int32, all within the pool
 
 
 # what each axis of an operand is, and of results and their cotangents: an axis of size 1 serves all
@@ -93,7 +96,7 @@ AXES = {
     "d_out": "BTNV",
     "d_lse": "BTN",
     "rows": "BTN_",  # several numbers of each row
-    "dk": "BSKH",  # of each batch row
+    "dk": "BSKH",  # of each batch entry
     "dv": "BSKV",
 }
 
@@ -126,7 +129,7 @@ def is_part(field: str) -> bool:
 
 
 def pool_fields(names: Collection[str]) -> tuple[str, ...]:
-    """Those of the operands of these names that are pages of a pool, and have no rows of their own."""
+    """Those of the operands of these names that are pages of a pool, and have no entries of their own."""
     return tuple(x for x in names if x in ("key", "value") or is_part(x)) if "block_tables" in names else ()
 
 
@@ -160,10 +163,10 @@ class KeyValueView:
 
     Attributes:
       name: "key" or "value".
-      parts: what there is of "data", "scales", "zeros", "means": `[rows, entries, 1|K, …]`, or of pages `[P, entries,
-        1|K, …]`.
+      parts: what there is of "data", "scales", "zeros", "means": `[entries, groups of tokens, 1|K, …]`, or
+        of pages `[P, groups of tokens, 1|K, …]`.
       storage: None where the data are plain.
-      page_size, tables: None where tokens lie one after another; else tables are int32 `[rows, pages]`.
+      page_size, tables: None where tokens lie one after another; else tables are int32 `[entries, pages]`.
     """
 
     name: str
@@ -175,10 +178,10 @@ class KeyValueView:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        rows, s, k, size = self.parts["data"].shape
+        entries, s, k, size = self.parts["data"].shape
         if self.page_size is not None:
-            rows, s = self.tables.shape[0], self.tables.shape[1] * self.page_size
-        return rows, s, k, size if self.storage is None else self.storage.size
+            entries, s = self.tables.shape[0], self.tables.shape[1] * self.page_size
+        return entries, s, k, size if self.storage is None else self.storage.size
 
     def tokens_of(self, part: str) -> int:
         """How many tokens share an entry of a part."""
@@ -276,8 +279,8 @@ class Specification:
         others = o.mask, o.block_mask, o.query_segment_ids, o.key_ranges, self.mask_mod
         return not (self.bias_hides(o) or self.score_hides) and all(x is None for x in others)
 
-    def has_own_rows(self, operands: Operands, name: str) -> bool:
-        """Whether each batch row has a row of its own of the operand of this name."""
+    def has_own_entries(self, operands: Operands, name: str) -> bool:
+        """Whether each batch entry has an entry of its own of the operand of this name."""
         own = self.repeats[Operands._fields.index(name)] == 1
         return own and getattr(operands, name).shape[0] == operands.query.shape[0]
 
@@ -315,36 +318,36 @@ def sees_nothing(row_sum: Any) -> Any:
 
 
 def counted_from(dropout: Any, **places: Any) -> Any:
-    """The operand `dropout` of a part of a problem, whose batch rows, heads, rows or columns begin at these places."""
+    """The operand `dropout` of a part of a problem, whose batch entries, heads, rows or columns begin there."""
     for name, place in places.items():
         word = 2 + ("batch", "head", "row", "column").index(name)
         dropout = dropout.at[:, word].add(jnp.asarray(place).astype(dropout.dtype))
     return dropout
 
 
-def row_index(b: Any, repeat: int, rows: int) -> Any:
-    """The operand row that batch row `b` reads."""
-    return (b // repeat) % rows
+def entry_index(b: Any, repeat: int, entries: int) -> Any:
+    """The operand's entry that batch entry `b` reads."""
+    return (b // repeat) % entries
 
 
-def expand_rows(x: Any, repeat: int, batch: int) -> Any:
-    """`x` with one row for each batch row; an operand with a single row keeps it."""
+def expand_entries(x: Any, repeat: int, batch: int) -> Any:
+    """`x` with one entry for each of the batch; an operand with a single entry keeps it."""
     if x is None or (x.shape[0] in (1, batch) and repeat == 1):
         return x
-    return x[row_index(np.arange(batch), repeat, x.shape[0])]
+    return x[entry_index(np.arange(batch), repeat, x.shape[0])]
 
 
-def reduce_rows(x: Any, repeat: int, rows: int) -> Any:
-    """The transpose of reading `rows` rows from a batch: sums `x` over the batch rows that share an operand row."""
-    if x.shape[0] == rows and repeat == 1:
+def reduce_entries(x: Any, repeat: int, entries: int) -> Any:
+    """The transpose of `expand_entries` from so many entries: sums `x` over the batch entries that share one."""
+    if x.shape[0] == entries and repeat == 1:
         return x
-    return x.reshape(-1, rows, repeat, *x.shape[1:]).sum((0, 2), dtype=x.dtype)
+    return x.reshape(-1, entries, repeat, *x.shape[1:]).sum((0, 2), dtype=x.dtype)
 
 
 def expand(spec: Specification, operands: Operands) -> tuple[Specification, Operands]:
-    """The same problem with every operand expanded to one row per batch row (or one for all)."""
+    """The same problem with every operand expanded to one entry for each of the batch (or one for all)."""
     batch = operands.query.shape[0]
-    full = Operands(*(expand_rows(x, r, batch) for x, r in zip(operands, spec.repeats)))
+    full = Operands(*(expand_entries(x, r, batch) for x, r in zip(operands, spec.repeats)))
     return dataclasses.replace(spec, repeats=(1,) * len(Operands._fields)), full
 
 

@@ -1,9 +1,8 @@
 """What attention did: a recorder that is asked for, and a line for each choice where `JAX_MFA_LOG=debug`.
 
-Two kinds of facts. As a program is compiled, each attention in it is a *choice* of an implementation and a plan, with
-the reason where Metal was not taken. As it runs, the native module counts calls, kernels, bytes and times; nobody
-counts the calls of `blockwise`, which are part of XLA's program: JAX's profiler shows them, by the names `jax_mfa_…`.
-Where nobody listens, nothing here costs anything. Knows texts and numbers; not what attention is.
+As a program is compiled, each attention in it is a *choice* of an implementation and a plan. As it runs, the native
+module counts calls, kernels, bytes and times. JAX's profiler shows the calls of `blockwise`, by the names `jax_mfa_…`.
+Knows texts and numbers, not what attention is.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import threading
@@ -64,13 +64,9 @@ class Recorder:
         self._native = native
         self._before = _counted(native)
         self._after: dict[str, Any] | None = None
-        self._compiled: dict[str, tuple[int, float]] = {}
+        self._compilations: dict[str, dict[str, Any]] = {}
         self.choices: collections.Counter[Choice] = collections.Counter()
         self.problems: dict[str, Any] = {}
-
-    def _compile(self, compiler: str, seconds: float) -> None:
-        count, total = self._compiled.get(compiler, (0, 0.0))
-        self._compiled[compiler] = (count + 1, total + seconds)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON.
@@ -83,13 +79,10 @@ class Recorder:
             longer than so many seconds. Empty without Metal. Wait for results first, or their calls are missing.
         """
         with _lock:
-            choices, compiled = dict(self.choices), dict(self._compiled)
+            choices = [dataclasses.asdict(choice) | {"programs": n} for choice, n in self.choices.items()]
+            compilations = {compiler: {**known} for compiler, known in self._compilations.items()}
             now = self._after if self._after is not None else _counted(self._native)
-        return {
-            "choices": [dataclasses.asdict(choice) | {"programs": n} for choice, n in choices.items()],
-            "compilations": {name: {"count": n, "seconds": s} for name, (n, s) in compiled.items()},
-            "metal": _difference(now, self._before),
-        }
+        return {"choices": choices, "compilations": compilations, "metal": _difference(now, self._before)}
 
     def __str__(self) -> str:
         found = self.as_dict()
@@ -115,44 +108,46 @@ class Recorder:
     def prometheus(self) -> str:
         """The same as Prometheus' text format 0.0.4 (prometheus.io/docs/instrumenting/exposition_formats)."""
         found = self.as_dict()
-        metal = found["metal"]
+        metal, compilations = found["metal"], found["compilations"]
         programs: collections.Counter[tuple[str, ...]] = collections.Counter()
         for x in found["choices"]:
             programs[x["call"], x["implementation"], x["reason"]] += x["programs"]
         by = lambda label, values: [("", {label: key}, x) for key, x in values.items()]
-        compilations = found["compilations"].items()
-        lines = _family(
-            "programs_total",
-            "Attentions in compiled programs.",
-            [("", dict(zip(("call", "implementation", "reason"), key)), n) for key, n in programs.items()],
-        )
-        lines += _family(
-            "compilations_total", "Compilations.", by("compiler", {k: x["count"] for k, x in compilations})
-        )
-        seconds = {k: x["seconds"] for k, x in compilations}
-        lines += _family("compile_seconds_total", "Time of compilations.", by("compiler", seconds))
+        of_compilers = lambda fact: by("compiler", {name: x[fact] for name, x in compilations.items()})
+        labels = ("call", "implementation", "reason")
+        families: list[tuple[str, str, list[tuple[str, dict[str, str], float]]]] = [
+            (
+                "programs_total",
+                "Attentions in compiled programs.",
+                [("", dict(zip(labels, key)), n) for key, n in programs.items()],
+            ),
+            ("compilations_total", "Compilations.", of_compilers("count")),
+            ("compile_seconds_total", "Time of compilations.", of_compilers("seconds")),
+        ]
         if metal:
-            for name, text in (("calls", "Calls of Metal."), ("failures", "Calls of Metal that failed.")):
-                lines += _family(f"metal_{name}_total", text, [("", {}, metal[name])])
             routes = by("route", {route: metal[f"bytes_{route}"] for route in _ROUTES})
-            lines += _family("metal_bytes_total", "Operands and results, wrapped without a copy or staged.", routes)
-            lines += _family("metal_kernel_launches_total", "Launches of each kernel.", by("kernel", metal["kernels"]))
-            samples: list[tuple[str, dict[str, str], float]] = []
+            calls: list[tuple[str, dict[str, str], float]] = []
             for name, plan in metal["plans"].items():
-                samples += [("_bucket", {"plan": name, "le": bound}, n) for bound, n in plan["histogram"].items()]
-                samples += [("_sum", {"plan": name}, plan["seconds"]), ("_count", {"plan": name}, plan["calls"])]
-            lines += _family("metal_call_seconds", "From a call's start to its results.", samples, "histogram")
-        return "\n".join(lines) + "\n"
+                calls += [("_bucket", {"plan": name, "le": bound}, n) for bound, n in plan["histogram"].items()]
+                calls += [("_sum", {"plan": name}, plan["seconds"]), ("_count", {"plan": name}, plan["calls"])]
+            families += [
+                ("metal_calls_total", "Calls of Metal.", [("", {}, metal["calls"])]),
+                ("metal_failures_total", "Calls of Metal that failed.", [("", {}, metal["failures"])]),
+                ("metal_bytes_total", "Operands and results, wrapped without a copy or staged.", routes),
+                ("metal_kernel_launches_total", "Launches of each kernel.", by("kernel", metal["kernels"])),
+                ("metal_call_seconds", "From a call's start to its results.", calls),
+            ]
+        return "".join(f"{line}\n" for family in families for line in _lines(*family))
 
 
-def _family(name: str, text: str, samples: list[tuple[str, dict[str, str], float]], kind: str = "counter") -> list[str]:
-    """Lines of Prometheus' text for samples: the end of each one's name, its labels and its value."""
-    lines = [f"# HELP jax_mfa_{name} {text}", f"# TYPE jax_mfa_{name} {kind}"]
+def _lines(name: str, text: str, samples: list[tuple[str, dict[str, str], float]]) -> Iterator[str]:
+    """Prometheus' text for a counter or a histogram: the end of each sample's name, its labels and its value."""
+    yield f"# HELP jax_mfa_{name} {text}"
+    yield f"# TYPE jax_mfa_{name} {'counter' if name.endswith('_total') else 'histogram'}"
     for end, labels, value in samples:
         escaped = {k: v.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for k, v in labels.items()}
         listed = ",".join(f'{k}="{v}"' for k, v in escaped.items())
-        lines.append(f"jax_mfa_{name}{end}{f'{{{listed}}}' if listed else ''} {value}")
-    return lines
+        yield f"jax_mfa_{name}{end}{f'{{{listed}}}' if listed else ''} {value}"
 
 
 # --- the native module's counters
@@ -169,19 +164,16 @@ def _difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     names = ("calls", "failures", *(f"bytes_{route}" for route in _ROUTES))
     found: dict[str, Any] = {name: now["statistics"][name] - before["statistics"][name] for name in names}
     kernels = {name: n - before["kernels"].get(name, 0) for name, n in now["kernels"].items()}
-    found["kernels"] = {name: n for name, n in kernels.items() if n}
     bounds = [*(f"{bound:g}" for bound in now["bounds"]), "+Inf"]
     none = {"calls": 0, "seconds": 0.0, "buckets": [0] * len(bounds)}
-    found["plans"] = {}
+    plans = {}
     for name, plan in now["plans"].items():
         old = before["plans"].get(name, none)
-        calls = plan["calls"] - old["calls"]
+        calls, seconds = (plan[fact] - old[fact] for fact in ("calls", "seconds"))
         if calls:
-            counts = [n - m for n, m in zip(plan["buckets"], old["buckets"])]
-            cumulated = [sum(counts[: i + 1]) for i in range(len(counts))]
-            seconds = plan["seconds"] - old["seconds"]
-            found["plans"][name] = {"calls": calls, "seconds": seconds, "histogram": dict(zip(bounds, cumulated))}
-    return found
+            cumulated = itertools.accumulate(n - m for n, m in zip(plan["buckets"], old["buckets"]))
+            plans[name] = {"calls": calls, "seconds": seconds, "histogram": dict(zip(bounds, cumulated))}
+    return found | {"kernels": {name: n for name, n in kernels.items() if n}, "plans": plans}
 
 
 # --- who listens
@@ -249,7 +241,9 @@ def compiled(compiler: str, seconds: float) -> None:
     """Tells recorders of a compilation."""
     with _lock:
         for recorder in _recorders:
-            recorder._compile(compiler, seconds)
+            known = recorder._compilations.setdefault(compiler, {"count": 0, "seconds": 0.0})
+            known["count"] += 1
+            known["seconds"] += seconds
 
 
 @contextlib.contextmanager

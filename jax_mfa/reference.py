@@ -14,7 +14,7 @@ For query row t of head n, at position(t) = t + query_offset, and key column s:
    is a soft cap, under which −∞ is a score of −cap. What is invisible takes no part: nothing of it, not even NaN or ∞,
    reaches a result or a gradient.
 5. p = softmax(x) over the visible columns, and one more of logit sink[n] without a value where there are sinks.
-6. Dropout multiplies p by 0 or 1 / (1 − rate), which of them a function of seed, batch row, n, t and s (`philox`).
+6. Dropout multiplies p by 0 or 1 / (1 − rate), which of them a function of seed, batch entry, n, t and s (`philox`).
 7. out = Σ p v[s, ·], rounded once to the query's dtype.
 
 A row that sees nothing gives zeros, a log-sum-exp of −∞, and no gradient. Among what a row does see, NaN and ∞ do what
@@ -66,7 +66,7 @@ def plain(spec: Specification, operands: Operands) -> tuple[Specification, Opera
     if spec.is_plain:
         return spec, operands
     repeats = Operands(*spec.repeats)
-    if spec.page_size is not None:  # what is read has the rows of the tables
+    if spec.page_size is not None:  # what is read has the entries of the tables
         repeats = repeats._replace(key=repeats.block_tables, value=repeats.block_tables)
     views = spec.viewed(operands)
     parts: dict[str, Any] = {x: None for x in Operands._fields if is_part(x)}
@@ -76,7 +76,7 @@ def plain(spec: Specification, operands: Operands) -> tuple[Specification, Opera
 
 
 def _all_of(x: Any, original: Any) -> Array:
-    """`[rows, S, K, H]` of an array or of `KeyValueView`: as wide as sums are, where it was quantised."""
+    """`[entries, S, K, H]` of an array or of `KeyValueView`: as wide as sums are, where it was quantised."""
     if not isinstance(x, KeyValueView):
         return x
     token = np.arange(x.shape[1])
@@ -92,27 +92,34 @@ def _all_of(x: Any, original: Any) -> Array:
     return values if original is None else straight_through(values, original.astype(dtype))
 
 
+def _distance(spec: Specification, o: Operands) -> Array:
+    """How far column s stands behind the position of row t, s − position(t): [B|1, 1, T, S]."""
+    offset = spec.query_offset if o.query_offset is None else o.query_offset.reshape(-1, 1, 1, 1)
+    position = jnp.arange(o.query.shape[1], dtype=jnp.int32).reshape(1, 1, -1, 1) + offset
+    return jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1) - position
+
+
 def visible(spec: Specification, operands: Operands) -> Array:
     """Which columns each row may see: bool [B|1, N|1, T, S]."""
     o = operands
     t = jnp.arange(o.query.shape[1], dtype=jnp.int32).reshape(1, 1, -1, 1)
     s = jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
-    per_row = lambda x: x.reshape(-1, 1, 1, 1)
-    position = t + (spec.query_offset if o.query_offset is None else per_row(o.query_offset))
+    per_entry = lambda x: x.reshape(-1, 1, 1, 1)
+    distance = _distance(spec, o)
     left, right = spec.window
     see = jnp.ones((1, 1, t.size, s.size), bool)
     if o.mask is not None:
         see &= o.mask
     if spec.is_causal:
-        see &= s <= position
+        see &= distance <= 0
     if left is not None:
-        see &= s - position >= -left
+        see &= distance >= -left
     if right is not None:
-        see &= s - position <= right
+        see &= distance <= right
     if o.key_lengths is not None:
-        see &= s < per_row(o.key_lengths)
+        see &= s < per_entry(o.key_lengths)
     if o.query_lengths is not None:
-        see &= t < per_row(o.query_lengths)
+        see &= t < per_entry(o.query_lengths)
     if o.query_segment_ids is not None:
         see &= o.query_segment_ids[:, None, :, None] == o.key_segment_ids[:, None, None, :]
     if o.key_ranges is not None:
@@ -188,10 +195,7 @@ def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
     if o.bias is not None:
         x = x + o.bias.astype(acc)
     if o.alibi_slopes is not None:
-        offset = spec.query_offset if o.query_offset is None else o.query_offset.reshape(-1, 1, 1, 1)
-        position = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, -1, 1) + offset
-        distance = jnp.arange(k.shape[2], dtype=jnp.int32).reshape(1, 1, 1, -1) - position
-        x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * distance.astype(acc)
+        x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * _distance(spec, o).astype(acc)
     x = hidden(x)
     if spec.score_mod is not None:
         given, indices = x, _indices(spec, o)

@@ -1,8 +1,8 @@
-"""Attention under `jit` of sharded arrays: batch rows, heads and lengths stay where they are, and nothing is gathered.
+"""Attention under `jit` of sharded arrays: batch entries, heads and lengths stay where they are.
 
-XLA would gather every operand of a custom call, and of a loop over batch rows and heads as well. Here each device
-computes the batch rows and heads that it holds of the query; gradients of what serves several devices are summed over
-them. Where the query is split along its length, keys and values are so too and travel from device to device
+XLA would gather every operand of a custom call, and of a loop over batch entries and heads as well. Here each device
+computes the batch entries and heads that it holds of the query; gradients of what serves several devices are summed
+over them. Where the query is split along its length, keys and values are so too and travel from device to device
 (`context_parallel.ring`). Head sizes are not split.
 
 Explicit sharding (`jax.set_mesh` with explicit axes) is left to the same rules, and the results have the query's axes.
@@ -31,7 +31,7 @@ from jax_mfa.context_parallel.ring import Ring
 from jax_mfa.problem import AXES, Operands, Specification, counted_from, is_part, pool_fields
 
 _HEAD_AXIS = {name: i for name, letters in AXES.items() for i, x in enumerate(letters) if x in "NK"}
-# of tokens, of queries but where an array is of keys; of bias and masks the keys are not split
+# of tokens, of queries but where an array is of keys
 _TOKEN_AXIS = {name: min(map(x.find, tokens)) for name, x in AXES.items() if (tokens := {*"TtS"} & {*x})}
 _OF_KEYS = tuple(name for name, letters in AXES.items() if "K" in letters)
 _OF_COLUMNS = ("key", "value", "key_segment_ids")
@@ -39,44 +39,48 @@ _OF_COLUMNS = ("key", "value", "key_segment_ids")
 
 @dataclasses.dataclass(frozen=True)
 class _Arrays:
-    """The arrays of a call: the shape of each, and how often its rows repeat."""
+    """The arrays of a call: the shape of each, and how often its entries repeat."""
 
     shapes: dict[str, tuple[int, ...]]
     spec: Specification
-
-    @property
-    def repeats(self) -> Operands:
-        return Operands(*self.spec.repeats)
 
     @property
     def batch(self) -> int:
         return self.shapes["query"][0]
 
     def span(self, name: str) -> int:
-        """How many batch rows an array's rows serve before they recur."""
-        return self.shapes[name][0] * getattr(self.repeats, name, 1)
+        """How many batch entries an array's entries serve before they recur."""
+        return self.shapes[name][0] * getattr(Operands(*self.spec.repeats), name, 1)
 
-    def has_rows(self, name: str) -> bool:
-        """Whether an array has rows of its own for each share of the batch; else it serves every share alike."""
-        return self.shapes[name][0] > 1 and self.span(name) == self.batch and name not in pool_fields(self.shapes)
+    def split_axes(self, name: str) -> dict[str, int]:
+        """Which axes of an array hold "batch", "heads" and "length" in shares; where none does, it serves every share.
 
-    def has_heads(self, name: str) -> bool:
-        return name in _HEAD_AXIS and self.shapes[name][_HEAD_AXIS[name]] > 1
-
-    def has_tokens(self, name: str) -> bool:
-        return name in _TOKEN_AXIS and (self.shapes[name][_TOKEN_AXIS[name]] > 1 or name in _OF_COLUMNS)
+        Of bias and masks the keys are not split.
+        """
+        shape, axes = self.shapes[name], {}
+        if shape[0] > 1 and self.span(name) == self.batch and name not in pool_fields(self.shapes):
+            axes["batch"] = 0
+        if name in _HEAD_AXIS and shape[_HEAD_AXIS[name]] > 1:
+            axes["heads"] = _HEAD_AXIS[name]
+        if name in _TOKEN_AXIS and (shape[_TOKEN_AXIS[name]] > 1 or name in _OF_COLUMNS):
+            axes["length"] = _TOKEN_AXIS[name]
+        return axes
 
     def batch_splits(self, parts: int) -> bool:
         def fits(name: str) -> bool:
-            rows, share = self.shapes[name][0], self.batch // parts
-            return rows % parts == 0 if self.has_rows(name) else rows == 1 or share % self.span(name) == 0
+            entries, share = self.shapes[name][0], self.batch // parts
+            return (
+                entries % parts == 0
+                if "batch" in self.split_axes(name)
+                else entries == 1 or share % self.span(name) == 0
+            )
 
-        with_rows = {*self.shapes} - {*pool_fields(self.shapes)}
-        return self.batch % parts == 0 and all(fits(name) for name in with_rows)
+        with_entries = {*self.shapes} - {*pool_fields(self.shapes)}
+        return self.batch % parts == 0 and all(fits(name) for name in with_entries)
 
     def heads_split(self, parts: int) -> bool:
-        heads = [shape[_HEAD_AXIS[name]] for name, shape in self.shapes.items() if self.has_heads(name)]
-        return self.has_heads("query") and all(n % parts == 0 for n in heads)
+        with_heads = [name for name in self.shapes if "heads" in self.split_axes(name)]
+        return "query" in with_heads and all(self.shapes[name][_HEAD_AXIS[name]] % parts == 0 for name in with_heads)
 
     def length_splits(self, parts: int) -> bool:
         if any(is_part(name) for name in self.shapes) or pool_fields(self.shapes) or "origin" in self.shapes:
@@ -86,7 +90,7 @@ class _Arrays:
         return parts > 1 and t % (parts * rows) == 0 and s % (parts * columns) == 0 and min(t, s) > 0
 
     def divide(self, mesh: Mesh, sharding: NamedSharding | None) -> _Division:
-        """Over the mesh axes that split the query's batch rows and heads, as far as all arrays follow."""
+        """Over the mesh axes that split the query's batch entries and heads, as far as all arrays follow."""
         spec = () if sharding is None else sharding.spec
 
         def axes(i: int, splits: Callable[[int], bool]) -> tuple[str, ...]:
@@ -97,10 +101,11 @@ class _Arrays:
         length = axes(1, self.length_splits)
         if not length and math.prod(mesh.shape[x] for x in axes(1, lambda parts: True)) > 1:
             _say_that_it_gathers(self.shapes["query"][1], self.shapes["key"][1], self.spec.mask_block)
-        return _Division(self, mesh, axes(0, self.batch_splits), axes(2, self.heads_split), length)
+        batch, heads = axes(0, self.batch_splits), axes(2, self.heads_split)
+        return _Division(self, mesh, {"batch": batch, "heads": heads, "length": length})
 
     def rule(self, names: tuple[str, ...], results: Any) -> tuple[str, dict[str, int]]:
-        """What Shardy needs to know: batch rows and heads of operands and results are the same ones."""
+        """What Shardy needs to know: batch entries and heads of operands and results are the same ones."""
         n, k = self.shapes["query"][2], self.shapes["key"][2]
         own = (f"x{i}" for i in itertools.count())
         grouped = 1 < k < n
@@ -110,14 +115,14 @@ class _Arrays:
         tokens = {True: (s // parts, "s"), False: (t // parts, "t")}
 
         def factors(name: str) -> str:
-            found = [next(own) for _ in self.shapes[name]]
-            if self.has_rows(name) and self.shapes[name][0] == self.batch:
+            found, axes = [next(own) for _ in self.shapes[name]], self.split_axes(name)
+            if "batch" in axes and self.shapes[name][0] == self.batch:
                 found[0] = "b"
-            if parts > 1 and self.has_tokens(name) and name != "block_mask":
+            if parts > 1 and "length" in axes and name != "block_mask":
                 size, letter = tokens[name in _OF_COLUMNS]
-                found[_TOKEN_AXIS[name]] = f"(p {letter})" if size > 1 else "p"
-            if self.has_heads(name):
-                found[_HEAD_AXIS[name]] = "k" if name in _OF_KEYS or k == n else "(k g)" if grouped else "g"
+                found[axes["length"]] = f"(p {letter})" if size > 1 else "p"
+            if "heads" in axes:
+                found[axes["heads"]] = "k" if name in _OF_KEYS or k == n else "(k g)" if grouped else "g"
             return " ".join(found)
 
         listed = lambda names: ", ".join(factors(name) for name in names)
@@ -129,30 +134,24 @@ class _Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class _Division:
-    """Which mesh axes split batch rows, which heads, and which lengths."""
+    """Which mesh axes split "batch", "heads" and "length" of the arrays."""
 
     arrays: _Arrays
     mesh: Mesh
-    batch: tuple[str, ...]
-    heads: tuple[str, ...]
-    length: tuple[str, ...]
+    axes: dict[str, tuple[str, ...]]
 
     def sharding(self, name: str) -> NamedSharding:
         entries: list[Any] = [None] * len(self.arrays.shapes[name])
-        if self.batch and self.arrays.has_rows(name):
-            entries[0] = self.batch
-        if self.heads and self.arrays.has_heads(name):
-            entries[_HEAD_AXIS[name]] = self.heads
-        if self.length and self.arrays.has_tokens(name):
-            entries[_TOKEN_AXIS[name]] = self.length
+        for kind, axis in self.arrays.split_axes(name).items():
+            entries[axis] = self.axes[kind] or None
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     def numbered(self, names: tuple[str, ...], arrays: Any) -> tuple[Any, ...]:
         """A device's arrays, with the number of its first head among all where something depends on it."""
-        if not self.heads:
+        if not self.axes["heads"]:
             return arrays
         own = dict(zip(names, arrays))
-        first = lax.axis_index(self.heads) * own["query"].shape[_HEAD_AXIS["query"]]
+        first = lax.axis_index(self.axes["heads"]) * own["query"].shape[_HEAD_AXIS["query"]]
         if "dropout" in own:
             own["dropout"] = counted_from(own["dropout"], head=first)
         if "origin" in own:
@@ -161,14 +160,13 @@ class _Division:
 
     def shared(self, name: str) -> tuple[str, ...]:
         """The mesh axes over whose devices an array is the same, though their work differs."""
-        rows = () if self.arrays.has_rows(name) else self.batch
-        length = () if self.arrays.has_tokens(name) else self.length
-        return (*rows, *(() if self.arrays.has_heads(name) else self.heads), *length)
+        split = self.arrays.split_axes(name)
+        return tuple(axis for kind, axes in self.axes.items() if kind not in split for axis in axes)
 
     def over_ring(self, fun: Callable[..., Any], names: tuple[str, ...], results: Any) -> Callable[..., Any]:
         """`fun` of a device's arrays, with the keys of the other devices along the length."""
-        devices = math.prod(self.mesh.shape[x] for x in self.length)
-        ring = Ring(self.arrays.spec, self.length, devices)
+        length = self.axes["length"]
+        ring = Ring(self.arrays.spec, length, math.prod(self.mesh.shape[x] for x in length))
 
         def run(*arrays: Array) -> tuple[Any, ...]:
             known = dict(zip(names, arrays))
@@ -192,25 +190,17 @@ def _say_that_it_gathers(t: int, s: int, mask_block: tuple[int, int] | None) -> 
     )
 
 
-def repeated_heads(names: tuple[str, ...], arrays: Any, mesh: Any) -> int:
+def _repeated_heads(query: Any, key: Any, mesh: Any) -> int:
     """How often key heads are repeated, that any axis of a mesh which splits the query's heads splits them too.
 
     Shardy would else split an axis of the mesh in two, which a custom partitioning cannot say.
     """
-    known = dict(zip(names, arrays))
-    n, k = known["query"].shape[2], known["key"].shape[2]
+    n, k = query.shape[2], key.shape[2]
     return math.lcm(k, *(size for size in mesh.shape.values() if n % size == 0)) // k if 1 < k < n else 1
 
 
-def repeat_heads(name: str, x: Array, times: int) -> Array:
-    """An operand with its key heads repeated."""
-    return jnp.repeat(x, times, axis=2) if times > 1 and name in _OF_KEYS and x.shape[2] > 1 else x
-
-
-def fold_heads(name: str, x: Array, times: int) -> Array:
-    """The inverse for a gradient: those of a head's repetitions, summed."""
-    if name not in _OF_KEYS or times == 1:
-        return x
+def _fold_heads(x: Array, times: int) -> Array:
+    """A gradient of repeated heads: those of a head's repetitions, summed."""
     parts = x.reshape(*x.shape[:2], -1, times, *x.shape[3:])
     return parts.astype(np.promote_types(x.dtype, np.float32)).sum(3).astype(x.dtype)
 
@@ -221,14 +211,16 @@ def partitioned(
     spec: Specification,
     names: tuple[str, ...],
     results: tuple[str, ...],
+    mesh: Any,
 ) -> Callable[..., Any]:
-    """`fun`, computed by each device for its own batch rows and heads, and rows of a query that is split along them.
+    """`fun`, computed by each device for its own batch entries and heads, and rows of a query that is split along them.
 
     Args:
-      fun: takes arrays and returns a tuple of arrays; of their batch rows and heads any share may come.
+      fun: takes arrays and returns a tuple of arrays; of their batch entries and heads any share may come.
       pair: the same for some rows and some columns, as `attend` of `ring.forward` or `transpose` of `ring.backward`.
       names: what each array is: a field of `Operands`, out, row_max, row_sum, d_out or d_lse.
       results: the same of each result; one named like an operand is its gradient.
+      mesh: of the devices.
     """
 
     def shaped(arrays: Any, found: Any) -> _Arrays:
@@ -243,7 +235,7 @@ def partitioned(
 
         def own_share(*arrays: Array) -> tuple[Any, ...]:
             with compat.no_mesh():
-                run = division.over_ring(pair, names, results) if division.length else fun
+                run = division.over_ring(pair, names, results) if division.axes["length"] else fun
                 parts = zip(results, run(*division.numbered(names, arrays)))
                 return tuple(lax.psum(x, division.shared(name)) if division.shared(name) else x for name, x in parts)
 
@@ -260,7 +252,17 @@ def partitioned(
     whole = custom_partitioning(fun)
     shardy = "sharding_rule" in inspect.signature(whole.def_partition).parameters
     whole.def_partition(partition, infer, **({"sharding_rule": rule} if shardy else {}))
-    return whole
+
+    def run(*arrays: Array) -> tuple[Any, ...]:
+        known = dict(zip(names, arrays))
+        times = _repeated_heads(known["query"], known["key"], mesh)
+        if times == 1:
+            return whole(*arrays)
+        repeat = lambda name, x: jnp.repeat(x, times, axis=2) if name in _OF_KEYS and x.shape[2] > 1 else x
+        parts = whole(*(repeat(name, x) for name, x in known.items()))
+        return tuple(_fold_heads(x, times) if name in _OF_KEYS else x for name, x in zip(results, parts))
+
+    return run
 
 
 def automatically(run: Callable[..., Any], arguments: dict[str, Any], with_lse: bool) -> Any:

@@ -1,7 +1,4 @@
-"""Attention of packed sequences of any lengths: rows of all sequences in one array, without padding.
-
-Each row's columns are one range, so this knows positions and ranges only; `key_value_ranges` does the rest.
-"""
+"""Attention of packed sequences of any lengths, without padding: each row's columns are one of `key_value_ranges`."""
 
 from __future__ import annotations
 
@@ -47,12 +44,10 @@ def flash_attention_varlen(
     the start of their sequence. Rows before the first sequence and behind the last see nothing; tiles of scores that
     no row sees are not computed.
 
-    Letters: T rows of all sequences together, S columns, N query heads, K key/value heads, H and V head sizes.
+    Letters: T rows of all sequences together, S columns; the others as in `dot_product_attention`.
 
     Args:
-      query: `[T, N, H]`, float16, bfloat16, float32 or float64; may be quantised (`jax_mfa.quantize`).
-      key: `[S, K, H]` of the query's dtype; may be quantised.
-      value: `[S, K, V]` of the query's dtype; may be quantised, also by another scheme than the key.
+      query, key, value: `[T, N, H]`, `[S, K, H]` and `[S, K, V]`, else as in `dot_product_attention`.
       cu_seqlens_q: integers `[R + 1]` that do not fall: where each sequence's rows begin, and where the last ends.
       cu_seqlens_k: the same of key and value; default cu_seqlens_q (self-attention).
       is_causal: the row at position i of its sequence sees columns up to position i + query_offset.
@@ -77,8 +72,8 @@ def flash_attention_varlen(
     """
     query = query.dequantize() if isinstance(query, QuantizedArray) else query
     q, k = as_array("query", query, "f", "floating [T, N, H]"), as_columns("key", key, "floating [S, K, H]")
-    for name, x, letters in (("query", q, "[T, N, H]"), ("key", k, "[S, K, H]")):
-        checks.fits(name, x, x.ndim == 3, letters)
+    checks.fits("query", q, q.ndim == 3, "[T, N, H]")
+    checks.fits("key", k, k.ndim == 3, "[S, K, H]")
     rows, columns = q.shape[0], k.shape[0]
     # where a row's distance to a column is the same in its sequence and in the pack
     same_pack = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q

@@ -39,7 +39,7 @@ class Case:
     traced_scale: bool = False
     is_causal: bool = False
     local_window_size: Any = None
-    query_offset: int | tuple[int, ...] = 0  # a tuple is an array with one entry for each batch row
+    query_offset: int | tuple[int, ...] = 0  # a tuple is an array with one entry for each batch entry
     query_seq_lengths: tuple[int, ...] | None = None
     key_value_seq_lengths: tuple[int, ...] | None = None
     logits_soft_cap: float | None = None

@@ -15,7 +15,7 @@ from jax_mfa.kv_cache import contiguous as cache
 
 B, L, N, K, H, V, LEFT = 3, 20, 4, 2, 8, 6, 3
 WINDOW = (LEFT, 0)
-# one call after another: how many tokens come for each batch row, and how many of them count
+# one call after another: how many tokens come for each batch entry, and how many of them count
 CALLS = ((7, (7, 2, 0)), (1, (1, 0, 1)), (3, (3, 3, 1)), (1, (1, 1, 1)), (3, (2, 0, 3)), (1, (0, 1, 1)))
 
 
@@ -28,7 +28,7 @@ def empty(columns, lead=(B,), fill=np.nan):
 
 
 def padded(x, start, count, length):
-    """Of each batch row the `count` tokens from `start` on, and NaN behind them."""
+    """Of each batch entry the `count` tokens from `start` on, and NaN behind them."""
     rows = [np.full((length, *x.shape[2:]), np.nan, x.dtype) for _ in x]
     for row, whole, first, n in zip(rows, x, start, count):
         row[:n] = whole[first : first + n]

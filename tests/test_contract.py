@@ -227,7 +227,7 @@ def test_the_cotangent_of_a_row_that_sees_nothing_may_be_nan(implementation, rea
 
 # --- what nobody sees may be anything
 
-HIDDEN = {  # arguments that hide some columns of batch row 0 from every row, and which
+HIDDEN = {  # arguments that hide some columns of batch entry 0 from every row, and which
     "key_lengths": ({"key_value_seq_lengths": np.array([5, 9])}, slice(5, 9)),
     "mask": ({"mask": np.broadcast_to(np.arange(9) != 4, (2, 1, 1, 9))}, slice(4, 5)),
     "causal": ({"is_causal": True}, slice(7, 9)),

@@ -1,4 +1,4 @@
-"""Decoding: a few queries at the end of a padded cache, each batch row with a length of its own."""
+"""Decoding: a few queries at the end of a padded cache, each batch entry with a length of its own."""
 
 import re
 

@@ -43,7 +43,7 @@ def test_agrees_with_64_bit_arithmetic_on_random_counters():
 
 
 def _mask(rate, seed, b, n, t, first, columns):
-    """A mask of `[t, columns]` for one batch row and head."""
+    """A mask of `[t, columns]` for one batch entry and head."""
     word = lambda x: jnp.full((1, 1), x, jnp.uint32)
     rows = jnp.asarray(t, jnp.uint32).reshape(-1, 1)
     return np.asarray(keep_mask(rate, (word(seed[0]), word(seed[1])), word(b), word(n), rows, first, columns))

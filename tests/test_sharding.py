@@ -1,4 +1,4 @@
-"""`jit` of sharded arrays: each device computes its own batch rows and heads, with the answers of one device.
+"""`jit` of sharded arrays: each device computes its own batch entries and heads, with the answers of one device.
 
 Nothing is gathered, which the compiled program shows, unless an array is split where attention is not.
 """
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devic
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
 MESHES = {"batch": (4, 1), "heads": (1, 4), "both": (2, 2)}
-# arrays that have batch rows and heads of their own, and arrays that serve them all
+# arrays that have batch entries and heads of their own, and arrays that serve them all
 CASES = {
     "plain": Case("plain", B=4, T=9, S=13, N=4, K=4, H=8, is_causal=True, query_offset=2),
     "groups": Case("groups", B=4, T=9, S=13, N=16, K=4, H=8, V=5, local_window_size=(4, 2)),
@@ -72,7 +72,7 @@ WITHOUT_ROWS = ("alibi_slopes", "sinks", "dropout_seed")
 
 
 def placed(arguments: dict, shape: tuple[int, int]) -> dict:
-    """Arguments on a mesh: what has batch rows or heads is split along them."""
+    """Arguments on a mesh: what has batch entries or heads is split along them."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("data", "heads"))
     batch = arguments["query"].shape[0]
 
@@ -305,7 +305,7 @@ def test_a_query_without_a_sharding_may_meet_explicitly_sharded_arguments(implem
 
 
 def _everywhere():
-    """Functions of arrays that are split along batch rows or heads: name, function, arrays, and the letters of each."""
+    """Functions of arrays split along batch entries or heads: name, function, arrays, and the letters of each."""
     rng = np.random.default_rng(0)
     real = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     q, k, v = real(4, 6, 8, 8), real(4, 16, 4, 8), real(4, 16, 4, 8)

@@ -14,7 +14,7 @@ from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
 from jax_mfa.blockwise.tile import OF_SCORES, Tile
 from jax_mfa.blockwise.tiles import tiles_of
-from jax_mfa.problem import Operands, Specification, accumulation_dtype, reduce_rows, sees_nothing
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, reduce_entries, sees_nothing
 
 
 def backward(
@@ -50,7 +50,7 @@ def backward(
 
     loop = Loop(spec, operands, tiles, once=True)
     # of sums over tiles of queries, or over batch entries, the dtype of accumulation
-    at_once = lambda name: name == "query" or (loop.tiles_of_queries <= 1 and spec.has_own_rows(operands, name))
+    at_once = lambda name: name == "query" or (loop.tiles_of_queries <= 1 and spec.has_own_entries(operands, name))
     dtypes = {x: getattr(operands, x).dtype if at_once(x) else acc for x in ("query", "key", "value")}
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
@@ -97,7 +97,7 @@ def backward(
     def cotangent(name: str) -> Array:
         operand, x = getattr(operands, name), found[name]
         if name in ("key", "value"):
-            x = reduce_rows(x, getattr(Operands(*spec.repeats), name), operand.shape[0])
+            x = reduce_entries(x, getattr(Operands(*spec.repeats), name), operand.shape[0])
         return x.astype(operand.dtype)
 
     return tuple(cotangent(name) for name in wrt)

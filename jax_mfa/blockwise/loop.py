@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_mfa.blockwise.tile import Tile, from_words, part_of, to_words
 from jax_mfa.blockwise.tiles import Tiles
-from jax_mfa.problem import Operands, Specification, expand_rows
+from jax_mfa.problem import Operands, Specification, expand_entries
 
 
 def tile_starts(length: int, block: int) -> np.ndarray:
@@ -33,7 +33,7 @@ def seen(spec: Specification, operands: Operands, tiles: Tiles) -> Any:
     rules: list[Any] = [np.ones((1, t0.size, s0.size), bool)]
 
     def by_step(name: str, x: Any, reduce: Any) -> Any:  # [1 | steps, …] of the rows of an operand
-        x = expand_rows(x, getattr(repeats, name), batch)
+        x = expand_entries(x, getattr(repeats, name), batch)
         return x if x.shape[0] == 1 else reduce(x.reshape(-1, tiles.batch, *x.shape[1:]), axis=1)
 
     # least and largest entry in each step

@@ -80,6 +80,6 @@ def tangent(
     empty = jnp.zeros((*rows, operands.value.shape[-1]), acc), jnp.zeros(rows, acc)
     t_out, t_lse = loop.over_queries(queries, empty)
     if "sinks" in moved:
-        t_sinks = partial.per_batch_row(spec, operands, "sinks", acc, moved["sinks"])[:, None]
+        t_sinks = partial.sinks_of(spec, operands, acc, moved["sinks"])
         t_lse = t_lse + partial.sink_probability(spec, operands, row_max, row_sum) * t_sinks
     return (t_out - out.astype(acc) * t_lse[..., None]).astype(operands.query.dtype), t_lse

@@ -20,7 +20,7 @@ from jax_mfa import compat
 from jax_mfa.blockwise.tiles import Tiles
 from jax_mfa.flex.program import Program
 from jax_mfa.philox import keep_mask
-from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, row_index
+from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, entry_index
 from jax_mfa.reference import tanh
 
 OF_SCORES = "bias", "scale", "alibi_slopes", "captured_floats"  # what scores depend on beside queries and keys
@@ -56,7 +56,7 @@ class Tile:
                 start[axis], shape[axis] = spans[letter]
         if rows != 1:
             own, repeat = rows == self.batch, getattr(Operands(*self.spec.repeats), name, 1)
-            start[0], shape[0] = (at["B"], c.batch) if own else (row_index(at["B"], repeat, rows), 1)
+            start[0], shape[0] = (at["B"], c.batch) if own else (entry_index(at["B"], repeat, rows), 1)
         return start, shape
 
     def cut(self, name: str, x: Any) -> Any:

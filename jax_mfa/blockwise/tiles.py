@@ -74,7 +74,7 @@ def tiles_of(plan: str, spec: Specification, operands: Operands, differentiated:
     # rows of an operand that recur in the batch do not follow one another
     named = {name: x for name, x in operands._asdict().items() if x is not None}
     rows = {name: x for name, x in named.items() if name not in pool_fields(named)}
-    recur = any(x.shape[0] != 1 and not spec.has_own_rows(operands, name) for name, x in rows.items())
+    recur = any(x.shape[0] != 1 and not spec.has_own_entries(operands, name) for name, x in rows.items())
     return dataclasses.replace(tiles, batch=1) if recur and tiles.batch > 1 else tiles
 
 

@@ -309,7 +309,7 @@ def tangent(
         state = _around(ring, o, visit, state, travelling, {})
     t_out, t_lse = state["out"], state["lse"]
     if "sinks" in moving:
-        t_sinks = partial.per_batch_row(ring.spec, o, "sinks", acc, moving["sinks"])[:, None]
+        t_sinks = partial.sinks_of(ring.spec, o, acc, moving["sinks"])
         moved = partial.sink_probability(ring.spec, o, row_max, row_sum) * t_sinks
         t_out, t_lse = t_out - out.astype(acc) * moved[..., None], t_lse + moved
     return t_out.astype(out.dtype), t_lse

@@ -17,7 +17,7 @@ from jax_mfa import partial
 from jax_mfa.metal import operands, plans, runtime, tiles
 from jax_mfa.metal.plan import Plan
 from jax_mfa.metal.problem import LaunchProblem
-from jax_mfa.problem import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_rows, reduce_rows
+from jax_mfa.problem import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_entries, reduce_entries
 from jax_mfa.tuning import tuned
 
 
@@ -34,7 +34,7 @@ def launch_arrays(spec: Specification, o: Operands) -> dict[str, Any]:
         x, known = getattr(o, name), operands.OPERANDS[name]
         if known.shape[0] != "B" or name == "query":
             return x
-        x = expand_rows(x, getattr(repeats, name), batch)
+        x = expand_entries(x, getattr(repeats, name), batch)
         if name == "query_offset":
             x = jnp.clip(x, -MAX_POSITION, MAX_POSITION)
         x = jnp.asarray(x, operands.DTYPES[known.msl])
@@ -153,6 +153,6 @@ def backward(
         if name == "sinks":
             return partial.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
         x = _SUMMED[name](found["score_sums"]) if name in _SUMMED else found[f"d_{name}"]
-        return reduce_rows(x, repeat, operand.shape[0]).astype(operand.dtype)
+        return reduce_entries(x, repeat, operand.shape[0]).astype(operand.dtype)
 
     return tuple(cotangent(name) for name in wanted)
