@@ -29,8 +29,6 @@ def file(tmp_path, monkeypatch):
     monkeypatch.setenv(tuned.FILE, str(place))
     monkeypatch.setattr(tuning, "SHORTEST", 0.0)
     monkeypatch.setattr(tuning.choice, "refusal", lambda *_: "tests/metal/test_tuning_on_metal.py has its tiles")
-    for remembered in (tuned._read, tuned._warn_once):
-        remembered.cache_clear()
     jax.clear_caches()
     yield place
     jax.clear_caches()
@@ -43,7 +41,6 @@ def small_tiles(monkeypatch):
 
 def write(file, winners, version=tuned.VERSION):
     file.write_text(json.dumps({tuned.chip(): {"version": version, "source": "a test", "winners": winners}}))
-    tuned._read.cache_clear()
 
 
 def taken():

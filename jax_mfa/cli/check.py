@@ -35,7 +35,7 @@ from jax_mfa.cli.command_line import INTERRUPTED, interruptible, named, one_line
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
 from jax_mfa.metal import DTYPES, runtime
 from jax_mfa.metal.plan import Kernel, Plan
-from jax_mfa.tuning import calibration, lines
+from jax_mfa.tuning import calibration
 
 HELP = "what was found on this machine, and every kernel against the reference"
 RESULTS = ("out", "lse", "dq", "dk", "dv")  # results with a column each; others share one
@@ -283,8 +283,9 @@ def _shared_lines() -> tuple[str, bool]:
 
 def _kept_staged() -> str:
     source = f"found by `python -m jax_mfa check` on {datetime.date.today().isoformat()}"
+    found = {"staged_below": check_writes.ALL, "source": source}
     try:
-        file = lines.keep_staged_below(runtime.get().device.get("name", ""), check_writes.ALL, source)
+        file = runtime.STAGED_BELOW.store(runtime.get().device.get("name", ""), found)
         return f" on this chip ({file})"
     except (OSError, RuntimeError) as error:
         return f" in this process only, for nothing can be kept: {error}"

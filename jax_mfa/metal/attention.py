@@ -48,16 +48,16 @@ def _launch_shapes(spec: Specification, o: Operands) -> dict[str, Any]:
 
 
 def plan_of(
-    spec: Specification, o: Operands, of_pass: str, variant: plans.Variant, wanted: tuple[str, ...] | None = None
+    spec: Specification, o: Operands, of_pass: str, variant: plans.Variant, wrt: tuple[str, ...] | None = None
 ) -> Plan:
-    """The plan of a pass as it is made here, of abstract operands too; with all gradients unless some are `wanted`."""
+    """The plan of a pass as it is made here, of abstract operands too; with all gradients unless `wrt` names some."""
     arrays = _launch_shapes(spec, o)
     if of_pass == "forward":
         return plans.forward(spec, arrays, variant=variant)
-    if wanted is None:
+    if wrt is None:
         pages = ("key", "value") if spec.page_size is not None else ()  # they have no gradient
-        wanted = tuple(name for name in DIFFERENTIABLE if getattr(o, name) is not None and name not in pages)
-    return plans.backward(spec, arrays, wanted=wanted, variant=variant)
+        wrt = tuple(name for name in DIFFERENTIABLE if getattr(o, name) is not None and name not in pages)
+    return plans.backward(spec, arrays, wrt=wrt, variant=variant)
 
 
 # the tiles that each pass takes, and the gradients that show them at work
@@ -137,11 +137,11 @@ def backward(
     row_sum: Array,
     d_out: Array,
     d_lse: Array,
-    wanted: tuple[str, ...],
+    wrt: tuple[str, ...],
 ) -> tuple[Any, ...]:
-    """Cotangents of the wanted operands, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
+    """Cotangents of the operands in `wrt`, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
     arrays = launch_arrays(spec, o)
-    plan = _checked(plans.backward(spec, arrays, wanted=wanted, variant=tiles_of(spec, o, "backward")))
+    plan = _checked(plans.backward(spec, arrays, wrt=wrt, variant=tiles_of(spec, o, "backward")))
     d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
     found = runtime.call(plan, runtime.TARGETS[1], *arrays.values(), out, row_max, row_sum, d_out, d_lse)
     whole = spec.viewed(o)
@@ -155,4 +155,4 @@ def backward(
         x = _SUMMED[name](found["score_sums"]) if name in _SUMMED else found[f"d_{name}"]
         return reduce_entries(x, repeat, operand.shape[0]).astype(operand.dtype)
 
-    return tuple(cotangent(name) for name in wanted)
+    return tuple(cotangent(name) for name in wrt)

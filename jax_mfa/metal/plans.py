@@ -41,7 +41,7 @@ def _decode(x: LaunchProblem, tile: Decoder, split_keys: int) -> Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward(x: LaunchProblem, wanted: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
+def _backward(x: LaunchProblem, wrt: tuple[str, ...], chosen: tiles.Tiles) -> Plan:
     all_of = kernels.Launches(x, chosen)
     buffers = [*x.results("input"), x.rows("d_out", "input", x.v, dtype=x.dtype), x.rows("d_lse", "input")]
     launches: list[kernels.Launch] = []
@@ -50,17 +50,17 @@ def _backward(x: LaunchProblem, wanted: tuple[str, ...], chosen: tiles.Tiles) ->
         buffers.extend((*results, *launch.scratch))
         launches.append(launch)
 
-    delta = x.rows("delta", "output" if "sinks" in wanted else "scratch")
+    delta = x.rows("delta", "output" if "sinks" in wrt else "scratch")
     add(all_of.delta(), delta, x.rows("row_states", "scratch", 2))
-    scale, slopes = "scale" in wanted, "alibi_slopes" in wanted
-    if "query" in wanted or scale or slopes:
+    scale, slopes = "scale" in wrt, "alibi_slopes" in wrt
+    if "query" in wrt or scale or slopes:
         sums = [x.rows("score_sums", "output", 2)] if scale or slopes else []
         d_query = x.rows("d_query", "output", x.h, dtype=x.dtype)
         add(all_of.d_query(wants_sums=scale or slopes), d_query, *sums)
-    if "key" in wanted or "value" in wanted:
+    if "key" in wrt or "value" in wrt:
         columns = lambda name, size: Buffer(name, "output", x.dtype, (x.b, x.s, x.k, size))
         add(all_of.d_key_value(), columns("d_key", x.h), columns("d_value", x.v))
-    if "bias" in wanted:
+    if "bias" in wrt:
         bias = x.by_name["bias"]
         add(all_of.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))
     return _plan("backward", x, buffers, launches)
@@ -109,15 +109,15 @@ def backward(
     spec: Specification,
     arrays: Mapping[str, Any],
     *,
-    wanted: tuple[str, ...] = ("query", "key", "value"),
+    wrt: tuple[str, ...] = ("query", "key", "value"),
     variant: Variant = "staged",
     rules: Rules = PLAIN,
 ) -> Plan:
-    """The plan of the backward pass for the gradients in `wanted`; other arguments as of `forward`.
+    """The plan of the backward pass for the gradients in `wrt`; other arguments as of `forward`.
 
     Its inputs are those of the forward pass, then out, row_max, row_sum, d_out, d_lse.
     """
     if isinstance(variant, tiles.Split):
         variant = variant.variant
     x = LaunchProblem.of(spec, arrays, rules, variant in tiles.EMULATED_BFLOAT)
-    return _backward(x, wanted, _select(variant, x))
+    return _backward(x, wrt, _select(variant, x))

@@ -30,7 +30,7 @@ from jax import Array
 from jax_mfa import compat, recording
 from jax_mfa.metal import source, tiles
 from jax_mfa.metal.plan import Plan
-from jax_mfa.tuning import kept, lines
+from jax_mfa.tuning import facts
 
 TARGETS = ("jax_mfa_attention_forward", "jax_mfa_attention_backward", "jax_mfa_append")
 NOT_APPLE = "this host has no Metal: the native module is built on macOS for Apple silicon only"
@@ -38,6 +38,17 @@ ROSETTA = "this Python is built for Intel and runs under Rosetta: Metal needs on
 HOOK = "jax_mfa_native"  # what a module that JAX_MFA_DEVICE names offers
 _lock = threading.Lock()
 _chosen: list[str] = []  # tile tables named by `variant`, in place of the chip's own
+
+
+def _staged_below(entry: Any) -> int:
+    below = entry["staged_below"]
+    if isinstance(below, bool) or not isinstance(below, int) or not 0 < below < 2**63:
+        raise ValueError(f"staged_below must be a positive number of bytes, got {below!r}")
+    return below
+
+
+# bytes below which outputs that share cache lines with the CPU's memory are copied, where `check` found work lost there
+STAGED_BELOW = facts.Kind("lines.json", _staged_below, "`python -m jax_mfa check` finds it anew")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +141,7 @@ def _registered(chosen: str) -> Runtime:
     for target in TARGETS:
         compat.ffi.register_ffi_target(target, module.handler(), platform="cpu")
     module.add_source(source.base_hash(), source.base())
-    module.keep_pipelines(kept.pipelines(by_default=not chosen), _version())
+    module.keep_pipelines(facts.pipelines(by_default=not chosen), _version())
     return Runtime(module)
 
 
@@ -150,8 +161,7 @@ def start() -> Runtime:
         device = dict(found.module.device())
     except RuntimeError as error:
         return Runtime(reason=str(error))
-    below = lines.staged_below(device.get("name", ""))
-    if below:
+    if below := STAGED_BELOW.of(device.get("name", ""), 0):
         found.module.stage_shared_lines(below)
     return dataclasses.replace(found, device=device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import jax_mfa
 from jax_mfa.api import dot_product_attention
 from jax_mfa.arguments import specify_abstract
 from jax_mfa.choice import Implementation
+from jax_mfa.problem import Operands, Specification
 from jax_mfa.tuning import crossover, timing
 
 CALLS = 4  # one after another within a program, so that starting the program is not what is timed
@@ -28,8 +29,12 @@ MOST = 8192  # T or S
 HEADS, SIZE = 4, 64
 
 
-def _shapes(rows: int, columns: int, heads: int = HEADS, size: int = SIZE) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct((1, x, heads, size), jnp.float32) for x in (rows, columns, columns)]
+Sample = tuple[float, int, int]  # seconds, FLOPs and bytes of a call
+
+
+def _problem(rows: int, columns: int, heads: int = HEADS, size: int = SIZE) -> tuple[Specification, Operands]:
+    shape = lambda x: jax.ShapeDtypeStruct((1, x, heads, size), jnp.float32)
+    return specify_abstract(query=shape(rows), key=shape(columns), value=shape(columns))
 
 
 def _chain(implementation: Implementation, query: Any, key: Any, value: Any) -> Any:
@@ -38,16 +43,17 @@ def _chain(implementation: Implementation, query: Any, key: Any, value: Any) -> 
     return query
 
 
-def _seconds(implementation: Implementation, shapes: list[jax.ShapeDtypeStruct]) -> float:
-    """Of one call: the median of several runs of a program of `CALLS` calls."""
+def _sample(implementation: Implementation, *sizes: int) -> Sample:
+    """A call's seconds are the median of several runs of a program of `CALLS` calls."""
+    spec, operands = _problem(*sizes)
     rng = np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in shapes]
+    arrays = [jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in operands[:3]]
     program = jax.jit(functools.partial(_chain, implementation)).lower(*arrays).compile()
     run = functools.partial(timing.call, program, arrays)
-    return statistics.median(timing.timed({"": run}, 5, 0.2)[""]) / CALLS
+    return statistics.median(timing.timed({"": run}, 5, 0.2)[""]) / CALLS, *crossover.work(spec, operands)
 
 
-def fitted(start: float, many: tuple[float, int, int], wide: tuple[float, int, int]) -> crossover.Cost:
+def fitted(start: float, many: Sample, wide: Sample) -> crossover.Cost:
     """The line through a smallest call and two calls of (seconds, FLOPs, bytes), one heavy in each."""
     times = np.array([max(many[0] - start, 1e-9), max(wide[0] - start, 1e-9)])
     per_flop, per_byte = np.linalg.solve(np.array([many[1:], wide[1:]], np.float64), times)
@@ -56,37 +62,25 @@ def fitted(start: float, many: tuple[float, int, int], wide: tuple[float, int, i
     return crossover.Cost(start, 1 / per_flop, 1 / per_byte)
 
 
-def _grown(implementation: Implementation, shapes_of: Any, first: int) -> tuple[int, tuple[float, int, int]]:
-    """The smallest doubling of a size at which a call is long, with its seconds, FLOPs and bytes."""
-    size = first
-    while True:
-        shapes = shapes_of(size)
-        seconds = _seconds(implementation, shapes)
-        if seconds >= LONG or size >= MOST:
-            return size, (seconds, *_work(shapes))
-        size *= 2
-
-
-def _work(shapes: Any) -> tuple[int, int]:
-    """FLOPs and bytes."""
-    return crossover.work(*specify_abstract(**dict(zip(("query", "key", "value"), shapes))))
-
-
-def _measured(implementation: Implementation) -> Iterator[str | crossover.Cost]:
-    """Lines of a table, then the line through what they say."""
-    start = _seconds(implementation, _shapes(8, 8, 1, 8))
+def _measured(implementation: Implementation) -> Generator[str, None, crossover.Cost]:
+    """Yields lines of a table; returns the line through what they say. Sizes double until a call is long."""
+    start, *_ = _sample(implementation, 8, 8, 1, 8)
     yield f"| {implementation} | T = S = 8 | {start * 1e3:.3f} ms |"
-    size, many = _grown(implementation, lambda x: _shapes(x, x), 128)
-    yield f"| {implementation} | T = S = {size} | {many[0] * 1e3:.3f} ms |"
-    size, wide = _grown(implementation, lambda x: _shapes(1, x), 1024)
-    yield f"| {implementation} | T = 1, S = {size} | {wide[0] * 1e3:.3f} ms |"
-    yield fitted(start, many, wide)
+    longest = []
+    for what, size, sizes in (("T = S", 128, lambda x: (x, x)), ("T = 1, S", 1024, lambda x: (1, x))):
+        sample = _sample(implementation, *sizes(size))
+        while sample[0] < LONG and size < MOST:
+            size *= 2
+            sample = _sample(implementation, *sizes(size))
+        yield f"| {implementation} | {what} = {size} | {sample[0] * 1e3:.3f} ms |"
+        longest.append(sample)
+    return fitted(start, *longest)
 
 
 def crossing(figures: crossover.Figures) -> int | None:
     """The first T = S, a multiple of 16, from which on Metal pays, for 4 heads of 64; None where it never does."""
     for size in range(16, MOST + 1, 16):
-        x = _work(_shapes(size, size))
+        x = crossover.work(*_problem(size, size))
         if figures.metal.seconds(*x) <= figures.blockwise.seconds(*x):
             return size
     return None
@@ -98,18 +92,14 @@ def calibrated(device: str) -> Iterator[str]:
     costs = {}
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         for name in ("metal", "blockwise"):
-            for found in _measured(name):
-                if isinstance(found, crossover.Cost):
-                    costs[name] = found
-                else:
-                    yield found
+            costs[name] = yield from _measured(name)
     today = datetime.date.today().isoformat()
     source = f"measured here on {today} with jax_mfa {jax_mfa.__version__} and JAX {jax.__version__}"
-    figures = crossover.Figures(costs["metal"], costs["blockwise"], source)
+    figures = crossover.Figures(**costs, source=source)
     yield ""
     for name, cost in costs.items():
         rates = f"{cost.flops / 1e9:.3g} GFLOP/s, {cost.bytes / 1e9:.3g} GB/s"
         yield f"{name}: {cost.start * 1e6:.0f} us to start a call, {rates}"
     size = crossing(figures)
     yield f"Metal pays from T = S = {size} on" if size else f"Metal pays nowhere up to T = S = {MOST}"
-    yield f"kept for {device} in {crossover.store(device, figures)}"
+    yield f"kept for {device} in {crossover.MEASURED.store(device, figures)}"

@@ -2,23 +2,20 @@
 
 A call of Metal costs wrapping, a commit, an interrupt and a change of threads before anything is computed; below some
 size `blockwise` is done by then. The estimate is a line for each implementation, `start + FLOPs / rate + bytes /
-bandwidth`, with figures from public sources, or from `python -m jax_mfa check --calibrate`, which keeps them for each
-chip in the user's cache folder. Knows shapes and static facts; no arrays, no kernels.
+bandwidth`, with figures from public sources, or from `python -m jax_mfa check --calibrate`, which keeps them for
+this chip. Knows shapes and static facts; no arrays, no kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import pathlib
-import warnings
 from typing import Any
 
 import numpy as np
 
 from jax_mfa.problem import Operands, Specification
-from jax_mfa.tuning import kept
+from jax_mfa.tuning import facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +52,20 @@ APPLE = Figures(
     Cost(20e-6, 0.2e12, 60e9),
     "public figures for an M1; `python -m jax_mfa check --calibrate` measures this chip",
 )
+
+
+def _figures(entry: Any) -> Figures:
+    costs = {}
+    for name in ("metal", "blockwise"):
+        rates = {x.name: entry[name][x.name] for x in dataclasses.fields(Cost)}
+        for field, value in rates.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"{name}.{field} must be a positive number, got {value!r}")
+        costs[name] = Cost(*map(float, rates.values()))
+    return Figures(**costs, source=str(entry["source"]))
+
+
+MEASURED = facts.Kind("crossover.json", _figures, "`python -m jax_mfa check --calibrate` writes it anew")
 
 
 def _clipped_sum(last: int, most: int) -> int:
@@ -109,67 +120,6 @@ def estimate(spec: Specification, o: Operands, device: str) -> Estimate | None:
     if not all(isinstance(size, int) for x in o if x is not None for size in x.shape):
         return None
     flops, moved = work(spec, o)
-    known = figures(device)
+    known = MEASURED.of(device, APPLE)
     metal, blockwise = (x.seconds(flops, moved) for x in (known.metal, known.blockwise))
     return Estimate(flops, moved, metal, blockwise, known.source)
-
-
-# --- what was measured, kept for each chip
-
-
-def path() -> pathlib.Path:
-    """The file in the user's cache folder."""
-    return kept.folder() / "crossover.json"
-
-
-def _cost(name: str, x: Any) -> Cost:
-    found = {}
-    for field in dataclasses.fields(Cost):
-        value = x[field.name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"{name}.{field.name} must be a positive number, got {value!r}")
-        found[field.name] = float(value)
-    return Cost(**found)
-
-
-def _read(file: pathlib.Path) -> dict[str, Figures]:
-    """Raises one of `kept.BROKEN` for a file that is not one that `store` wrote."""
-    return {
-        chip: Figures(_cost("metal", x["metal"]), _cost("blockwise", x["blockwise"]), str(x["source"]))
-        for chip, x in kept.read(file).items()
-    }
-
-
-@functools.cache
-def _stored(file: pathlib.Path) -> dict[str, Figures]:
-    try:
-        return _read(file)
-    except FileNotFoundError:
-        return {}
-    except kept.BROKEN as error:
-        warnings.warn(
-            f"jax_mfa: {file} is ignored ({type(error).__name__}: {error}); "
-            "`python -m jax_mfa check --calibrate` writes it anew",
-            stacklevel=2,
-        )
-        return {}
-
-
-def figures(device: str) -> Figures:
-    """Those measured on this chip, else those of `APPLE`."""
-    try:
-        return _stored(path()).get(device, APPLE)
-    except RuntimeError:  # no home folder
-        return APPLE
-
-
-def store(device: str, measured: Figures) -> pathlib.Path:
-    """Keeps figures for a chip beside those of others. Raises OSError where the cache folder cannot be written."""
-    file = path()
-    try:
-        _read(file)
-    except kept.BROKEN:
-        file.unlink(missing_ok=True)
-    kept.store(file, device, dataclasses.asdict(measured))
-    _stored.cache_clear()
-    return file

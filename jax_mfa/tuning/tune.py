@@ -94,22 +94,16 @@ def _filled(spec: Specification, operands: Operands) -> Operands:
     return Operands(**{name: None if x is None else array(name, x) for name, x in operands._asdict().items()})
 
 
-def _programs(
-    module: Any, spec: Specification, operands: Operands, wanted: tuple[str, ...] | None
-) -> tuple[Callable[[], Callable[..., Any]], list[Any]]:
-    """What makes a new function of arrays, and these: the forward pass, or gradients of the operands in `wanted`."""
-    known = [name for name, x in operands._asdict().items() if x is not None]
-    arrays = [getattr(operands, name) for name in known]
-    if wanted is None:
-        return lambda: lambda *x: module.forward(spec, Operands(**dict(zip(known, x)))), arrays
-    rows = jax.jit(lambda *x: module.forward(spec, Operands(**dict(zip(known, x)))))(*arrays)
-    cotangents = (rows[0], jnp.zeros(rows[1].shape, rows[1].dtype))
-
-    def make() -> Callable[..., Any]:
-        n = len(known)
-        return lambda *x: module.backward(spec, Operands(**dict(zip(known, x[:n]))), *x[n:], wanted)
-
-    return make, [*arrays, *rows, *cotangents]
+def _program(
+    module: Any, spec: Specification, operands: Operands, wrt: tuple[str, ...] | None
+) -> tuple[Callable[..., Any], list[Any]]:
+    """A function and its arguments: the forward pass, or where `wrt` names operands, their gradients."""
+    forward = functools.partial(module.forward, spec)
+    if wrt is None:
+        return forward, [operands]
+    results = jax.jit(forward)(operands)
+    cotangents = results[0], jnp.zeros(results[1].shape, results[1].dtype)
+    return lambda o, *others: module.backward(spec, o, *others, wrt), [operands, *results, *cotangents]
 
 
 def _same(got: Any, expected: Any, terms: int) -> bool:
@@ -125,8 +119,8 @@ def _same(got: Any, expected: Any, terms: int) -> bool:
 def _tuned(
     plan: str,
     problem: str,
-    make: Callable[..., Any],
-    arrays: list[Any],
+    run: Callable[..., Any],
+    arguments: list[Any],
     tiles: list[tuple[int, ...]],
     terms: int,
     rounds: int,
@@ -138,9 +132,9 @@ def _tuned(
     for each in tiles:
         try:
             with tuned.trial(plan, each):
-                compiled = jax.jit(make()).lower(*arrays).compile()
-            run = functools.partial(timing.call, compiled, arrays)
-            found = run()
+                compiled = jax.jit(lambda *x: run(*x)).lower(*arguments).compile()  # a new function is traced anew
+            program = functools.partial(timing.call, compiled, arguments)
+            found = program()
         except Exception:  # what the device or its compiler does not take
             if each == usual:
                 raise
@@ -149,7 +143,7 @@ def _tuned(
         if expected is None:
             expected = found
         if _same(found, expected, terms):
-            programs[each] = run
+            programs[each] = program
         else:
             wrong += 1
     times = timing.timed(programs, rounds, SHORTEST)
@@ -169,12 +163,11 @@ def _plans(spec: Specification, operands: Operands, of_pass: str) -> Iterator[tu
     """Of each plan: its name, the module that runs it, the gradients that it makes, and its tiles, the usual first."""
     backward = of_pass == "backward"
     usual = blockwise.tiling_of(spec, operands, backward)
-    wanted = ("query", "key", "value") if backward else None
     tiles = [dataclasses.astuple(x) for x in blockwise.candidates(spec, operands, usual)]
-    yield f"blockwise {of_pass}", blockwise, wanted, tiles
+    yield f"blockwise {of_pass}", blockwise, ("query", "key", "value") if backward else None, tiles
     if not choice.refusal(spec, operands):
-        for part, gradients in metal.PARTS[of_pass].items():
-            yield f"metal {part}", metal, gradients, metal.candidates(spec, operands, part)
+        for part, wrt in metal.PARTS[of_pass].items():
+            yield f"metal {part}", metal, wrt, metal.candidates(spec, operands, part)
 
 
 def search(spec: Specification, operands: Operands, passes: Any, tries: int, rounds: int) -> Iterator[Tuned]:
@@ -182,14 +175,10 @@ def search(spec: Specification, operands: Operands, passes: Any, tries: int, rou
     arrays = _filled(spec, operands)
     terms = max(operands.key.shape[1], operands.query.shape[1] * operands.query.shape[2]) + operands.query.shape[3]
     for of_pass in passes:
-        for plan, module, wanted, tiles in _plans(spec, operands, of_pass):
+        for plan, module, wrt, tiles in _plans(spec, operands, of_pass):
             if len(tiles) > 1:
-                make, inputs = _programs(module, spec, arrays, wanted)
-                yield _tuned(plan, spec.summary(operands), make, inputs, tiles[: 1 + tries], terms, rounds)
-
-
-def _unfit(spec: Specification, operands: Operands) -> bool:
-    return not spec.is_plain or not isinstance(operands.query.shape[0], int)
+                run, arguments = _program(module, spec, arrays, wrt)
+                yield _tuned(plan, spec.summary(operands), run, arguments, tiles[: 1 + tries], terms, rounds)
 
 
 def tune(
@@ -224,8 +213,9 @@ def tune(
     for name, number in (("tries", tries), ("rounds", rounds)):
         if number < 1:
             raise ValueError(f"{name}: expected a positive integer, got {number!r}")
-    todo = [x for each in problems for x in _problems(each) if not _unfit(*x)]
-    found = [x for each in todo for x in search(*each, passes, tries, rounds)]
+    todo = [x for each in problems for x in _problems(each)]
+    fit = [(spec, o) for spec, o in todo if spec.is_plain and isinstance(o.query.shape[0], int)]
+    found = [x for each in fit for x in search(*each, passes, tries, rounds)]
     if keep:
         store(found)
     return found

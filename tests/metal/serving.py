@@ -94,7 +94,7 @@ class Serving(Case):
         spec, arrays = self.launched
         found = [launch_plans.forward(spec, arrays, variant=self.variant)]
         if wanted:
-            found.append(launch_plans.backward(spec, arrays, wanted=wanted, variant=self.variant))
+            found.append(launch_plans.backward(spec, arrays, wrt=wanted, variant=self.variant))
         return found
 
     def run(self, wanted: tuple[str, ...] = (), **how: Any) -> Ran:

@@ -24,7 +24,7 @@ from test_launcher import SCALE, SMALL, scale
 
 import jax_mfa
 from jax_mfa.metal import runtime
-from jax_mfa.tuning import kept
+from jax_mfa.tuning import facts
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 
@@ -262,40 +262,40 @@ def test_attention_of_a_later_process_compiles_nothing_whatever_its_lengths(on_d
 
 def test_the_folder_is_in_the_cache_and_can_be_named_or_left_out(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(kept.PIPELINES, raising=False)
-    assert kept.pipelines(by_default=False) == "" and not list(tmp_path.iterdir())
-    assert kept.pipelines(by_default=True) == str(tmp_path / "cache" / "jax_mfa" / "pipelines")
-    monkeypatch.setenv(kept.PIPELINES, str(tmp_path / "named"))
+    monkeypatch.delenv(facts.PIPELINES, raising=False)
+    assert facts.pipelines(by_default=False) == "" and not list(tmp_path.iterdir())
+    assert facts.pipelines(by_default=True) == str(tmp_path / "cache" / "jax_mfa" / "pipelines")
+    monkeypatch.setenv(facts.PIPELINES, str(tmp_path / "named"))
     for by_default in (True, False):
-        assert kept.pipelines(by_default) == str(tmp_path / "named") and (tmp_path / "named").is_dir()
-    monkeypatch.setenv(kept.PIPELINES, "none")
-    assert kept.pipelines(by_default=True) == ""
+        assert facts.pipelines(by_default) == str(tmp_path / "named") and (tmp_path / "named").is_dir()
+    monkeypatch.setenv(facts.PIPELINES, "none")
+    assert facts.pipelines(by_default=True) == ""
 
 
 def test_a_folder_that_cannot_be_made_is_left_out(monkeypatch, tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(kept.PIPELINES, str(tmp_path / "file"))
-    assert kept.pipelines(by_default=True) == ""
-    monkeypatch.delenv(kept.PIPELINES)
+    monkeypatch.setenv(facts.PIPELINES, str(tmp_path / "file"))
+    assert facts.pipelines(by_default=True) == ""
+    monkeypatch.delenv(facts.PIPELINES)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert kept.pipelines(by_default=True) == ""
+    assert facts.pipelines(by_default=True) == ""
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(pathlib.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert kept.pipelines(by_default=True) == ""
+    assert facts.pipelines(by_default=True) == ""
 
 
 def test_what_nobody_has_made_for_long_goes(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv(kept.PIPELINES, str(tmp_path))
-    ago = time.time() - (kept.MOST_DAYS + 1) * 86400
+    monkeypatch.setenv(facts.PIPELINES, str(tmp_path))
+    ago = time.time() - (facts.MOST_DAYS + 1) * 86400
     for name, old in (("a.metallib", True), ("b.metallib", False), ("c.part", True), ("letter.txt", True)):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (ago, ago) if old else None)
-    assert kept.pipelines(by_default=True) == str(tmp_path)
+    assert facts.pipelines(by_default=True) == str(tmp_path)
     assert sorted(x.name for x in tmp_path.iterdir()) == ["b.metallib", "letter.txt"]
 
 
 def test_the_environment_chooses_the_folder_of_a_process(monkeypatch, tmp_path, native) -> None:
-    monkeypatch.setenv(kept.PIPELINES, str(tmp_path))
+    monkeypatch.setenv(facts.PIPELINES, str(tmp_path))
     asked = []
     real = host_module.load()
     fake = types.SimpleNamespace(

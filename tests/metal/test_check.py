@@ -26,7 +26,6 @@ from jax_mfa.cli.command_line import INTERRUPTED
 from jax_mfa.kv_cache import pool as paged_cache
 from jax_mfa.metal import DTYPES, runtime, source, tiles
 from jax_mfa.metal.plan import Kernel
-from jax_mfa.tuning import lines
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -462,7 +461,7 @@ def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     module, chip = runtime.get().module, runtime.get().device["name"]
     assert check.run(options()) == 0
-    assert "shared lines: pass" in capsys.readouterr().out and not lines.path().exists()
+    assert "shared lines: pass" in capsys.readouterr().out and not runtime.STAGED_BELOW.path().exists()
     try:
         with on_device.option(device.Option.LINE_BYTES, 128):
             assert check.run(options()) == 1
@@ -471,7 +470,7 @@ def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monke
             r"shared lines: FAIL [1-9]\d* entries lost .*; 0 with outputs staged, as .* on this chip", printed
         )
         assert "FAILED: 1 of metal, 0 problems" in printed
-        assert lines.staged_below(chip) == check_writes.ALL and lines.staged_below("Apple M9") == 0
+        assert runtime.STAGED_BELOW.of(chip, 0) == check_writes.ALL and runtime.STAGED_BELOW.of("Apple M9", 0) == 0
         # in this process, and in each that starts later
         assert module.stage_shared_lines(0) == check_writes.ALL
         runtime.start()
@@ -520,12 +519,12 @@ def test_what_cannot_be_kept_is_staged_in_this_process(monkeypatch, tmp_path, lo
 )
 def test_a_broken_file_of_lines_says_nothing(monkeypatch, tmp_path, content):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert lines.staged_below("Apple M1") == 0
-    lines.keep_staged_below("Apple M1", 4096, "a test")
-    lines.keep_staged_below("Apple M2", 8192, "a test")
-    assert (lines.staged_below("Apple M1"), lines.staged_below("Apple M2")) == (4096, 8192)
-    lines.path().write_text(content)
-    assert lines.staged_below("Apple M1") == 0
+    assert runtime.STAGED_BELOW.of("Apple M1", 0) == 0
+    runtime.STAGED_BELOW.store("Apple M1", {"staged_below": 4096, "source": "a test"})
+    runtime.STAGED_BELOW.store("Apple M2", {"staged_below": 8192, "source": "a test"})
+    assert [runtime.STAGED_BELOW.of(chip, 0) for chip in ("Apple M1", "Apple M2")] == [4096, 8192]
+    runtime.STAGED_BELOW.path().write_text(content)
+    assert runtime.STAGED_BELOW.of("Apple M1", 0) == 0
 
 
 def test_what_cannot_be_calibrated_says_so(monkeypatch, capsys):

@@ -25,7 +25,7 @@ from jax_mfa.arguments import specify
 from jax_mfa.cli import check
 from jax_mfa.metal import runtime
 from jax_mfa.problem import Operands, Specification
-from jax_mfa.tuning import calibration, crossover, kept
+from jax_mfa.tuning import calibration, crossover, facts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OPEN = (None, ("metal", "blockwise"), ("metal", "xla"))
@@ -42,9 +42,7 @@ def crossing(on_device, monkeypatch, tmp_path):
     """The crossover applies, as on a Mac, and nothing was measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choice, "_small_go_elsewhere", lambda: True)
-    crossover._stored.cache_clear()
-    yield runtime.get().device["name"]
-    crossover._stored.cache_clear()
+    return runtime.get().device["name"]
 
 
 def on_metal(arrays, wrap=lambda run: run, **keywords) -> bool:
@@ -191,26 +189,29 @@ def test_work_knows_no_bound_of_length_and_no_traced_offset():
 
 
 def test_what_was_measured_counts_for_its_chip_only(crossing):
-    crossover.store("Apple M7", FIGURES)
+    crossover.MEASURED.store("Apple M7", FIGURES)
     assert "--calibrate" in jax_mfa.explain(*shapes(64)).reasons["metal"]
     cheap = dataclasses.replace(FIGURES, metal=crossover.Cost(1e-9, 1e15, 1e15))
-    crossover.store(crossing, cheap)
+    crossover.MEASURED.store(crossing, cheap)
     found = jax_mfa.explain(*shapes(64))
     assert found.implementation == "metal" and "measured in a test" in found.reasons["metal"]
-    assert crossover.figures("Apple M7") == FIGURES and crossover.figures(crossing) == cheap
-    assert crossover.figures("Apple M9") == crossover.APPLE
+    assert (
+        crossover.MEASURED.of("Apple M7", crossover.APPLE) == FIGURES
+        and crossover.MEASURED.of(crossing, crossover.APPLE) == cheap
+    )
+    assert crossover.MEASURED.of("Apple M9", crossover.APPLE) == crossover.APPLE
 
 
 @pytest.mark.parametrize("platform, folder", [("darwin", "Library/Caches"), ("linux", ".cache")])
 def test_figures_lie_in_the_cache_folder_of_the_system(monkeypatch, tmp_path, platform, folder):
-    monkeypatch.setattr(kept.sys, "platform", platform)
+    monkeypatch.setattr(facts.sys, "platform", platform)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert crossover.path() == tmp_path / folder / "jax_mfa" / "crossover.json"
+    assert crossover.MEASURED.path() == tmp_path / folder / "jax_mfa" / "crossover.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored, says the XDG specification
-    assert crossover.path() == tmp_path / folder / "jax_mfa" / "crossover.json"
+    assert crossover.MEASURED.path() == tmp_path / folder / "jax_mfa" / "crossover.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert crossover.path() == tmp_path / "xdg" / "jax_mfa" / "crossover.json"
+    assert crossover.MEASURED.path() == tmp_path / "xdg" / "jax_mfa" / "crossover.json"
 
 
 GOOD = dataclasses.asdict(FIGURES)
@@ -233,25 +234,27 @@ GOOD = dataclasses.asdict(FIGURES)
     ],
 )
 def test_a_broken_file_is_ignored_with_a_warning_and_written_anew(crossing, content):
-    crossover.path().parent.mkdir()
-    crossover.path().write_bytes(content.encode("latin-1"))
+    crossover.MEASURED.path().parent.mkdir()
+    crossover.MEASURED.path().write_bytes(content.encode("latin-1"))
     with pytest.warns(UserWarning, match=r"crossover\.json is ignored .*--calibrate") as caught:
-        assert crossover.figures("Apple M1") == crossover.APPLE
+        assert crossover.MEASURED.of("Apple M1", crossover.APPLE) == crossover.APPLE
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert jax_mfa.explain(*shapes(64)).implementation == "blockwise"  # said once
-        crossover.store("Apple M1", FIGURES)
-        assert crossover.figures("Apple M1") == FIGURES
+        crossover.MEASURED.store("Apple M1", FIGURES)
+        assert crossover.MEASURED.of("Apple M1", crossover.APPLE) == FIGURES
 
 
 def test_a_folder_in_the_place_of_the_file_is_ignored_too(crossing):
-    crossover.path().mkdir(parents=True)
+    crossover.MEASURED.path().mkdir(parents=True)
     with pytest.warns(UserWarning, match="is ignored"):
-        assert crossover.figures("Apple M1") == crossover.APPLE
+        assert crossover.MEASURED.of("Apple M1", crossover.APPLE) == crossover.APPLE
     with pytest.raises(OSError):
-        crossover.store("Apple M1", FIGURES)
-    assert [x.name for x in crossover.path().parent.iterdir()] == ["crossover.json"]  # and nothing half written
+        crossover.MEASURED.store("Apple M1", FIGURES)
+    assert [x.name for x in crossover.MEASURED.path().parent.iterdir()] == [
+        "crossover.json"
+    ]  # and nothing half written
 
 
 # ------------------------------------------------------------------------------------------------------- measuring

@@ -119,8 +119,6 @@ def test_a_wrong_split_in_a_file_is_ignored_with_one_line(numbers, on_device, tm
     file = tmp_path / "tiles.json"
     monkeypatch.setenv(tuned.FILE, str(file))
     file.write_text(json.dumps({tuned.chip(): {"version": tuned.VERSION, "winners": {KEY: numbers}}}))
-    tuned._read.cache_clear()
-    tuned._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -39,7 +39,7 @@ def plans(dtype: str, variant: str) -> list[Plan]:
             arrays |= {"bias": Shape(scores, kind), "mask": Shape(scores, np.dtype(bool))}
         found.append(launch_plans.forward(spec, arrays, variant=variant))
         if wanted:
-            found.append(launch_plans.backward(spec, arrays, wanted=wanted, variant=variant))
+            found.append(launch_plans.backward(spec, arrays, wrt=wanted, variant=variant))
     return [*found, *stored_plans(kind, variant)]
 
 
@@ -68,7 +68,7 @@ def stored_plans(kind: np.dtype, variant: str) -> list[Plan]:
             which = paged if more else spec
             found.append(launch_plans.forward(which, arrays, variant=variant))
             wanted = ("query",) if more else ("query", "key", "value")
-            found.append(launch_plans.backward(which, arrays, wanted=wanted, variant=variant))
+            found.append(launch_plans.backward(which, arrays, wrt=wanted, variant=variant))
     new = {name: Shape((3, 1, 24), kind) for name in data} | dict.fromkeys(append.WHERE, Shape((3,), np.dtype("i4")))
     written = dataclasses.replace(schemes[0], center=None), dataclasses.replace(schemes[1], tokens=1)
     pool = {f"{name}_data": Shape((9, 16, 1, size), byte) for name, size in data.items()}
