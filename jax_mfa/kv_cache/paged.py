@@ -222,7 +222,9 @@ def _refuse_outside(tables: Any, lengths: Any, count: int, page: int) -> None:
     tables, lengths = concrete(tables), concrete(lengths)
     outside = tables is not None and lengths is not None and _outside(tables, lengths, count, page)
     if np.any(outside):
-        raise ValueError(f"block_tables must hold pages 0..{count - 1} within context_lens, got {_first(outside, tables)}")
+        raise ValueError(
+            f"block_tables must hold pages 0..{count - 1} within context_lens, got {_first(outside, tables)}"
+        )
 
 
 def _report(tables: Any, outside: Any, count: Any) -> None:
