@@ -160,7 +160,7 @@ def test_forward_mode_and_second_derivatives(implementation):
 
 
 def test_the_softmax_does_not_see_a_mean_of_all_tokens_but_cap_sink_and_log_sum_exp_do(implementation):
-    """Why `center` is added back: see `jax_mfa.kv_cache.quantized`."""
+    """Why `center` is added back: see `jax_mfa.kv_cache.storage`."""
     q, k, v, features = problem(features={"sinks": "N", "alibi_slopes": "N"})
     masks = {"is_causal": True, "query_offset": 33, "alibi_slopes": features["alibi_slopes"]}
     keys = quantize(k + 3, Scheme("int8", center=10**6))

@@ -1,14 +1,12 @@
 """Caches of keys and values for decoding, of all tokens or of a local window; each batch entry has its own length.
 
-`append` writes new tokens behind those that a cache holds; `attend` also lets the new queries see them. A cache is two
-arrays and the lengths, no object, so that it may live in any tree of JAX and be donated.
+A cache is two arrays and the lengths, no object, so that it may live in any tree of JAX and be donated. A plain cache
+holds the token of position p in column p. A *ring* holds it in column p mod S: of any number of tokens the S newest. A
+local window `(left, 0)` sees no token but the `left + 1` newest, so a ring of as many columns serves it for ever. Keys
+are turned by a rotary embedding before they are cached: their order in the ring does not matter.
 
 Dimension letters: B batch (any leading axes, or none), T new tokens, S columns of a cache, N query heads, K key/value
 heads, H head size of queries and keys, V of values.
-
-A plain cache holds the token of position p in column p. A *ring* holds it in column p mod S: of any number of tokens
-the S newest. A local window `(left, 0)` sees no token but the `left + 1` newest, so a ring of as many columns serves
-it for ever. Keys are turned by a rotary embedding before they are cached: their order in the ring does not matter.
 """
 
 from __future__ import annotations
@@ -99,14 +97,14 @@ def write(
         return from_bits(as_bits(cache).at[at].set(as_bits(new.astype(cache.dtype)), mode="drop"))
 
     def written(cache: Array, new: Array) -> Array:
-        arrays = {"cache": cache, "new": new, "start": start, "count": count}
-        return _for_each_row(write_row, arrays, lambda: compat.spec_of(cache))
+        spec = lambda: compat.spec_of(cache)
+        return _for_each_row(write_row, spec, cache=cache, new=new, start=start, count=count)
 
     return written(key_cache, key), written(value_cache, value), start + count
 
 
-def _for_each_row(run: Callable[..., Array], arrays: dict[str, Array], spec: Callable[[], PartitionSpec]) -> Array:
-    """`run` of each batch entry's arrays, "start" among them; `spec` is that of the result on explicit meshes."""
+def _for_each_row(run: Callable[..., Array], spec: Callable[[], PartitionSpec], **arrays: Array) -> Array:
+    """`run` of each batch entry's arrays, `start` among them; `spec` is that of the result on explicit meshes."""
     for _ in arrays["start"].shape:
         run = jax.vmap(run)
     return compat.without_types(lambda arrays: run(*arrays.values()), arrays, spec)
@@ -195,11 +193,10 @@ def attend(
     else:
         keys, values = (_in_order(x, new, start, left) for x, new in ((key_cache, key), (value_cache, value)))
         # column c is position start − left + c; the first `left − start` were never written
-        ends = lambda x: jnp.stack([jnp.maximum(left - x["start"], 0), left + x["count"]], axis=-1)
-        seen = lambda x: jnp.broadcast_to(ends(x)[..., None, :], (*start.shape, tokens, 2))
+        range_of_row = lambda start, count: jnp.stack([jnp.maximum(left - start, 0), left + count])
+        seen = lambda *row: jnp.broadcast_to(range_of_row(*row), (tokens, 2))
         spec = lambda: PartitionSpec(*compat.spec_of(start), None, None)
-        ranges = compat.without_types(seen, {"start": start, "count": count}, spec)
-        visible |= {"query_offset": left, "key_value_ranges": ranges}
+        visible |= {"query_offset": left, "key_value_ranges": _for_each_row(seen, spec, start=start, count=count)}
     out = flex_attention(
         query,
         keys.astype(query.dtype),
@@ -216,11 +213,7 @@ def attend(
 
 
 def ring_columns(local_window_size: int | tuple[int | None, int | None] | None) -> int:
-    """How many columns a ring cache has for a window: those that one query sees.
-
-    Raises:
-      ValueError: where the window has no limit on the left.
-    """
+    """How many columns a ring cache has for a window: those that one query sees. `ValueError` where that sees all."""
     left, _ = as_window(local_window_size)
     if left is None:
         raise ValueError(f"a ring cache needs a local_window_size with a limit on the left, got {local_window_size!r}")
@@ -239,7 +232,7 @@ def _in_order(cache: Array, new: Array, start: Array, count: int) -> Array:
         *rows, _, heads, size = compat.spec_of(cache)
         return PartitionSpec(*rows, None, heads, size)
 
-    return _for_each_row(row_in_order, {"cache": cache, "new": new, "start": start}, spec)
+    return _for_each_row(row_in_order, spec, cache=cache, new=new, start=start)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

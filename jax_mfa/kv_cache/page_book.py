@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,24 +103,15 @@ class PageBook:
         Returns:
           The number of the sequence.
         """
-        sequence, given = _Sequence([], 0, [], []), _tokens("tokens", tokens)
-        for digest in self._digests(b"", given[:-1]):
-            page = self._page_of.get(digest)
-            if page is None:
-                break
-            self._hold(page)
-            sequence.pages.append(page)
-            sequence.digests.append(digest)
-        sequence.length = len(sequence.pages) * self.page_size
-        sequence.tokens = given[: sequence.length]
-        return self._add(sequence)
+        given = _tokens("tokens", tokens)
+        digests = [*itertools.takewhile(self._page_of.__contains__, self._digests(b"", given[:-1]))]
+        length = len(digests) * self.page_size
+        return self._begin(_Sequence([self._page_of[x] for x in digests], length, given[:length], digests))
 
     def fork(self, sequence: int) -> int:
         """A new sequence of the same tokens, which shares all pages till either is appended to."""
         old = self._of(sequence)
-        for page in old.pages:
-            self._hold(page)
-        return self._add(_Sequence(list(old.pages), old.length, list(old.tokens), list(old.digests)))
+        return self._begin(_Sequence(list(old.pages), old.length, list(old.tokens), list(old.digests)))
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets all tokens from `length` on."""
@@ -162,11 +154,9 @@ class PageBook:
         coming = checks.integers("counts", counts, least=0)
         if len(coming) != len(several):
             raise ValueError(f"counts must have one number for each of {len(several)} sequences, got {len(coming)}")
-        known = None
         if tokens is not None:
-            known = [_tokens("tokens", x) for x in checks.sequence("tokens", tokens, "integers of each sequence")]
-            sizes = [len(x) for x in known]
-            if sizes != coming:
+            tokens = [_tokens("tokens", x) for x in checks.sequence("tokens", tokens, "integers of each sequence")]
+            if (sizes := [len(x) for x in tokens]) != coming:
                 raise ValueError(f"tokens must hold as many integers as counts, {coming}, got {sizes}")
 
         # a last page that is not full is written to: of the sequences that share it, all but the last owner copy it
@@ -189,8 +179,8 @@ class PageBook:
             x.pages += [self._take() for _ in range(missing[i])]
             page, within = np.divmod(np.arange(x.length, x.length + n), self.page_size)
             slots.append(np.array(x.pages, np.int64)[page] * self.page_size + within)
-            if known is not None and len(x.tokens) == x.length:
-                x.tokens += known[i]
+            if tokens is not None and len(x.tokens) == x.length:
+                x.tokens += tokens[i]
             x.length += n
             self._remember(x)
         sources, targets = np.array(copies, np.int32).reshape(-1, 2).T
@@ -228,7 +218,11 @@ class PageBook:
     def _several(self, sequences: Sequence[int]) -> list[_Sequence]:
         return [self._of(x, "sequences") for x in checks.integers("sequences", sequences)]
 
-    def _add(self, sequence: _Sequence) -> int:
+    def _begin(self, sequence: _Sequence) -> int:
+        """The number of a new sequence, whose pages have one owner more."""
+        for page in sequence.pages:
+            self._owners[page] += 1
+            self._free.pop(page, None)
         number, self._next = self._next, self._next + 1
         self._sequences[number] = sequence
         return number
@@ -236,18 +230,13 @@ class PageBook:
     def _page_count(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _hold(self, page: int) -> None:
-        self._owners[page] += 1
-        self._free.pop(page, None)
-
     def _release(self, pages: list[int]) -> None:
         # from the end, which is then reused first: a sequence is found by its beginning
         for page in reversed(pages):
             self._owners[page] -= 1
             if not self._owners[page]:
                 self._free[page] = None
-                if page not in self._digest_of:
-                    self._free.move_to_end(page, last=False)
+                self._free.move_to_end(page, last=page in self._digest_of)
 
     def _take(self) -> int:
         page, _ = self._free.popitem(last=False)
@@ -257,9 +246,7 @@ class PageBook:
 
     def _forget(self, page: int) -> None:
         """Forgets the known tokens of a page that is about to change."""
-        digest = self._digest_of.pop(page, None)
-        if digest is not None:
-            del self._page_of[digest]
+        self._page_of.pop(self._digest_of.pop(page, b""), None)
 
     def _remember(self, x: _Sequence) -> None:
         """Full pages of known tokens may be found from now on."""

@@ -147,16 +147,15 @@ def paged_attention(
     tables = jnp.asarray(clipped(tables, -(2**31), 2**31 - 1))
     lengths = jnp.asarray(clipped(lengths, 0, width * page))
     if checks.boolean("check_tables", check_tables):
-        outside = _outside(tables, lengths, count, page)
-        jax.debug.callback(_report, outside.sum(), tables, outside, count)
+        jax.debug.callback(_report, tables, _outside(tables, lengths, count, page), count)
     tables = _read_tables(tables, lengths, count, page)
     lengths = lengths if tables.size else jnp.zeros_like(lengths)  # there is nothing to read
 
-    arguments: dict[str, Any] = {"query": new, "keys": keys, "values": values, "tables": tables, "lengths": lengths}
-    arguments |= {"is_causal": is_causal, "scale": scale}
+    arguments: dict[str, Any] = dict(query=new, keys=keys, values=values, tables=tables, lengths=lengths)
+    arguments |= dict(is_causal=is_causal, scale=scale)
+    arguments |= dict(local_window_size=local_window_size, logits_soft_cap=logits_soft_cap)
     functions = with_modifiers({"query": new, "score_mod": score_mod, "mask_mod": mask_mod})
-    arguments |= {"modifiers": functions.get("modifiers")}
-    arguments |= {"local_window_size": local_window_size, "logits_soft_cap": logits_soft_cap}
+    arguments["modifiers"] = functions.get("modifiers")
     n = new.shape[-2]
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if x is not None:
@@ -235,21 +234,20 @@ def _refuse_outside(tables: Any, lengths: Any, count: int, page: int) -> None:
     tables, lengths = concrete(tables), concrete(lengths)
     outside = tables is not None and lengths is not None and _outside(tables, lengths, count, page)
     if np.any(outside):
-        first = _first(outside)
         raise ValueError(
-            f"block_tables must hold pages 0..{count - 1} within context_lens, got {tables[first]} at {list(first)}"
+            f"block_tables must hold pages 0..{count - 1} within context_lens, got {_first(outside, tables)}"
         )
 
 
-def _report(wrong: Any, tables: Any, outside: Any, count: Any) -> None:
-    if wrong:
-        first = _first(outside)
-        text = f"block_tables: {int(wrong)} entries outside of the pool's {int(count)} pages, the first"
-        warnings.warn(f"{text} {int(tables[first])} at {list(first)}", RuntimeWarning, stacklevel=2)
+def _report(tables: Any, outside: Any, count: Any) -> None:
+    if wrong := np.sum(outside):
+        text = f"block_tables: {wrong} entries outside of the pool's {count} pages, the first {_first(outside, tables)}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-def _first(outside: Any) -> tuple[int, ...]:
-    return tuple(np.argwhere(outside)[0].tolist())
+def _first(outside: Any, tables: Any) -> str:
+    at = tuple(np.argwhere(outside)[0].tolist())
+    return f"{tables[at]} at {list(at)}"
 
 
 def _read_tables(tables: Any, lengths: Any, count: int, page: int) -> Any:
@@ -281,33 +279,28 @@ class _Rows:
     """
 
     def __init__(self, total: int, starts: Any, batch: int) -> None:
-        self.total, self.starts = total, starts
         # as many rows as sequences have on average; up to a power of two, for few shapes of programs
-        self.size = min(1 << (max(-(-total // max(batch, 1)), 1) - 1).bit_length(), MOST_ROWS)
-        lots = (total + batch * (self.size - 1)) // self.size if total * batch else 0
-        rows = jnp.maximum(starts[1:] - starts[:-1], 0)
-        ends = jnp.cumsum(-(-rows // self.size), dtype=jnp.int32)
-        lot = jnp.arange(lots, dtype=jnp.int32)
+        size = min(1 << (max(-(-total // max(batch, 1)), 1) - 1).bit_length(), MOST_ROWS)
+        lots = (total + batch * (size - 1)) // size if total * batch else 0
+        lots_of = -(-jnp.maximum(starts[1:] - starts[:-1], 0) // size)
+        ends = jnp.cumsum(lots_of, dtype=jnp.int32)
+        # from a row's number to its place among those of all lots
+        shift = (ends - lots_of) * size - starts[:-1]
+        lot, row = jnp.arange(lots, dtype=jnp.int32), jnp.arange(total, dtype=jnp.int32)
         self.sequence = jnp.clip(jnp.searchsorted(ends, lot, side="right").astype(jnp.int32), 0, max(batch - 1, 0))
-        self.first_lot = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])[:batch]
-        before = (lot - _taken(self.first_lot, self.sequence)) * self.size
-        self.after = _taken(rows, self.sequence) - before
-        self.counts = jnp.clip(self.after, 0, self.size)
-        self.first = starts[self.sequence] + before
+        first = lot * size - _taken(shift, self.sequence)
+        self.after = _taken(starts[1:], self.sequence) - first
+        self.counts = jnp.clip(self.after, 0, size)
+        self._rows = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        owner = jnp.searchsorted(starts[1:], row, side="right").astype(jnp.int32)
+        self._owned = (row >= starts[0]) & (owner < batch)
+        self._places = jnp.where(self._owned, row + _taken(shift, owner), 0)
 
     def together(self, x: Any) -> Array:
         """[T, ...] as [lots, size, ...]."""
-        at = self.first[:, None] + jnp.arange(self.size, dtype=jnp.int32)[None]
-        return _taken(x, at)
+        return _taken(x, self._rows)
 
     def apart(self, x: Any, nothing: Any) -> Array:
         """[lots, size, ...] as [T, ...]; `nothing` in rows of no sequence."""
-        row = jnp.arange(self.total, dtype=jnp.int32)
-        sequence = jnp.searchsorted(self.starts[1:], row, side="right").astype(jnp.int32)
-        inside = (row >= self.starts[0]) & (sequence < len(self.starts) - 1)
-        sequence = jnp.clip(sequence, 0, max(len(self.starts) - 2, 0))
-        within = row - self.starts[sequence]
-        first = _taken(self.first_lot, sequence) + within // self.size
-        at = jnp.where(inside, first * self.size + within % self.size, 0)
-        taken = _taken(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), at)
-        return jnp.where(inside.reshape(-1, *(1,) * (x.ndim - 2)), taken, nothing)
+        taken = _taken(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), self._places)
+        return jnp.where(self._owned.reshape(-1, *(1,) * (x.ndim - 2)), taken, nothing)

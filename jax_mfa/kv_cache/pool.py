@@ -129,8 +129,11 @@ class PagedKVCache:
         if any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in jax.tree.leaves(pages)):
             raise ValueError("this cache was donated, to an earlier append perhaps: use what that returned")
         where = self.book.reserve(sequences, counts, tokens)
-        pages = write_in_place(pages, key, value, _padded(where, len(sequences)))
-        return dataclasses.replace(self, key_pages=pages[0], value_pages=pages[1])
+        if copies := len(where.sources):  # as many as there are sequences, or none: few shapes of programs
+            padded = (np.pad(x, (0, len(sequences) - copies), constant_values=-1) for x in where[1:])
+            where = Write(where.slots, *padded)
+        keys, values = write_in_place(pages, key, value, where)
+        return type(self)(keys, values, self.book)
 
     def write(self, where: Write, key: Float[ArrayLike, "T K H"], value: Float[ArrayLike, "T K V"]) -> PagedKVCache:
         """What `append` does once it is known where tokens go; may be traced, and is in place where the cache is
@@ -146,8 +149,8 @@ class PagedKVCache:
         """
         where = self._places(where)
         key, value = self._checked(key, value, where.slots.shape[0], "where.slots")
-        pages = _write((self.key_pages, self.value_pages), key, value, where)
-        return dataclasses.replace(self, key_pages=pages[0], value_pages=pages[1])
+        keys, values = _write((self.key_pages, self.value_pages), key, value, where)
+        return type(self)(keys, values, self.book)
 
     def _checked(self, key: Any, value: Any, tokens: int, of: str) -> list[Any]:
         new = []
@@ -165,23 +168,15 @@ class PagedKVCache:
         if not isinstance(where, Write):
             raise TypeError(f"where must be a Write, as PageBook.reserve gives it, got {checks.seen(where)}")
         count, page = self.key_pages.shape[:2]
-        places: dict[str, Any] = {}
-        for name, x in where._asdict().items():
-            letter, most = ("T", count * page) if name == "slots" else ("C", count)
+        places: list[Any] = []
+        for name, x, letter, most in zip(Write._fields, where, "TCC", (count * page, count, count)):
             x = known_integers(f"where.{name}", x, -(2**31), most - 1, f"integers [{letter}]")
             checks.fits(f"where.{name}", x, x.ndim == 1, f"[{letter}]")
-            places[name] = jnp.asarray(clipped(x, -1, most))
-        where = Write(**places)
-        copies, targets = list(where.sources.shape), list(where.targets.shape)
+            places.append(jnp.asarray(clipped(x, -1, most)))
+        _, copies, targets = (list(x.shape) for x in places)
         if copies != targets:
             raise ValueError(f"where.targets must have the shape of where.sources, {copies}, got {targets}")
-        return where
-
-
-def _padded(where: Write, sequences: int) -> Write:
-    """As many copies as there are sequences, or none: few shapes of programs."""
-    padding = np.full(sequences - len(where.sources) if len(where.sources) else 0, -1, np.int32)
-    return where._replace(sources=np.append(where.sources, padding), targets=np.append(where.targets, padding))
+        return Write(*places)
 
 
 def _write(pages: Any, key: Any, value: Any, where: Write) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -60,37 +59,6 @@ def quantize(
     return QuantizedArray(**named, original=original, scheme=scheme, head_size=given.shape[-1], dtype=dtype)
 
 
-def concatenate(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
-    """Quantised arrays one after another, along their tokens.
-
-    Args:
-      arrays: of one scheme, dtype and shape but for the number of tokens, which in all but the last is a multiple of
-        the scheme's `tokens` and `center`.
-
-    Raises:
-      ValueError, TypeError: naming what does not fit; also for a scheme whose blocks hold all tokens.
-    """
-    arrays = checks.sequence("arrays", arrays, "QuantizedArrays")
-    if not arrays or not all(isinstance(x, QuantizedArray) for x in arrays):
-        raise TypeError(f"arrays must be one or more QuantizedArrays, got {[type(x).__name__ for x in arrays]}")
-    first = arrays[0]
-    if first.scheme.tokens is None and len(arrays) > 1:
-        raise ValueError("arrays must have blocks of a number of tokens, got a scheme with tokens = None")
-    facts = lambda x: (x.scheme, x.dtype, x.shape[:-3], x.shape[-2:], x.original is None)
-    for x in arrays[1:]:
-        if facts(x) != facts(first):
-            raise ValueError(
-                f"arrays must be alike but for their tokens, got {first.dtype.name}{list(first.shape)} by "
-                f"{first.scheme} and {x.dtype.name}{list(x.shape)} by {x.scheme}"
-            )
-    for x in arrays[:-1]:
-        for name in ("tokens", "center"):
-            per = getattr(first.scheme, name) or 1
-            if x.shape[-3] % per:
-                raise ValueError(f"arrays before the last must hold a multiple of {name} = {per}, got {x.shape[-3]}")
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-3), *arrays)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -142,11 +110,9 @@ def _factors(scales: Any, zeros: Any) -> Any:
 
 def _padded(x: Array, per: int, axis: int) -> Array:
     """`x` with its last entry repeated, up to a multiple of `per`."""
-    missing = -x.shape[axis] % per
-    if not missing:
-        return x
-    last = lax.slice_in_dim(x, x.shape[axis] - 1, x.shape[axis], axis=axis)
-    return jnp.concatenate([x, jnp.repeat(last, missing, axis=axis)], axis=axis)
+    widths = np.zeros((x.ndim, 2), int)
+    widths[axis, 1] = -x.shape[axis] % per
+    return jnp.pad(x, widths, mode="edge")
 
 
 def _over_blocks(x: Array, scheme: Scheme, reduce: Any) -> Array:
@@ -161,16 +127,13 @@ def _over_blocks(x: Array, scheme: Scheme, reduce: Any) -> Array:
 
 
 def _means(x: Array, per: int, dtype: Any) -> Array:
-    """Of each run of `per` tokens, of which the last may be shorter, the mean of each channel: `[..., S / per, K, H]`.
+    """The mean of each channel over runs of `per` tokens, of which the last may be shorter: `[..., S / per, K, H]`.
     Where elements might lie too far from it, the middle of their range."""
     s = x.shape[-3]
     per = min(per, max(s, 1))
     count = -(-s // per)
-    short = count * per - s
     runs = _padded(x, per, -3).reshape(*x.shape[:-3], count, per, *x.shape[-2:])
-    whole = jnp.concatenate([x, jnp.zeros((*x.shape[:-3], short, *x.shape[-2:]), x.dtype)], axis=-3)
-    sizes = np.full(count, per) - np.where(np.arange(count) == count - 1, short, 0)
-    mean = whole.reshape(runs.shape).sum(-3) / np.expand_dims(sizes.astype(x.dtype), [*range(x.ndim - 3), -2, -1])
+    mean = runs.mean(-3, where=(np.arange(count * per) < s).reshape(count, per, 1, 1))
     low, high = runs.min(-3), runs.max(-3)
     near = jnp.maximum(high - mean, mean - low) < float(jnp.finfo(dtype).max) / 2  # not where the sum has overflown
     return jnp.where(near, mean, low / 2 + high / 2).astype(dtype)
@@ -200,13 +163,8 @@ def _scales(scheme: Scheme, low: Any, high: Any, dtype: Any) -> tuple[Array, Arr
 def _rounded(x: Array, dtype: Any, up: bool) -> Array:
     """`x` in a dtype, rounded up or down."""
     y = x.astype(dtype)
-    if y.dtype.itemsize > 2:
-        return y
-    bits = lax.bitcast_convert_type(y, np.uint16)
-    negative = bits >= 2**15
-    beyond = jnp.where(negative == up, bits - np.uint16(1), bits + np.uint16(1))
     wrong = y.astype(x.dtype) < x if up else y.astype(x.dtype) > x
-    return lax.bitcast_convert_type(jnp.where(wrong, beyond, bits), dtype)
+    return jnp.where(wrong, jnp.nextafter(y, jnp.asarray(np.inf if up else -np.inf, dtype)), y)
 
 
 def _encoded(scheme: Scheme, x: Array) -> Array:

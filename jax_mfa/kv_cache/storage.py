@@ -2,14 +2,9 @@
 
 A stored element stands for `scale · d + zero + mean`, where d is stored in few bits, and a *block* of tokens and
 channels of one head shares a scale (and, unless the scheme is symmetric, a zero). The zero is the value of d = 0, kept
-in the array's dtype: as an integer in units of the scale it would overflow in any block far from 0. A block of equal
-elements is stored exactly; one that holds NaN or ∞ stands for NaN. Sums are taken in an order that does not overflow.
-
-*Centring* subtracts from each channel its mean over a run of tokens before blocks are made: channels of keys often have
-a large offset that all tokens share. Readers add the mean back. With one mean c of all tokens, a row's scores
-q·(k − c) differ from q·k by the same q·c in every column, which the softmax cancels; but a soft cap, a sink and the
-log-sum-exp see it, as do rows that see columns of two means. Of values, Σ p (v − c) + c Σ p is Σ p v only where Σ p is
-1, which a sink and dropout change.
+in the array's dtype: as an integer in units of the scale it would overflow in any block far from 0. The mean is that
+of a channel over a run of tokens. Readers add it back, also for keys: the softmax cancels q · mean only where all
+columns of a row share one mean, and a soft cap, a sink and the log-sum-exp see it.
 
 Dimension letters: S tokens, K heads, H channels of a head; any axes in front.
 """
@@ -133,8 +128,7 @@ class QuantizedArray:
     dtype: Any
 
     def __repr__(self) -> str:
-        # trees of other things than arrays have no shape
-        shape = list(self.shape) if hasattr(self.data, "shape") else "[...]"
+        shape = list(self.shape) if hasattr(self.data, "shape") else "[...]"  # in trees of anything
         return f"QuantizedArray({self.dtype.name}{shape}, {self.scheme})"
 
     @property
@@ -188,19 +182,16 @@ class QuantizedArray:
         if not start <= stop <= length:
             raise ValueError(f"start and stop must be a range within the {length} tokens, got {start} and {stop}")
 
-        def cut(name: str, x: Any) -> Any:
+        cut = {} if self.original is None else {"original": self.original[..., start:stop, :, :]}
+        for name, x in self.parts().items():
             per = self.scheme.tokens_of(name) or 1
             if start == stop:
-                return x[..., :0, :, :]
-            if x.shape[-3] == 1:  # the one entry of all tokens
-                return x
-            if start % per:
-                raise ValueError(f"start must be a multiple of the {per} tokens of a block, got {start}")
-            return x[..., start // per : -(-stop // per), :, :]
-
-        parts = {name: cut(name, x) for name, x in self.parts().items()}
-        original = None if self.original is None else self.original[..., start:stop, :, :]
-        return dataclasses.replace(self, **parts, original=original)
+                cut[name] = x[..., :0, :, :]
+            elif x.shape[-3] > 1:  # else the one entry of all tokens
+                if start % per:
+                    raise ValueError(f"start must be a multiple of the {per} tokens of a block, got {start}")
+                cut[name] = x[..., start // per : -(-stop // per), :, :]
+        return dataclasses.replace(self, **cut)
 
 
 def as_bits(x: Any) -> Any:
@@ -251,12 +242,11 @@ def huge_scale(info: Any) -> float:
 
 @jax.custom_jvp
 def straight_through(x: Any, original: Any) -> Any:
+    """`x`, with the derivative of `original`."""
     return x
 
 
-@straight_through.defjvp
-def straight_through_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return primals[0], tangents[1]
+straight_through.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 
 def spread(x: Any, per: int | None, length: int, axis: int) -> Any:
