@@ -50,16 +50,12 @@ _SWEPT: dict[str, tuple[Callable[[str], Sequence[Any]], str]] = {
 }
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m jax_mfa bench`."""
     swept = parser.add_argument_group("sweep", "values, comma separated; every combination of them is timed")
     for name, (kind, what) in _SWEPT.items():
         usual = "as many as N" if SWEEP[name] == [None] else ",".join(map(str, SWEEP[name]))
-        swept.add_argument(_flag(name), type=kind, metavar="LIST", help=f"{what}; default: {usual}")
+        swept.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="LIST", help=f"{what}; default: {usual}")
     window = "columns that a row of the mask window sees, default: %(default)s"
     swept.add_argument("--window", type=positive, default=bench_problems.WINDOW, help=window)
 
@@ -96,7 +92,8 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     given = {name: getattr(options, name) for name in SWEEP if getattr(options, name) is not None}
     if options.models is not None:
         if given:
-            raise argparse.ArgumentTypeError(f"argument --models: not allowed with argument {_flag(next(iter(given)))}")
+            other = next(iter(given)).replace("_", "-")
+            raise argparse.ArgumentTypeError(f"argument --models: not allowed with argument --{other}")
         of_models = bench_problems.select(options.models)
         if not of_models:
             names = ", ".join(dict.fromkeys(p.name for p in bench_problems.PROBLEMS))
