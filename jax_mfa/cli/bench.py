@@ -25,7 +25,7 @@ from jax_mfa.arguments import specify_abstract
 from jax_mfa.choice import IMPLEMENTATIONS
 from jax_mfa.cli import bench_candidates, bench_devices, bench_problems, bench_report
 from jax_mfa.cli.bench_problems import BOTH, DECODE, FORWARD, MASKS, SWEEP, TRAINING, Problem
-from jax_mfa.cli.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
+from jax_mfa.cli.command_line import INTERRUPTED, errors_of, interruptible, positive, positives, some_of, start_metal
 from jax_mfa.metal.plan import Plan
 from jax_mfa.problem import DTYPES
 
@@ -37,19 +37,6 @@ SHORTEST = 0.5  # seconds of timing for each set of candidates
 # --- options
 
 
-def _some_of(*known: str) -> tuple[Callable[[str], list[str]], str]:
-    """A kind of option, different ones of these names, comma separated; and these names in words."""
-
-    def names(text: str) -> list[str]:
-        chosen = list(dict.fromkeys(text.split(",")))
-        for name in chosen:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-        return chosen
-
-    return names, f"of {', '.join(known)}"
-
-
 # options of a sweep by the names of `SWEEP`: kind and help
 _SWEPT: dict[str, tuple[Callable[[str], Sequence[Any]], str]] = {
     "lengths": (positives, "T = S; of decode, S"),
@@ -57,14 +44,10 @@ _SWEPT: dict[str, tuple[Callable[[str], Sequence[Any]], str]] = {
     "heads": (positives, "N"),
     "key_value_heads": (positives, "K, divisors of N"),
     "head_sizes": (positives, "H = V"),
-    "dtypes": _some_of(*DTYPES[:3]),
-    "masks": _some_of(*MASKS),
-    "passes": _some_of(*BOTH, DECODE),
+    "dtypes": some_of(*DTYPES[:3]),
+    "masks": some_of(*MASKS),
+    "passes": some_of(*BOTH, DECODE),
 }
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     swept = parser.add_argument_group("sweep", "values, comma separated; every combination of them is timed")
     for name, (kind, what) in _SWEPT.items():
         usual = "as many as N" if SWEEP[name] == [None] else ",".join(map(str, SWEEP[name]))
-        swept.add_argument(_flag(name), type=kind, metavar="LIST", help=f"{what}; default: {usual}")
+        swept.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="LIST", help=f"{what}; default: {usual}")
     window = "columns that a row of the mask window sees, default: %(default)s"
     swept.add_argument("--window", type=positive, default=bench_problems.WINDOW, help=window)
 
@@ -89,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare = "time nothing: compare two bench.json, and exit 1 where something got slower beyond noise"
     other.add_argument("--compare", nargs=2, type=pathlib.Path, metavar=("OLD", "NEW"), help=compare)
 
-    kind, what = _some_of(*IMPLEMENTATIONS)
+    kind, what = some_of(*IMPLEMENTATIONS)
     usual = "others are compared with the first; default: metal where it can be used, and blockwise"
     parser.add_argument("--implementations", type=kind, help=f"comma separated, {what}; {usual}")
     predict = (
@@ -109,7 +92,8 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     given = {name: getattr(options, name) for name in SWEEP if getattr(options, name) is not None}
     if options.models is not None:
         if given:
-            raise argparse.ArgumentTypeError(f"argument --models: not allowed with argument {_flag(next(iter(given)))}")
+            other = next(iter(given)).replace("_", "-")
+            raise argparse.ArgumentTypeError(f"argument --models: not allowed with argument --{other}")
         of_models = bench_problems.select(options.models)
         if not of_models:
             names = ", ".join(dict.fromkeys(p.name for p in bench_problems.PROBLEMS))
@@ -136,10 +120,9 @@ Shares = Callable[[Plan], dict[str, float]]
 def _predictor(module: str) -> Shares:
     """`matrix_shares` of a module: by name the share of cycles in the matrix unit, of kernels that it can predict."""
     try:
-        shares: Shares = importlib.import_module(module).matrix_shares
+        return importlib.import_module(module).matrix_shares
     except (ImportError, AttributeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return shares
 
 
 def _predicted(shares: Shares, problem: Problem, kind: str) -> dict[str, float]:
@@ -157,7 +140,7 @@ def _side_by_side(options: argparse.Namespace, problems: list[Problem], chip: st
     """A row for each problem and pass; the first implementation is compared with the others."""
     ours, shares = options.implementations[0], options.predict
     predicted = {(p, kind): _predicted(shares, p, kind) for p in problems for kind in p.passes} if shares else {}
-    candidates = bench_candidates.candidates(options.implementations, not options.no_stock)
+    candidates = [bench_candidates.STOCK] * (not options.no_stock) + options.implementations
     for row in bench_candidates.measure(problems, candidates, ours, options.rounds, SHORTEST):
         problem, kind = Problem(**row["sizes"]), row["kind"]
         row["quartiles"] = {name: bench_report.quartiles(x) for name, x in row["times"].items()}
@@ -191,43 +174,28 @@ def _report(rows: list[Row]) -> list[str]:
     return [*lines, "", *bench_report.failures(rows)]
 
 
-def _write(rows: list[Row], facts: dict[str, Any], options: argparse.Namespace, chip: str) -> Iterator[str]:
+def _write(rows: list[Row], facts: Row, options: argparse.Namespace) -> Iterator[str]:
     """Writes the files, and says so of each."""
-    if not options.devices:
-        facts |= dict(chip=chip, resident_bytes=rows[-1]["resident_bytes"])
     path = options.out / ("bench_devices.json" if options.devices else "bench.json")
     path.write_text(json.dumps(dict(**facts, rows=rows), indent=1))
     yield f"wrote {path}"
     if not options.devices and any(r["seconds"] for r in rows):
-        title = f"{options.implementations[0]} on {chip or facts['machine']}, JAX {facts['jax']}"
-        bench_report.plot(rows, options.out / "bench.png", title, chip)
+        title = f"{options.implementations[0]} on {facts['chip'] or facts['machine']}, JAX {facts['jax']}"
+        bench_report.plot(rows, options.out / "bench.png", title, facts["chip"])
         yield f"wrote {options.out / 'bench.png'}"
-
-
-def _compare(old: pathlib.Path, new: pathlib.Path) -> int:
-    try:
-        lines, worse = bench_report.compare(old, new)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"argument --compare: {error}") from None
-    print("\n".join(lines))
-    return 1 if worse else 0
 
 
 def _prepare(options: argparse.Namespace) -> str:
     """Makes the folder, the devices and the list of implementations; the name of the chip where Metal comes first."""
-    try:
+    with errors_of("--out"):
         options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"argument --out: {error}") from None
     if options.devices:
         bench_devices.force_devices(max(options.devices))
-    try:
+    with errors_of():
         if options.implementations is None:
             options.implementations = ["blockwise"] if start_metal().reason else ["metal", "blockwise"]
-        metal_first = options.implementations[0] == "metal"
-        chip: str = start_metal().device.get("name", "") if metal_first and not options.devices else ""
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        metal_first = options.implementations[0] == "metal" and not options.devices
+        chip: str = start_metal().device.get("name", "") if metal_first else ""
     if options.devices and len(jax.devices()) < max(options.devices):
         raise argparse.ArgumentTypeError(f"argument --devices: there are {len(jax.devices())}")
     return chip
@@ -240,7 +208,10 @@ def run(options: argparse.Namespace) -> int:
     2: an option or the extra is amiss. 130: interrupted.
     """
     if options.compare:
-        return _compare(*options.compare)
+        with errors_of("--compare"):
+            lines, worse = bench_report.compare(*options.compare)
+        print("\n".join(lines))
+        return 1 if worse else 0
     problems = _problems(options)
     try:
         import matplotlib  # noqa: F401
@@ -250,18 +221,15 @@ def run(options: argparse.Namespace) -> int:
         return 2
     chip = _prepare(options)
     if options.devices:
-        total = len(bench_devices.cases(problems, options.devices))
-        steps = bench_devices.measure(problems, options.devices, options.implementations[0], options.rounds)
+        cases = bench_devices.cases(problems, options.devices)
+        total, steps = len(cases), bench_devices.measure(cases, options.implementations[0], options.rounds)
     else:
-        total = sum(len(p.passes) for p in problems)
-        steps = _side_by_side(options, problems, chip)
+        total, steps = sum(len(p.passes) for p in problems), _side_by_side(options, problems, chip)
     rows: list[Row] = []
     interrupted = False
     try:
-        with tqdm(total=total, desc="bench", unit="measurement") as bar:
-            for row in interruptible(steps):
-                rows.append(row)
-                bar.update()
+        for row in tqdm(interruptible(steps), total=total, desc="bench", unit="measurement"):
+            rows.append(row)
     except KeyboardInterrupt:
         interrupted = True
         print(f"interrupted: {len(rows)} of {total} measurements were made", file=sys.stderr)
@@ -270,10 +238,12 @@ def run(options: argparse.Namespace) -> int:
     # write the files first: who reads the table may stop reading
     facts: Row = dict(backend=jax.default_backend(), machine=platform.machine(), jax=jax.__version__)
     facts |= dict(rounds=options.rounds, interrupted=interrupted)
+    if not options.devices:
+        facts |= dict(chip=chip, resident_bytes=rows[-1]["resident_bytes"])
     written: list[str] = []
     unwritten = False
     try:
-        written += _write(rows, facts, options, chip)
+        written += _write(rows, facts, options)
     except OSError as error:
         unwritten = True
         print(f"bench: --out: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -24,28 +24,25 @@ STOCK, TORCH, MLX = "jax.nn", "PyTorch", "MLX"
 LAYERS = 24
 Program = Callable[[], Any]
 Attention = Callable[..., Any]  # takes query, key and value
-Candidates = dict[str, Callable[[Problem], Attention]]
-
-
-def arrays(problem: Problem) -> list[jax.Array]:
-    """Query, key, value, and a cotangent of the output which is a tangent of the query too; random."""
-    p = problem
-    shapes = (p.B, p.T, p.N, p.H), (p.B, p.S, p.K, p.H), (p.B, p.S, p.K, p.H), (p.B, p.T, p.N, p.H)
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [jax.random.normal(key, shape, jnp.dtype(p.dtype)) for key, shape in zip(keys, shapes)]
 
 
 def arguments(problem: Problem) -> dict[str, Any]:
     """The arguments of `dot_product_attention` by name, arrays by their shapes; of decoding, those that it sets."""
     p = problem
-    queries, keys, of_rows = (p.B, p.T, p.N, p.H), (p.B, p.S, p.K, p.H), jax.ShapeDtypeStruct((p.B,), jnp.int32)
-    shapes = {"query": queries, "key": keys, "value": keys}
-    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(p.dtype)) for name, shape in shapes.items()}
-    if p.decodes:
-        arrays["query_offset"] = of_rows
+    query, key = (jax.ShapeDtypeStruct(x, jnp.dtype(p.dtype)) for x in ((p.B, p.T, p.N, p.H), (p.B, p.S, p.K, p.H)))
+    of_rows = jax.ShapeDtypeStruct((p.B,), jnp.int32)
+    positions = {"query_offset": of_rows} if p.decodes else {}
     if p.decodes or p.mask == "padding":
-        arrays["key_value_seq_lengths"] = of_rows
-    return {**arrays, **_static(p), "is_causal": p.is_causal or p.decodes}
+        positions["key_value_seq_lengths"] = of_rows
+    causal = {"is_causal": p.is_causal or p.decodes}
+    return {"query": query, "key": key, "value": key, **positions, **_static(p), **causal}
+
+
+def arrays(problem: Problem) -> list[jax.Array]:
+    """Query, key, value, and a cotangent of the output which is a tangent of the query too; random."""
+    shaped = [arguments(problem)[name] for name in ("query", "key", "value", "query")]
+    keys = jax.random.split(jax.random.key(0), len(shaped))
+    return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, shaped)]
 
 
 def _static(problem: Problem) -> dict[str, Any]:
@@ -53,36 +50,23 @@ def _static(problem: Problem) -> dict[str, Any]:
     return static if problem.window is None else static | {"local_window_size": (problem.window - 1, 0)}
 
 
-# --- candidates: makers of a problem's attention, a function of query, key and value
-
-
-def _of_jax(problem: Problem, attention: Attention, decode: Attention) -> Attention:
-    static, lengths = _static(problem), jnp.asarray(problem.lengths)
-    if problem.decodes:
-        return functools.partial(decode, lengths=lengths, **static)
-    if problem.mask == "padding":
-        static["key_value_seq_lengths"] = lengths
-    return functools.partial(attention, is_causal=problem.is_causal, **static)
-
-
-def _stock(problem: Problem) -> Attention:
-    """Its windows begin at the first column, so what decodes through one needs a mask."""
-    stock = jax.nn.dot_product_attention
-    if problem.decodes and problem.window is not None:
-        return functools.partial(stock, mask=jnp.asarray(problem.visible))
-    return _of_jax(problem, stock, lambda q, k, v, lengths: stock(q, k, v, key_value_seq_lengths=lengths))
-
-
-def candidates(implementations: Sequence[str], stock: bool = True) -> Candidates:
-    """Those of JAX by name."""
-    makers: Candidates = {STOCK: _stock} if stock else {}
-    for name in implementations:
-        attend, decode = (functools.partial(f, implementation=name) for f in (dot_product_attention, decode_attention))
-        makers[name] = functools.partial(_of_jax, attention=attend, decode=decode)
-    return makers
-
-
 # --- programs: a pass of a candidate on the arrays of a problem
+
+
+def attention(problem: Problem, name: str) -> Attention:
+    """What a candidate of JAX calls for a problem."""
+    static, lengths = _static(problem), jnp.asarray(problem.lengths)
+    if name == STOCK:
+        attend: Attention = jax.nn.dot_product_attention
+        if problem.decodes and problem.window is not None:  # stock windows begin at the first column
+            return functools.partial(attend, mask=jnp.asarray(problem.visible))
+    elif problem.decodes:
+        return functools.partial(decode_attention, lengths=lengths, implementation=name, **static)
+    else:
+        attend = functools.partial(dot_product_attention, implementation=name)
+    if problem.decodes or problem.mask == "padding":
+        static["key_value_seq_lengths"] = lengths
+    return functools.partial(attend, is_causal=problem.is_causal, **static)
 
 
 def of_pass(kind: str, attention: Attention) -> Callable[..., Any]:
@@ -116,14 +100,11 @@ def _compile_layers(problem: Problem, attention: Attention) -> None:
     jax.jit(jax.grad(loss, argnums=1)).lower(shaped(p.B, p.T, size), [layer] * LAYERS).compile()
 
 
-def _in_jax(
-    make: Callable[[Problem], Attention], problem: Problem, kind: str, arrays: list[jax.Array]
-) -> tuple[Program, int | None]:
+def _in_jax(problem: Problem, kind: str, arrays: list[jax.Array], name: str) -> tuple[Program, int | None]:
     """A program, and the temporary memory that the compiler reports, in bytes."""
-    attention = make(problem)
     if kind == COMPILING:
-        return functools.partial(_compile_layers, problem, attention), None
-    compiled = jax.jit(of_pass(kind, attention)).lower(*arrays).compile()
+        return functools.partial(_compile_layers, problem, attention(problem, name)), None
+    compiled = jax.jit(of_pass(kind, attention(problem, name))).lower(*arrays).compile()
     memory = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
     return functools.partial(timing.call, compiled, arrays), memory
 
@@ -140,19 +121,15 @@ def _in_torch(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
     keywords: dict[str, Any] = {"enable_gqa": True} if problem.K != problem.N else {}
     if problem.mask in _MASKED:
         keywords["attn_mask"] = torch.from_numpy(problem.visible)
-    elif not problem.decodes:
+    else:
         keywords["is_causal"] = problem.is_causal
     attend: Any = functools.partial(torch.nn.functional.scaled_dot_product_attention, **keywords)
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return attend(q, k, v)
 
     def training() -> Any:
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         return torch.autograd.grad(attend(*inputs), inputs, d_out)
 
-    return training if kind == TRAINING else forward
+    return training if kind == TRAINING else functools.partial(attend, q, k, v)
 
 
 def _in_mlx(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
@@ -179,7 +156,7 @@ OTHERS = {TORCH: _in_torch, MLX: _in_mlx}
 
 
 def _measure(
-    problem: Problem, kind: str, candidates: Candidates, rounds: int, shortest: float
+    problem: Problem, kind: str, candidates: list[str], rounds: int, shortest: float
 ) -> tuple[dict[str, list[float]], dict[str, int | None], dict[str, str]]:
     """Times by candidate, temporary memory of those of JAX, and why others have none."""
     memory: dict[str, int | None] = {}
@@ -189,20 +166,20 @@ def _measure(
     in_others = kind in (*BOTH, DECODE) and problem.soft_cap is None
     for name in [*candidates, *(OTHERS if in_others else ())]:
         try:
-            if name in candidates:
-                program, memory[name] = _in_jax(candidates[name], problem, kind, inputs)
-            else:
+            if name in OTHERS:
                 program = OTHERS[name](problem, kind, inputs)
+            else:
+                program, memory[name] = _in_jax(problem, kind, inputs, name)
             program()
             programs[name] = program
         except Exception as error:  # list any reason that keeps a candidate from running
-            if name in candidates or not isinstance(error, ImportError):
+            if name not in OTHERS or not isinstance(error, ImportError):
                 failures[name] = named(error)
     return timing.timed(programs, rounds, shortest) if programs else {}, memory, failures
 
 
 def measure(
-    problems: Iterable[Problem], candidates: Candidates, ours: str, rounds: int, shortest: float
+    problems: Iterable[Problem], candidates: list[str], ours: str, rounds: int, shortest: float
 ) -> Iterator[dict[str, Any]]:
     """A row for each problem and each of its passes; `ours` is the candidate that the others are compared with.
 

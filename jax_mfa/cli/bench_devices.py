@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_mfa.api import dot_product_attention
 from jax_mfa.cli import bench_candidates
 from jax_mfa.cli.bench_problems import TRAINING, Problem
-from jax_mfa.cli.command_line import named, one_line, table_lines
+from jax_mfa.cli.command_line import cell, named, one_line, table_lines
 from jax_mfa.context_parallel import costs
 from jax_mfa.context_parallel.api import context_parallel_attention
 from jax_mfa.context_parallel.layout import Order
@@ -58,15 +58,15 @@ def bytes_sent(jaxpr: Any, devices: int) -> float:
 
 def cases(problems: list[Problem], devices: list[int]) -> list[tuple[Problem, int, str, str]]:
     """Problem, number of devices, pass and form of each row; one device attends alone."""
-    of = lambda p, n: itertools.product([p], [n], p.passes, ["alone"] if n == 1 else FORMS)
-    return [case for p, n in itertools.product(problems, devices) for case in of(p, n)]
+    pairs = itertools.product(problems, devices)
+    return [(p, n, kind, form) for p, n in pairs for kind in p.passes for form in (FORMS if n > 1 else ["alone"])]
 
 
-def measure(problems: list[Problem], devices: list[int], implementation: str, rounds: int) -> Iterator[Row]:
+def measure(cases: Iterable[tuple[Problem, int, str, str]], implementation: str, rounds: int) -> Iterator[Row]:
     """One row for each of the cases."""
-    for p, n, kind, form in cases(problems, devices):
-        row: Row = dict(length=p.S, problem=str(p), devices=n, form=form, kind=kind, failure="")
-        row |= dict(seconds=None, bytes_sent=None, memory=None, bytes_formula=None, memory_formula=None)
+    for p, n, kind, form in cases:
+        row: Row = dict(length=p.S, problem=str(p), devices=n, form=form, kind=kind, failure="", seconds=None)
+        row |= dict.fromkeys(("bytes_sent", "memory", "bytes_formula", "memory_formula"))
         try:
             row |= _measured(p, n, kind, form, implementation, rounds)
         except Exception as error:  # list any reason that keeps a form from running
@@ -78,12 +78,12 @@ def _measured(p: Problem, devices: int, kind: str, form: str, implementation: st
     mesh = Mesh(np.array(jax.devices()[:devices]), ("sequence",))
     split = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     arrays = [jax.device_put(x, split) for x in bench_candidates.arrays(p)]
-    keywords: dict[str, Any] = {"is_causal": True, "implementation": implementation}
-    attention: Callable[..., Any] = functools.partial(dot_product_attention, **keywords)
     name, order = FORMS.get(form, (form, "contiguous"))
+    attention: Callable[..., Any] = dot_product_attention
     if form in FORMS:
-        keywords |= dict(mesh=mesh, axis_name="sequence", form=name, order=order)
-        attention = functools.partial(context_parallel_attention, **keywords)
+        place: Any = dict(mesh=mesh, axis_name="sequence", form=name, order=order)
+        attention = functools.partial(context_parallel_attention, **place)
+    attention = functools.partial(attention, is_causal=True, implementation=implementation)
     run = bench_candidates.of_pass(kind, attention)
     program = jax.jit(run).lower(*arrays).compile()
     analysis: Any = program.memory_analysis()
@@ -109,7 +109,7 @@ def report(rows: list[Row]) -> list[str]:
         "devices": lambda r: str(r["devices"]),
         "form": lambda r: r["form"],
         "pass": lambda r: r["kind"],
-        "time": lambda r: None if r["seconds"] is None else f"{r['seconds'] * 1e3:.1f} ms",
+        "time": lambda r: cell("{:.1f} ms", r["seconds"], 1e-3),
         "sent by a device": size("bytes_sent"),
         "sent, by formula": size("bytes_formula"),
         "memory of a device": size("memory"),

@@ -7,14 +7,13 @@ which columns a row sees; runs nothing.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.resources
 import itertools
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from jax_mfa.cli.command_line import data
 
 FORWARD, TRAINING, DECODE = "forward", "forward+backward", "decode"
 TANGENT, COMPILING = "forward mode", "compile 24 layers"
@@ -105,28 +104,22 @@ def sweep(values: Mapping[str, list[Any]], window: int = WINDOW) -> list[Problem
 
     Decoding is a query against each length, alike without a mask and with a causal one.
     """
-    passes = tuple(x for x in values["passes"] if x != DECODE)
+    square = tuple(x for x in values["passes"] if x != DECODE)
+    of_length = [square] * bool(square) + [(DECODE,)] * (DECODE in values["passes"])
     names = ("dtypes", "heads", "key_value_heads", "head_sizes", "batches", "lengths", "masks")
     problems = []
-    for dtype, n, k, h, b, s, mask in itertools.product(*(values[name] for name in names)):
-        make = functools.partial(
-            Problem, "", B=b, S=s, N=n, K=k or n, H=h, dtype=dtype, window=window if mask == "window" else None
-        )
-        if passes:
-            problems.append(make(T=s, mask=mask, passes=passes))
-        if DECODE in values["passes"]:
-            problems.append(make(T=1, mask="none" if mask == "causal" else mask, passes=(DECODE,)))
+    for dtype, n, k, h, b, s, mask, passes in itertools.product(*(values[name] for name in names), of_length):
+        t, mask = (1, mask.replace("causal", "none")) if passes == (DECODE,) else (s, mask)
+        seen = window if mask == "window" else None
+        problems.append(Problem("", b, t, s, n, k or n, h, mask, dtype, passes, window=seen))
     return list(dict.fromkeys(problems))
 
 
-def _of_models() -> Iterator[Problem]:
-    text = importlib.resources.files("jax_mfa.cli").joinpath("models.json").read_text(encoding="utf-8")
-    for model in json.loads(text):
-        sizes = {name: x for name, x in model.items() if name not in ("source", "why")}
-        yield Problem(**{"B": 1, "S": model["T"], **sizes, "passes": tuple(model.get("passes", BOTH))})
+def _of_model(passes: Sequence[str] = BOTH, source: str = "", why: str = "", B: int = 1, **sizes: Any) -> Problem:
+    return Problem(**{"B": B, "S": sizes["T"], **sizes}, passes=tuple(passes))
 
 
-PROBLEMS = tuple(_of_models())
+PROBLEMS = tuple(_of_model(**model) for model in data("models.json"))
 
 
 def select(pattern: str) -> list[Problem]:

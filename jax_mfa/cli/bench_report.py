@@ -10,7 +10,6 @@ products: 4D forward, and 10D backward. Knows rows; times nothing.
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import itertools
 import json
 import math
@@ -19,9 +18,11 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jax_mfa.cli.bench_candidates import MLX, STOCK, TORCH
 from jax_mfa.cli.bench_problems import DECODE, FORWARD, TANGENT, TRAINING, Problem
-from jax_mfa.cli.command_line import named, one_line, table_lines
+from jax_mfa.cli.command_line import cell, data, named, one_line, table_lines
 
 Row = dict[str, Any]
 LEAST_NOISE = 0.05  # smaller differences are never a regression
@@ -32,8 +33,7 @@ _PRODUCTS = {FORWARD: 2, DECODE: 2, TRAINING: 7}  # matrix products of D multipl
 @functools.cache
 def chips() -> dict[str, dict[str, Any]]:
     """Apple's chips by the name that Metal gives them; of each the configuration whose figures are public."""
-    text = importlib.resources.files("jax_mfa.cli").joinpath("chips.json").read_text(encoding="utf-8")
-    return {x["name"]: x for x in json.loads(text)}
+    return {x["name"]: x for x in data("chips.json")}
 
 
 # --- figures of a row
@@ -88,42 +88,34 @@ _FIGURES = {
 def table(rows: list[Row]) -> list[str]:
     """The rows as a Markdown table; a ratio below 1, where another candidate is faster, is marked."""
     known = dict.fromkeys(name for r in rows for name in (*r["seconds"], *r["failures"]))
-    ours = {r["implementation"] for r in rows}
-    others = [x for x in dict.fromkeys((STOCK, TORCH, MLX, *known)) if x in known and x not in ours]
+    ours = rows[0]["implementation"]
+    others = [x for x in dict.fromkeys((STOCK, TORCH, MLX, *known)) if x in known and x != ours]
 
-    def time(r: Row) -> str | None:
-        seconds = r["seconds"].get(r["implementation"])
-        return None if seconds is None else f"{seconds * 1e3:.2f} ms"
-
-    def ratio(name: str, r: Row) -> str | None:
+    def ratio(r: Row, name: str) -> str | None:
         x = r["ratios"].get(name)
-        return None if x is None else f"{x:.2f}x" + " (slower)" * (x < 1)
+        return cell("{:.2f}x" if x is None or x >= 1 else "{:.2f}x (slower)", x)
 
     def spread(r: Row) -> str | None:
-        times = r.get("quartiles", {}).get(r["implementation"])
-        return None if times is None else "{1:.2f} ({0:.2f} to {2:.2f}) ms".format(*(x * 1e3 for x in times))
+        times = r.get("quartiles", {}).get(ours)
+        return times and "{1:.2f} ({0:.2f} to {2:.2f}) ms".format(*(x * 1e3 for x in times))
 
-    def figure(name: str, r: Row) -> str | None:
-        x = r.get("figures", {}).get(name)
-        return None if x is None else _FIGURES[name][1].format(x)
-
-    def memory(r: Row) -> str:
-        sizes = (r["temporary_bytes"].get(name) for name in (r["implementation"], STOCK))
-        ours, stock = ("-" if x is None else f"{x / 2**20:.1f} MiB" for x in sizes)
-        return f"{ours} ({stock})" if STOCK in others else ours
-
-    figures = {heading: functools.partial(figure, name) for name, (heading, _) in _FIGURES.items()}
+    figure = lambda r, name, form: cell(form, r.get("figures", {}).get(name))
+    memory = lambda r, name: cell("{:.1f} MiB", r["temporary_bytes"].get(name), 2**20) or "-"
     columns: dict[str, Callable[[Row], str | None]] = {
         "model": lambda r: r["name"],
         "problem": lambda r: r["problem"],
         "pass": lambda r: r["kind"],
-        "time": time,
-        **{f"vs {name}": functools.partial(ratio, name) for name in others},
+        "time": lambda r: cell("{:.2f} ms", r["seconds"].get(ours), 1e-3),
+        **{f"vs {name}": functools.partial(ratio, name=name) for name in others},
         "median, quartiles": spread,
-        **figures,
-        f"memory ({STOCK}'s)" if STOCK in others else "memory": memory,
+        **{heading: functools.partial(figure, name=name, form=form) for name, (heading, form) in _FIGURES.items()},
     }
-    empty = {heading for heading in ("model", *figures) if not any(map(columns[heading], rows))}
+    if STOCK in others:
+        columns[f"memory ({STOCK}'s)"] = lambda r: f"{memory(r, ours)} ({memory(r, STOCK)})"
+    else:
+        columns["memory"] = lambda r: memory(r, ours)
+    sometimes_empty = ("model", *(heading for heading, _ in _FIGURES.values()))
+    empty = [heading for heading in sometimes_empty if not any(map(columns[heading], rows))]
     return table_lines({heading: cell for heading, cell in columns.items() if heading not in empty}, rows)
 
 
@@ -186,17 +178,16 @@ def compare(old: pathlib.Path, new: pathlib.Path) -> tuple[list[str], bool]:
       ValueError: for a file that `bench` did not write, or two without a problem in common.
     """
     before, after = _read(old), _read(new)
-    lines, worse = [], False
+    lines = []
     for key in before.keys() & after.keys():
         (low, middle, high), (new_low, new_middle, new_high) = before[key], after[key]
         noise = max((high - low) / middle + (new_high - new_low) / new_middle, LEAST_NOISE)
         change = new_middle / middle
-        slower = change > 1 + noise
-        worse = worse or slower
-        verdict = "REGRESSION" if slower else "faster" if 1 / change > 1 + noise else "same"
+        verdict = "REGRESSION" if change > 1 + noise else "faster" if 1 / change > 1 + noise else "same"
         lines.append(f"{' '.join(filter(None, key))}: {change:.2f} x the time, noise {noise:.0%}: {verdict}")
     if not lines:
         raise ValueError(f"{old} and {new} have no problem in common")
+    worse = any(x.endswith("REGRESSION") for x in lines)
     missing = len(before.keys() ^ after.keys())
     return sorted(lines + [f"{missing} problems are in one of the files only"] * bool(missing)), worse
 
@@ -227,30 +218,31 @@ def plot(rows: list[Row], path: pathlib.Path, title: str, chip: str) -> None:
     from matplotlib import pyplot, ticker
 
     figure, ((times, memory), (speed, roof)) = pyplot.subplots(2, 2, figsize=(12, 9), layout="constrained")
-    names = list(dict.fromkeys(name for r in rows for name in r["seconds"]))
+    names = dict.fromkeys(name for r in rows for name in r["seconds"])
     for (at, name), (kind, (line, marker)) in itertools.product(enumerate(names), _STYLES.items()):
         of_kind = [r for r in rows if r["kind"] == kind]
         look: dict[str, Any] = dict(color=f"C{at}", linestyle=line, marker=marker, markersize=4, alpha=0.7)
-
         _draw(times, of_kind, "seconds", name, 1e-3, label=f"{name}, {kind}", **look)
         _draw(memory, of_kind, "temporary_bytes", name, 2**20, **look)
         if any(r["implementation"] == name for r in of_kind):
             _draw(speed, of_kind, "ratios", STOCK, 1, **look)
             counted = [(r["intensity"], r["figures"]["tflops"]) for r in of_kind if r.get("figures")]
-            roof.plot([x for x, _ in counted], [y for _, y in counted], **{**look, "linestyle": ""})
-    if chip in chips():
-        known = chips()[chip]
+            roof.plot(*np.reshape(counted, (-1, 2)).T, **{**look, "linestyle": ""})
+    if known := chips().get(chip):
         bounds = sorted({r["intensity"] for r in rows if r.get("figures")} | {known["tflops"] * 1e3 / known["gbs"]})
         height = [min(known["tflops"], known["gbs"] * i / 1e3) for i in bounds]
         roof.plot(bounds, height, color="0.4", label=f"{chip}, {known['cores']} cores")
         roof.legend()
-    times.set(title="time", ylabel="ms")
-    memory.set(title="temporary memory", ylabel="MiB")
-    speed.set(title=f"speed-up against {STOCK}", ylabel="times as fast")
-    roof.set(title="roofline", xlabel="FLOPs a byte", ylabel="TFLOP/s")
+    for axis, heading, x, y in [
+        (times, "time", "length", "ms"),
+        (memory, "temporary memory", "length", "MiB"),
+        (speed, f"speed-up against {STOCK}", "length", "times as fast"),
+        (roof, "roofline", "FLOPs a byte", "TFLOP/s"),
+    ]:
+        axis.set(title=heading, xlabel=x, ylabel=y)
+        axis.grid(alpha=0.3)
     lengths = sorted({r["sizes"]["S"] for r in rows if r["kind"] in _STYLES})
     for axis in (times, memory, speed):
-        axis.set_xlabel("length")
         if axis.lines:  # matplotlib has no logarithmic axis without a point
             axis.set_xscale("log", base=2)
             axis.minorticks_off()
@@ -267,8 +259,6 @@ def plot(rows: list[Row], path: pathlib.Path, title: str, chip: str) -> None:
     speed.axhline(1, color="0.6", linewidth=1)
     if times.lines:
         times.legend(fontsize="small")
-    for axis in figure.axes:
-        axis.grid(alpha=0.3)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

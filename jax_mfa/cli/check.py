@@ -18,6 +18,7 @@ import importlib.metadata
 import itertools
 import os
 import platform
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -60,16 +61,6 @@ class Verdict:
         return not self.failure and not self.beyond
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A kernel with its function constants, as Metal made it: its limits, or Metal's words."""
-
-    kernel: Kernel
-    seconds: float
-    limits: dict[str, int]
-    failure: str = ""
-
-
 def _widened(x: Any, dtype: Any) -> Any:
     """An argument with all that is floating in it converted."""
     if isinstance(x, PagedArray):
@@ -82,8 +73,8 @@ def _widened(x: Any, dtype: Any) -> Any:
 
 def _evaluated(problem: Problem, implementation: Any, dtype: Any = None) -> dict[str, np.ndarray]:
     """All results of a problem by name, floating inputs converted to `dtype` first if one is given."""
-    wide = lambda x: _widened(x, dtype) if dtype else x
-    given, cotangents = {name: wide(x) for name, x in problem.arguments().items()}, map(wide, problem.cotangents())
+    widened = lambda x: _widened(x, dtype) if dtype else x
+    given = {name: widened(x) for name, x in problem.arguments().items()}
     arrays = {name: x for name, x in given.items() if isinstance(x, np.ndarray | QuantizedArray | PagedArray)}
     static = {name: x for name, x in given.items() if name not in arrays}
     moving: dict[str, Any] = {name: arrays.pop(name) for name in GRADIENTS if isinstance(arrays.get(name), np.ndarray)}
@@ -93,7 +84,7 @@ def _evaluated(problem: Problem, implementation: Any, dtype: Any = None) -> dict
     # the reference need not be fast, and LLVM's optimiser takes most of a small program's time
     options = {"xla_backend_optimization_level": 0} if implementation == "reference" else {}
     program = jax.jit(_both(implementation, backward, **static), compiler_options=options)
-    results = program(moving, arrays, *cotangents)
+    results = program(moving, arrays, *map(widened, problem.cotangents()))
     return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
 
 
@@ -162,6 +153,16 @@ def row_end(v: Verdict) -> str:
 # --- kernels by themselves
 
 
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A kernel with its function constants, as Metal made it: its limits, or Metal's words."""
+
+    kernel: Kernel
+    seconds: float
+    limits: dict[str, int]
+    failure: str = ""
+
+
 class Kernels:
     """Compiles the kernels of problems one by one, each once."""
 
@@ -189,43 +190,42 @@ class Kernels:
             self.compiled[key] = Compiled(kernel, time.perf_counter() - start, limits, failure)
         return self.compiled[key]
 
-    def report(self) -> Iterator[str]:
-        """The table, and where compiled kernels and XLA's memory came from, as the native module counts them."""
-        counts = runtime.get().module.statistics()
-        seconds = sum(x.seconds for x in self.compiled.values())
-        sources = f"{counts['pipelines']} compiled, {counts['pipelines_loaded']} from archives of earlier processes"
-        memory = f"{counts['buffers_no_copy']} buffers without a copy, {counts['buffers_staged']} staged"
-        first = f"makes {self.most} at most, in {self.longest:.2f} s one by one"
-        yield from [*self._table(), ""]
-        yield f"{len(self.compiled)} kernels made in {seconds:.1f} s: {sources}; {memory}."
-        yield f"A first call, forward and backward, {first}."
-        yield "Registers: Metal does not tell, but `at most` falls with them; fragments: bytes of them, as planned."
-
-    def _table(self) -> list[str]:
-        """A line for each kernel: in how many sets of constants, and of these the slowest and the tightest."""
+    def report(self) -> list[str]:
+        """A line for each kernel: in how many sets of constants, and of these the slowest and the tightest; and where
+        compiled kernels and XLA's memory came from, as the native module counts them."""
         by_name: dict[str, list[Compiled]] = {}
         for x in self.compiled.values():
             by_name.setdefault(x.kernel.name, []).append(x)
-
-        def limit(name: str, pick: Callable[..., Any]) -> Callable[[list[Compiled]], str | None]:
-            return lambda group: str(pick((x.limits[name] for x in group if x.limits), default="-"))
-
-        def verdict(group: list[Compiled]) -> str:
-            failures = [one_line(x.failure, 600) for x in group if x.failure]
-            return f"FAIL {failures[0]}" if failures else "ok"
-
+        limits = lambda group, name: [x.limits[name] for x in group if x.limits]
+        failed = lambda group: next((f"FAIL {one_line(x.failure, 600)}" for x in group if x.failure), "ok")
         columns: dict[str, Callable[[list[Compiled]], str | None]] = {
             "kernel": lambda group: group[0].kernel.name,
             "constants": lambda group: str(len(group)),
             "seconds": lambda group: f"{max(x.seconds for x in group):.2f}",
             "threads": lambda group: str(group[0].kernel.threads),
-            "at most": limit("max_threads", min),
-            "SIMD width": limit("simd_width", min),
-            "threadgroup memory": limit("static_threadgroup_memory", max),
+            "at most": lambda group: str(min(limits(group, "max_threads"), default="-")),
+            "SIMD width": lambda group: str(min(limits(group, "simd_width"), default="-")),
+            "threadgroup memory": lambda group: str(max(limits(group, "static_threadgroup_memory"), default="-")),
             "fragments": lambda group: str(group[0].kernel.fragment_bytes or "-"),
-            "": verdict,
+            "": failed,
         }
-        return table_lines(columns, by_name.values())
+        counts = runtime.get().module.statistics()
+        seconds = sum(x.seconds for x in self.compiled.values())
+        sources = f"{counts['pipelines']} compiled, {counts['pipelines_loaded']} from archives of earlier processes"
+        memory = f"{counts['buffers_no_copy']} buffers without a copy, {counts['buffers_staged']} staged"
+        first = f"makes {self.most} at most, in {self.longest:.2f} s one by one"
+        return [
+            *table_lines(columns, by_name.values()),
+            "",
+            f"{len(self.compiled)} kernels made in {seconds:.1f} s: {sources}; {memory}.",
+            f"A first call, forward and backward, {first}.",
+            "Registers: Metal does not tell, but `at most` falls with them; fragments: bytes of them, as planned.",
+        ]
+
+
+def _on_cpu() -> Any:
+    """Metal runs what is compiled for cpu, whatever else JAX has here."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 def _judged(todo: list[Problem], implementation: str, kernels: Kernels) -> Iterator[Problem | Verdict]:
@@ -241,19 +241,12 @@ def _judged(todo: list[Problem], implementation: str, kernels: Kernels) -> Itera
                     yield Verdict(problem, {}, {}, reasons) if failed else judge(problem, implementation)
 
 
-def _on_cpu() -> Any:
-    """Metal runs what is compiled for cpu, whatever else JAX has here."""
-    return jax.default_device(jax.local_devices(backend="cpu")[0])
-
-
 # --- writes of kernels: a line of the report each, and whether all is well
 
 
 def _filled_pages() -> tuple[str, bool]:
     """Whether kernels write new tokens into the pages of a pool."""
-    with _on_cpu():
-        wrong = check_writes.differing()
-    if wrong:
+    if wrong := check_writes.differing():
         return f"FAIL pages of {', '.join(wrong)} differ from what XLA writes", False
     return f"pass: pages of {', '.join(check_writes.CASES)}", True
 
@@ -266,10 +259,9 @@ def _shared_lines() -> tuple[str, bool]:
     module = runtime.get().module
     staged_below = module.stage_shared_lines(0)
     try:
-        with _on_cpu():
-            lost = check_writes.lost(module)
-            module.stage_shared_lines(check_writes.ALL)
-            staged = check_writes.lost(module) if lost else 0
+        lost = check_writes.lost(module)
+        module.stage_shared_lines(check_writes.ALL)
+        staged = check_writes.lost(module) if lost else 0
         if lost and not staged:
             staged_below = check_writes.ALL
     finally:
@@ -278,17 +270,16 @@ def _shared_lines() -> tuple[str, bool]:
         still = "; they stay staged, as found before" if staged_below else ""
         return f"pass: nothing is lost where CPU and GPU write to one line at once{still}", True
     failure = f"FAIL {lost} entries lost where CPU and GPU write to one line at once; {staged} with outputs staged"
-    return failure + ("" if staged else f", as they are from here on{_kept_staged()}"), False
-
-
-def _kept_staged() -> str:
+    if staged:
+        return failure, False
     source = f"found by `python -m jax_mfa check` on {datetime.date.today().isoformat()}"
     found = {"staged_below": check_writes.ALL, "source": source}
     try:
         file = runtime.STAGED_BELOW.store(runtime.get().device.get("name", ""), found)
-        return f" on this chip ({file})"
+        where = f"on this chip ({file})"
     except (OSError, RuntimeError) as error:
-        return f" in this process only, for nothing can be kept: {error}"
+        where = f"in this process only, for nothing can be kept: {error}"
+    return f"{failure}, as they are from here on {where}", False
 
 
 def _writes() -> Iterator[tuple[str, bool]]:
@@ -296,7 +287,8 @@ def _writes() -> Iterator[tuple[str, bool]]:
     for name, check in {"pages filled": _filled_pages, "shared lines": _shared_lines}.items():
         yield f"{name}: ", True
         try:
-            text, passed = check()
+            with _on_cpu():
+                text, passed = check()
         except Exception as error:  # report any error of the device
             text, passed = f"FAIL {one_line(named(error))}", False
         yield f"{text}\n", passed
@@ -331,20 +323,17 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "Metal", f"{device.get('name', '?')}, {device.get('os', '?')}"
     yield "families", ", ".join(device.get("families", ())) or "none known"
     yield "threadgroup", f"{device.get('max_threadgroup_memory', '?')} bytes of memory"
-    yield (
-        "variants",
-        f"{', '.join(metal_runtime.variants)}: the tile tables that it can run; the first unless told otherwise",
-    )
+    variants = ", ".join(metal_runtime.variants)
+    yield "variants", f"{variants}: the tile tables that it can run; the first unless told otherwise"
 
 
 def choices() -> Iterator[str]:
     """Which implementation each dtype takes, and why."""
     for dtype in (*DTYPES, "float64"):
         with compat.x64():
-            shape = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.dtype(dtype))
-            choice = explain(shape, shape, shape)
-        yield f"{dtype}: {choice.implementation}"
-        yield from (f"    {line}" for line in str(choice).splitlines())
+            choice = explain(*[jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.dtype(dtype))] * 3)
+        yield f"  {dtype}: {choice.implementation}"
+        yield textwrap.indent(str(choice), " " * 6)
 
 
 # --- the command
@@ -386,14 +375,14 @@ def run(options: argparse.Namespace) -> int:
     except OSError:  # output that nobody reads
         raise
     except Exception as error:  # report whatever keeps JAX or Metal from starting
-        print(f"{'FAILED':15} {type(error).__name__}: {one_line(str(error))}")
+        print(f"{'FAILED':15} {one_line(named(error))}")
         return 2
     if options.calibrate:
         return _calibrate(metal_runtime)
-    print("\nimplementations", *(f"  {line}" for line in choices()), "", sep="\n", flush=True)
+    print("\nimplementations", *choices(), "", sep="\n", flush=True)
     implementation = "blockwise" if metal_runtime.reason else "metal"
-    todo = problems(["blockwise"] if metal_runtime.reason else metal_runtime.variants)
-    todo = [p for p in todo if quick(p) or not options.quick]
+    variants = ["blockwise"] if metal_runtime.reason else metal_runtime.variants
+    todo = [p for p in problems(variants) if quick(p) or not options.quick]
     start, interrupted, done, failed = time.perf_counter(), False, 0, 0
     kernels = Kernels()
     try:

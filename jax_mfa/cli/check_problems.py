@@ -227,10 +227,11 @@ def problems(variants: Sequence[str]) -> list[Problem]:
 
     What is no tile table, as "blockwise", has no kernels: there it is one head size dense and causal, and another.
     """
-    chosen = [problem for variant in variants for problem in _of_variant(variant)]
+    chosen = []
     split = next((variant for variant in variants if variant in tiles.VARIANTS), None)
-    chosen += _decoding(split) if split else []
-    return sorted(chosen, key=lambda p: list(variants).index(p.variant))
+    for variant in variants:
+        chosen += [*_of_variant(variant), *(_decoding(variant) if variant == split else ())]
+    return chosen
 
 
 def quick(problem: Problem) -> bool:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
+import importlib.resources
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +35,28 @@ def positive(text: str) -> int:
 def positives(text: str) -> list[int]:
     """Different positive integers, comma separated."""
     return list(dict.fromkeys(positive(x) for x in text.split(",")))
+
+
+def some_of(*known: str) -> tuple[Callable[[str], list[str]], str]:
+    """A kind of option, different ones of these names, comma separated; and these names in words."""
+
+    def names(text: str) -> list[str]:
+        chosen = list(dict.fromkeys(text.split(",")))
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return chosen
+
+    return names, f"of {', '.join(known)}"
+
+
+@contextlib.contextmanager
+def errors_of(option: str = "") -> Iterator[None]:
+    """Reports errors of values and files as those of an option."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"argument {option}: {error}" if option else str(error)) from None
 
 
 def start_metal() -> runtime.Runtime:
@@ -65,6 +90,16 @@ def named(error: BaseException) -> str:
 def one_line(text: str, most: int = 300) -> str:
     """A text on one line, as far as a reader of a table goes."""
     return " ".join(text.split())[:most]
+
+
+def data(name: str) -> Any:
+    """The content of a JSON file of this folder."""
+    return json.loads(importlib.resources.files("jax_mfa.cli").joinpath(name).read_text(encoding="utf-8"))
+
+
+def cell(form: str, value: float | None, unit: float = 1) -> str | None:
+    """A number of a table in its unit and format; nothing where there is none."""
+    return None if value is None else form.format(value / unit)
 
 
 def table_line(cells: Iterable[str]) -> str:

@@ -158,9 +158,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"source: {error}", file=sys.stderr)
         return 2
     text = json.dumps(described(plan), indent=1, ensure_ascii=False)
-    text = re.sub(
-        r"\[[\s\d,]*\]", lambda numbers: " ".join(numbers[0].split()), text
-    )  # puts lists of numbers on one line
+    on_one_line = lambda numbers: " ".join(numbers[0].split())
+    text = re.sub(r"\[[\s\d,]*\]", on_one_line, text)
     files = {"msl": ("program.metal", program(plan)), "plan": ("plan.json", text + "\n")}
     wanted = list(files.values()) if options.what == "both" else [files[options.what]]
     if options.output is None:

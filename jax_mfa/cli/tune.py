@@ -11,7 +11,7 @@ import argparse
 
 from jax_mfa.arguments import specify_abstract
 from jax_mfa.cli import bench_candidates, bench_problems
-from jax_mfa.cli.command_line import INTERRUPTED, interruptible, positive, positives, start_metal
+from jax_mfa.cli.command_line import INTERRUPTED, errors_of, interruptible, positive, positives, start_metal
 from jax_mfa.problem import DTYPES
 from jax_mfa.tuning import tune as tuning
 from jax_mfa.tuning import tuned
@@ -21,12 +21,10 @@ HELP = "find the fastest tiles for problems on this machine, and keep them"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m jax_mfa tune`."""
-    parser.add_argument(
-        "--models", metavar="PART", help="the problems of `bench --models` whose name or shape holds PART"
-    )
-    parser.add_argument(
-        "--lengths", type=positives, default="1024", help="T = S, comma separated; default: %(default)s"
-    )
+    models = "the problems of `bench --models` whose name or shape holds PART"
+    parser.add_argument("--models", metavar="PART", help=models)
+    lengths = "T = S, comma separated; default: %(default)s"
+    parser.add_argument("--lengths", type=positives, default="1024", help=lengths)
     for flag, default, what in (("--batch", 1, "B"), ("--heads", 8, "N"), ("--head-size", 64, "H = V")):
         parser.add_argument(flag, type=positive, default=default, help=f"{what}, default: %(default)s")
     parser.add_argument("--key-value-heads", type=positive, help="K, a divisor of N, default: --heads")
@@ -43,23 +41,17 @@ def _named(options: argparse.Namespace) -> list[tuple[tuning.Problem, tuple[str,
         heads, mask = options.key_value_heads or options.heads, "causal" if options.causal else "none"
         sizes = (options.heads, heads, options.head_size, mask, options.dtype)
         chosen = [bench_problems.Problem("", options.batch, x, x, *sizes) for x in options.lengths]
-    else:
-        chosen = bench_problems.select(options.models)
-        if not chosen:
-            raise argparse.ArgumentTypeError(f"argument --models: no problem has {options.models!r}")
-    return [
-        (specify_abstract(**bench_candidates.arguments(p)), tuning.PASSES[:1] if p.decodes else tuning.PASSES)
-        for p in chosen
-    ]
+    elif not (chosen := bench_problems.select(options.models)):
+        raise argparse.ArgumentTypeError(f"argument --models: no problem has {options.models!r}")
+    passes = lambda p: tuning.PASSES[:1] if p.decodes else tuning.PASSES
+    return [(specify_abstract(**bench_candidates.arguments(p)), passes(p)) for p in chosen]
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints what was found, line by line, and keeps it. 0: done. 1: it could not be kept. 130: interrupted."""
-    try:
+    with errors_of():
         problems = _named(options)
         start_metal()
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
     print(f"{tuned.chip()}; gains are medians of pairs of calls, in one run", flush=True)
     results: list[tuning.Tuned] = []
     status = 0
