@@ -440,8 +440,8 @@ def _modified(sizes: _Sizes, x: Modifiers | None) -> _Found:
         return {}, {}
     arrays = {"captured_floats": x.floats, "captured_integers": x.integers}
     arrays = {name: vector[None] for name, vector in arrays.items() if vector is not None}
-    index = np.arange(sizes.batch, dtype=np.int32)
-    arrays["origin"] = jnp.asarray(np.stack([index, np.zeros_like(index)], axis=1))
+    index = jnp.arange(sizes.batch, dtype=jnp.int32)
+    arrays["origin"] = jnp.stack([index, jnp.zeros_like(index)], axis=1)
     return {"score_mod": x.score, "mask_mod": x.mask}, arrays
 
 

@@ -57,6 +57,12 @@ class Equation:
     outputs: tuple[int, ...]
     where: str
 
+    @property
+    def reads(self) -> bool:
+        """Whether it takes some entries of an array, or has equations of its own that may."""
+        inside = any(hasattr(leaf, "eqns") for leaf in jax.tree.leaves(list(self.params.values())))
+        return inside or self.primitive.name in ("gather", "dynamic_slice")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -87,30 +93,33 @@ class Program:
     def evaluate(self, arguments: Sequence[Any], floats: Any, integers: Any, see: Any = None) -> Any:
         """The function of scalars, where the vectors have what it captured.
 
-        Where `see` is false the result is any, and no derivative reaches a captured array, whatever is infinite there.
+        Where `see` is false no derivative passes, neither to floating arguments nor to captured arrays, whatever is
+        infinite or NaN there; values are the same.
         """
-        values: list[Any] = [*arguments, *(x.read(floats if x.kind == "floats" else integers) for x in self.captured)]
-        captured = range(len(arguments), len(values))
+        guard = (lambda x: x) if see is None else functools.partial(_only_where, see)
+        captured = [x.read(floats if x.kind == "floats" else integers) for x in self.captured]
+        values: list[Any] = [*map(guard, arguments), *captured]
+        of_captured = range(len(arguments), len(values))
         for x in self.equations:
-            given = [values[i] if isinstance(i, int) else i for i in x.inputs]
-            guarded = see is not None and any(isinstance(i, int) and i in captured for i in x.inputs)
-            if guarded:
-                given = [
-                    y if isinstance(i, int) and i in captured else _only_where(see, y, jnp.ones_like)
-                    for i, y in zip(x.inputs, given)
-                ]
+            reads = x.reads and any(isinstance(i, int) and i in of_captured for i in x.inputs)
+            # what is read is guarded, and not the array for each score; a number that all scores read is guarded itself
+            given = [
+                i if not isinstance(i, int) else guard(values[i]) if i in of_captured and not reads else values[i]
+                for i in x.inputs
+            ]
             found = compat.bind(x.primitive, given, x.params)
-            values += [_only_where(see, y, lax.stop_gradient) for y in found] if guarded else found
+            values += map(guard, found) if reads else found
         return values[self.result] if isinstance(self.result, int) else jnp.asarray(self.result)
 
     def over(self, arguments: Sequence[Any], floats: Any, integers: Any, see: Any = None) -> Array:
         """The function of arrays of one rank that broadcast against each other, and of vectors `[1 | size of the first
         axis, …]`; `see` too broadcasts to them."""
         arrays = [*arguments, *([] if see is None else [see])]
-        shape = np.broadcast_shapes(*(x.shape for x in arrays))
-        mapped = [i for i, n in enumerate(shape) if n > 1]
         vectors = [floats, integers]
         own = [x is not None and x.shape[0] > 1 for x in vectors]
+        rows = [(x.shape[0],) + (1,) * (arrays[0].ndim - 1) for x, one in zip(vectors, own) if one]
+        shape = np.broadcast_shapes(*(x.shape for x in arrays), *rows)
+        mapped = [i for i, n in enumerate(shape) if n > 1]
 
         def scalar(vectors: Any, *values: Any) -> Any:
             given = values if see is None else values[:-1]
@@ -126,9 +135,9 @@ class Program:
         return run(first, *narrow).reshape(shape)
 
 
-def _only_where(see: Any, x: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """A floating value where `see`, and `otherwise` of it elsewhere, without a derivative."""
-    return jnp.where(see, x, otherwise(x)) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+def _only_where(see: Any, x: Any) -> Any:
+    """A value whose derivative passes only where `see`."""
+    return jnp.where(see, x, lax.stop_gradient(x)) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["floats", "integers"], meta_fields=["score", "mask"])
@@ -257,6 +266,8 @@ class _Tracer:
             if inner := _INLINED.get(eqn.primitive.name):
                 inside = eqn.params[inner]
                 found = self._run(getattr(inside, "jaxpr", inside), getattr(inside, "consts", ()), given)
+            elif eqn.primitive.name == "cond" and isinstance(given[0], _Unknown):
+                found = self._selected(eqn, given)
             elif any(isinstance(x, _Unknown) for x in given):
                 found = [_Unknown(self.count + i, x.aval) for i, x in enumerate(eqn.outvars)]
                 self.count += len(found)
@@ -265,6 +276,16 @@ class _Tracer:
                 found = self._computed(eqn, given)
             env |= dict(zip(eqn.outvars, found))
         return [read(x) for x in jaxpr.outvars]
+
+    def _selected(self, eqn: Any, given: list[Any]) -> list[Any]:
+        """All branches, of which each pair of a query and a key takes one: as `vmap` has it."""
+        branches = [self._run(x.jaxpr, x.consts, given[1:]) for x in eqn.params["branches"]]
+        found = []
+        for out, cases in zip(eqn.outvars, zip(*branches)):
+            avals = (eqn.invars[0].aval, *(out.aval for _ in cases))
+            select = jax.make_jaxpr(lax.select_n)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
+            found += self._run(select.jaxpr, select.consts, [given[0], *cases])
+        return found
 
     def _computed(self, eqn: Any, given: list[Any]) -> list[Any]:
         if not all(isinstance(x, np.generic) for x in given):
