@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import numbers
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -158,6 +159,17 @@ def modifiers(score_mod: Any, mask_mod: Any, accumulation: Any) -> Modifiers | N
     """
     if score_mod is None and mask_mod is None:
         return None
+    try:
+        return _modifiers(score_mod, mask_mod, accumulation)
+    except jax.errors.UnexpectedTracerError as error:
+        names = [x for x, function in (("score_mod", score_mod), ("mask_mod", mask_mod)) if function is not None]
+        raise jax.errors.UnexpectedTracerError(
+            f"{' and '.join(names)} must not read values of a transformation that has ended, such as one that a "
+            f"function under jax.jit, grad or vmap left in a variable: {error}"
+        ) from error
+
+
+def _modifiers(score_mod: Any, mask_mod: Any, accumulation: Any) -> Modifiers:
     captures: dict[str, list[Any]] = {"floats": [], "integers": []}
     arguments = ("score", *INDICES)
     score = None if score_mod is None else _traced("score_mod", score_mod, arguments, accumulation, captures)
@@ -204,16 +216,15 @@ def _jaxpr_of(name: str, function: Any, arguments: tuple[str, ...], avals: Any) 
         raise TypeError(f"{expected}; with {len(arguments)} arguments: {error}") from None
     except ValueError:  # a callable without a signature
         pass
-    returned: list[Any] = []
 
     def only_arrays(*scalars: Any) -> Any:
-        returned.append(function(*scalars))
-        leaves = jax.tree.leaves(returned[0], is_leaf=lambda x: x is None)
-        if len(leaves) != 1 or leaves[0] is not returned[0] or returned[0] is None:
-            raise TypeError(f"{expected} that returns one scalar, got {checks.seen(returned[0])}")
-        return jnp.asarray(returned[0])
+        x = function(*scalars)
+        if not isinstance(x, (jax.Array, np.ndarray, np.generic, numbers.Number)):
+            raise TypeError(f"{expected} that returns one scalar, got {checks.seen(x)}")
+        return jnp.asarray(x)
 
-    jaxpr = jax.make_jaxpr(only_arrays)(*avals)
+    # errors of tracing name the caller's function and its arguments
+    jaxpr = jax.make_jaxpr(functools.update_wrapper(only_arrays, function, updated=()))(*avals)
     if jaxpr.effects:
         effects = ", ".join(sorted(map(str, jaxpr.effects)))
         raise ValueError(f"{name} must have no side effects, such as jax.debug.print or a callback, got {effects}")
@@ -268,6 +279,9 @@ class _Tracer:
                 found = self._run(getattr(inside, "jaxpr", inside), getattr(inside, "consts", ()), given)
             elif eqn.primitive.name == "cond" and isinstance(given[0], _Unknown):
                 found = self._selected(eqn, given)
+            elif _is_ruled(eqn) and ((rule := _derivative_of(eqn)).consts or eqn.params.get("num_consts", 0)):
+                inside = _with_rule(eqn, rule)
+                found = self._run(inside.jaxpr, inside.consts, [*rule.consts, *given])
             elif any(isinstance(x, _Unknown) for x in given):
                 found = [_Unknown(self.count + i, x.aval) for i, x in enumerate(eqn.outvars)]
                 self.count += len(found)
@@ -305,6 +319,8 @@ class _Tracer:
         integers = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_
         if not integers and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{self.name} must read arrays of real numbers or bools, got {x.dtype}{list(x.shape)}")
+        if isinstance(x, jax.core.Tracer):
+            lax.ne(x, x)  # raises an error where its transformation has ended
         found = self.captures[kind := "integers" if integers else "floats"]
         for i, other in enumerate(found):  # the other function may read it too
             if other is x:
@@ -333,14 +349,13 @@ def _key_of(eqn: Any) -> Hashable:
 
 
 def _param_keys(eqn: Any) -> Iterator[Hashable]:
-    ruled = eqn.primitive.name.startswith(("custom_jvp", "custom_vjp"))
     for name, x in sorted(eqn.params.items()):
         if any(hasattr(leaf, "eqns") for leaf in jax.tree.leaves(x)):
             yield name, _text(x)
-        elif not ruled or isinstance(x, (bool, int, str)):
+        elif not _is_ruled(eqn) or isinstance(x, (bool, int, str)):
             yield name, x if isinstance(x, Hashable) else str(x)
-    if ruled:
-        yield _derivative_key(eqn)
+    if _is_ruled(eqn):
+        yield _text(_derivative_of(eqn))
 
 
 def _text(jaxpr: Any) -> str:
@@ -348,9 +363,67 @@ def _text(jaxpr: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
 
 
-def _derivative_key(eqn: Any) -> str:
-    run = lambda *xs: compat.bind(eqn.primitive, xs, eqn.params)
-    avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+# --- functions with derivative rules of their own
+
+
+def _is_ruled(eqn: Any) -> bool:
+    return str(eqn.primitive.name).startswith(("custom_jvp", "custom_vjp"))
+
+
+def _moving(eqn: Any) -> list[int]:
+    """Which inputs of an equation with a rule have derivatives: floating ones, but for what its function closes over,
+    which comes first."""
+    closed_over = eqn.params.get("num_consts", 0)
+    return [i for i, x in enumerate(eqn.invars) if i >= closed_over and jnp.issubdtype(x.aval.dtype, jnp.floating)]
+
+
+def _derivative_of(eqn: Any) -> Any:
+    """A rule as a jaxpr, of the inputs and then of their tangents, or of the cotangents of results."""
+    avals = [[jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in of] for of in (eqn.invars, eqn.outvars)]
+    moving = _moving(eqn)
+
+    def at(xs: Any) -> tuple[Any, Any]:
+        known = dict(enumerate(xs))
+        run = lambda *some: compat.bind(eqn.primitive, {**known, **dict(zip(moving, some))}.values(), eqn.params)
+        return run, [xs[i] for i in moving]
+
+    def jvp(xs: Any, tangents: Any) -> Any:
+        return jax.jvp(*at(xs), tangents)
+
+    def vjp(xs: Any, cotangents: Any) -> Any:
+        run, some = at(xs)
+        return jax.vjp(run, *some)[1](cotangents)
+
     if eqn.primitive.name.startswith("custom_jvp"):
-        return _text(jax.make_jaxpr(lambda *xs: jax.jvp(run, xs, xs))(*avals))
-    return _text(jax.make_jaxpr(lambda *xs: jax.vjp(run, *xs)[1](run(*xs)))(*avals))
+        return jax.make_jaxpr(jvp)(avals[0], [avals[0][i] for i in moving])
+    return jax.make_jaxpr(vjp)(*avals)
+
+
+def _with_rule(eqn: Any, rule: Any) -> Any:
+    """The same function and rule as a jaxpr that takes all that they close over as inputs, the rule's in front.
+
+    The jaxpr keeps none of these arrays, which programs, that caches hold, would keep too.
+    """
+    count, inputs, moving, derived = len(rule.consts), len(eqn.invars), _moving(eqn), rule.jaxpr
+    body = next(eqn.params[name] for name in ("call_jaxpr", "fun_jaxpr") if name in eqn.params)
+    primal = lambda *xs: jax.core.eval_jaxpr(body.jaxpr, body.consts, *xs[count:])
+    fun: Any
+    if eqn.primitive.name.startswith("custom_jvp"):
+        fun = jax.custom_jvp(primal)
+
+        def forward_mode(xs: Any, tangents: Any) -> Any:
+            some = (tangents[count + i] for i in moving)
+            found = jax.core.eval_jaxpr(derived, xs[:count], *xs[count:], *some)
+            return found[: len(found) // 2], found[len(found) // 2 :]
+
+        fun.defjvp(forward_mode)
+    else:
+        fun = jax.custom_vjp(primal)
+
+        def reverse_mode(xs: Any, cotangents: Any) -> Any:
+            found = dict(zip(moving, jax.core.eval_jaxpr(derived, xs[:count], *xs[count:], *cotangents)))
+            return (None,) * count + tuple(found.get(i) for i in range(inputs))
+
+        fun.defvjp(lambda *xs: (primal(*xs), xs), reverse_mode)
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*rule.consts, *(x.aval for x in eqn.invars))]
+    return jax.make_jaxpr(fun)(*avals)
