@@ -159,17 +159,6 @@ def modifiers(score_mod: Any, mask_mod: Any, accumulation: Any) -> Modifiers | N
     """
     if score_mod is None and mask_mod is None:
         return None
-    try:
-        return _modifiers(score_mod, mask_mod, accumulation)
-    except jax.errors.UnexpectedTracerError as error:
-        names = [x for x, function in (("score_mod", score_mod), ("mask_mod", mask_mod)) if function is not None]
-        raise jax.errors.UnexpectedTracerError(
-            f"{' and '.join(names)} must not read values of a transformation that has ended, such as one that a "
-            f"function under jax.jit, grad or vmap left in a variable: {error}"
-        ) from error
-
-
-def _modifiers(score_mod: Any, mask_mod: Any, accumulation: Any) -> Modifiers:
     captures: dict[str, list[Any]] = {"floats": [], "integers": []}
     arguments = ("score", *INDICES)
     score = None if score_mod is None else _traced("score_mod", score_mod, arguments, accumulation, captures)
@@ -224,7 +213,14 @@ def _jaxpr_of(name: str, function: Any, arguments: tuple[str, ...], avals: Any) 
         return jnp.asarray(x)
 
     # errors of tracing name the caller's function and its arguments
-    jaxpr = jax.make_jaxpr(functools.update_wrapper(only_arrays, function, updated=()))(*avals)
+    only_arrays = functools.update_wrapper(only_arrays, function, updated=())
+    try:
+        jaxpr = jax.make_jaxpr(only_arrays)(*avals)
+    except jax.errors.UnexpectedTracerError as error:
+        raise _escaped(name, str(error)) from error
+    for x in jaxpr.consts:
+        if compat.has_ended(x):
+            raise _escaped(name, f"{x.dtype}{list(x.shape)}")
     if jaxpr.effects:
         effects = ", ".join(sorted(map(str, jaxpr.effects)))
         raise ValueError(f"{name} must have no side effects, such as jax.debug.print or a callback, got {effects}")
@@ -233,6 +229,13 @@ def _jaxpr_of(name: str, function: Any, arguments: tuple[str, ...], avals: Any) 
     if result.shape != () or not jnp.issubdtype(result.dtype, wanted):
         raise TypeError(f"{name} must return {kind} scalar, got {result.dtype.name}{list(result.shape)}")
     return jaxpr
+
+
+def _escaped(name: str, got: str) -> Exception:
+    return jax.errors.UnexpectedTracerError(
+        f"{name} must not read values of a transformation that has ended, as those that a function under jax.jit, "
+        f"grad or vmap left in a variable, got {got}"
+    )
 
 
 class _Tracer:
@@ -274,7 +277,9 @@ class _Tracer:
         read = lambda x: self._constant(x.val, x.aval) if isinstance(x, Literal) else env[x]
         for eqn in jaxpr.eqns:
             given = [read(x) for x in eqn.invars]
-            if inner := _INLINED.get(eqn.primitive.name):
+            if eqn.primitive.name == "pvary":  # of types that tiles are without
+                found = given
+            elif inner := _INLINED.get(eqn.primitive.name):
                 inside = eqn.params[inner]
                 found = self._run(getattr(inside, "jaxpr", inside), getattr(inside, "consts", ()), given)
             elif eqn.primitive.name == "cond" and isinstance(given[0], _Unknown):
@@ -319,8 +324,6 @@ class _Tracer:
         integers = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_
         if not integers and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{self.name} must read arrays of real numbers or bools, got {x.dtype}{list(x.shape)}")
-        if isinstance(x, jax.core.Tracer):
-            lax.ne(x, x)  # raises an error where its transformation has ended
         found = self.captures[kind := "integers" if integers else "floats"]
         for i, other in enumerate(found):  # the other function may read it too
             if other is x:
