@@ -68,6 +68,15 @@ def bind(primitive: Any, arguments: Any, params: dict[str, Any]) -> list[Any]:
     return list(results) if primitive.multiple_results else [results]
 
 
+def has_ended(x: Any) -> bool:
+    """Whether a value is known to belong to a transformation that has ended: within `jax.jit` JAX itself finds out."""
+    if not isinstance(x, jax.core.Tracer):
+        return False
+    core: Any = importlib.import_module("jax._src.core")
+    valid = getattr(getattr(x, "_trace", None), "is_valid", lambda: True)
+    return core.trace_state_clean() or not valid()
+
+
 def source_line(eqn: Any) -> str:
     """Where the caller wrote what an equation came from, as "file:line (function)"; empty where JAX does not tell."""
     try:

@@ -25,6 +25,7 @@ all, make the row's softmax, and so its output and its log-sum-exp, NaN.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -198,11 +199,11 @@ def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
         x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * _distance(spec, o).astype(acc)
     x = hidden(x)
     if spec.score_mod is not None:
-        given, indices = x, _indices(spec, o)
-        x = hidden(spec.score_mod.over((x, *indices), o.captured_floats, o.captured_integers, see).astype(acc))
-        if spec.score_hides:
-            see = see & ((x != -jnp.inf) | (given == -jnp.inf))
-            x = hidden(x)
+        given, over = x, functools.partial(spec.score_mod.over, (x, *_indices(spec, o)))
+        modified = lambda see: over(o.captured_floats, o.captured_integers, see)
+        if spec.score_hides:  # before derivatives, which pass where its result is visible
+            see = see & ((modified(None) != -jnp.inf) | (given == -jnp.inf))
+        x = hidden(modified(see).astype(acc))
     if spec.logits_soft_cap is not None:
         x = spec.logits_soft_cap * tanh(x / spec.logits_soft_cap)
 

@@ -38,7 +38,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
 
         def keys(tile: Tile, before: Any) -> Any:
             """Adds a tile of keys: Σ p · value, the largest score, and Σ p."""
-            scores, tile.visible = tile.scores(tile.rows_by_keys(q, tile.keys("key")), tile.terms())
+            scores, tile.visible = tile.scores(tile.rows_by_keys(q, tile.keys("key")), tile.terms(), False)
             row_max = tile.largest(scores) if before is None else jnp.maximum(before[1], tile.largest(scores))
             shift = jnp.where(row_max == -jnp.inf, 0, row_max)  # of rows that have seen nothing yet
             p, kept = jnp.exp(scores - shift), tile.dropped()

@@ -140,20 +140,19 @@ class Tile:
         if spec.bias_hides(self.operands):
             rules.append(self.operand("bias") != -jnp.inf)
         if spec.mask_mod is not None:
-            rules.append(self._modified(spec.mask_mod, (), self._captured("floats")))
+            rules.append(self._modified(spec.mask_mod, (), self._captured("floats"), None))
         for letter, x in (("T", t), ("S", s)):
             if self.own.get(letter) is not None:
                 rules.append(x >= self.own[letter])
         return functools.reduce(jnp.logical_and, rules) if rules else None
 
-    def _modified(self, program: Program, score: tuple[Array, ...], floats: Array | None) -> Array:
-        """A caller's function of scores, which it may take, and of indices."""
+    def _modified(self, program: Program, score: tuple[Array, ...], floats: Array | None, see: Array | None) -> Array:
+        """A caller's function of scores, which it may take, and of indices; derivatives pass where `see`."""
         _, s, position = self._places()
         origin, c = self.operand("origin"), self.tiles
         count = lambda axis, size: lax.broadcasted_iota(jnp.int32, [size if i == axis else 1 for i in range(5)], axis)
         head = self.group * (self.starts["K"] + count(1, c.heads)) + count(3, self.group)
         indices = origin[..., :1], origin[..., 1:] + head, position, s
-        see = self.visible if score else None
         return program.over((*score, *indices), floats, self._captured("integers"), see)
 
     def _captured(self, kind: str) -> Array | None:
@@ -169,7 +168,7 @@ class Tile:
         wide = lambda name, x: x if name == "captured_floats" else x.astype(self.acc)
         return {name: wide(name, self.cut(name, x)) for name, x in arrays.items() if x is not None}
 
-    def scores(self, products: Array, terms: dict[str, Any]) -> tuple[Array, Array | None]:
+    def scores(self, products: Array, terms: dict[str, Any], differentiated: bool = True) -> tuple[Array, Array | None]:
         """Scores, −∞ where hidden, of products of queries and keys; and what is visible, now that scores are known."""
         spec, see = self.spec, self.visible
         # of derivatives too: 0 · NaN is NaN
@@ -184,10 +183,13 @@ class Tile:
             x = x + aligned["alibi_slopes"] * (s - position).astype(x.dtype)
         if spec.score_mod is not None:
             given = hidden(x)
-            x = self._modified(spec.score_mod, (given,), floats).astype(self.acc)
+            modified = functools.partial(self._modified, spec.score_mod, (given,), floats)
+            x = modified(None)
             if spec.score_hides:
                 kept = (x != -jnp.inf) | (given == -jnp.inf)
                 see = kept if see is None else see & kept
+            # once more, for derivatives pass where its result is visible; XLA computes the same values once
+            x = (modified(see) if differentiated and see is not None else x).astype(self.acc)
         if spec.logits_soft_cap is not None:
             x = spec.logits_soft_cap * tanh(hidden(x) / spec.logits_soft_cap)
         return x if see is None else jnp.where(see, x, -jnp.inf), see

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import numbers
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -60,6 +61,12 @@ class Equation:
     outputs: tuple[int, ...]
     where: str
 
+    @property
+    def reads(self) -> bool:
+        """Whether it takes some entries of an array, or has equations of its own that may."""
+        inside = any(hasattr(leaf, "eqns") for leaf in jax.tree.leaves(list(self.params.values())))
+        return inside or self.primitive.name in ("gather", "dynamic_slice")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -90,30 +97,33 @@ class Program:
     def evaluate(self, arguments: Sequence[Any], floats: Any, integers: Any, see: Any = None) -> Any:
         """The function of scalars, where the vectors have what it captured.
 
-        Where `see` is false the result is any, and no derivative reaches a captured array, whatever is infinite there.
+        Where `see` is false no derivative passes, neither to floating arguments nor to captured arrays, whatever is
+        infinite or NaN there; values are the same.
         """
-        values: list[Any] = [*arguments, *(x.read(floats if x.kind == "floats" else integers) for x in self.captured)]
-        captured = range(len(arguments), len(values))
+        guard = (lambda x: x) if see is None else functools.partial(_only_where, see)
+        captured = [x.read(floats if x.kind == "floats" else integers) for x in self.captured]
+        values: list[Any] = [*map(guard, arguments), *captured]
+        of_captured = range(len(arguments), len(values))
         for x in self.equations:
-            given = [values[i] if isinstance(i, int) else i for i in x.inputs]
-            guarded = see is not None and any(isinstance(i, int) and i in captured for i in x.inputs)
-            if guarded:
-                given = [
-                    y if isinstance(i, int) and i in captured else _only_where(see, y, jnp.ones_like)
-                    for i, y in zip(x.inputs, given)
-                ]
+            reads = x.reads and any(isinstance(i, int) and i in of_captured for i in x.inputs)
+            # what is read is guarded, and not the array for each score; a number that all scores read is guarded itself
+            given = [
+                i if not isinstance(i, int) else guard(values[i]) if i in of_captured and not reads else values[i]
+                for i in x.inputs
+            ]
             found = compat.bind(x.primitive, given, x.params)
-            values += [_only_where(see, y, lax.stop_gradient) for y in found] if guarded else found
+            values += map(guard, found) if reads else found
         return values[self.result] if isinstance(self.result, int) else jnp.asarray(self.result)
 
     def over(self, arguments: Sequence[Any], floats: Any, integers: Any, see: Any = None) -> Array:
         """The function of arrays of one rank that broadcast against each other, and of vectors `[1 | size of the first
         axis, …]`; `see` too broadcasts to them."""
         arrays = [*arguments, *([] if see is None else [see])]
-        shape = np.broadcast_shapes(*(x.shape for x in arrays))
-        mapped = [i for i, n in enumerate(shape) if n > 1]
         vectors = [floats, integers]
         own = [x is not None and x.shape[0] > 1 for x in vectors]
+        rows = [(x.shape[0],) + (1,) * (arrays[0].ndim - 1) for x, one in zip(vectors, own) if one]
+        shape = np.broadcast_shapes(*(x.shape for x in arrays), *rows)
+        mapped = [i for i, n in enumerate(shape) if n > 1]
 
         def scalar(vectors: Any, *values: Any) -> Any:
             count = len(arguments)
@@ -129,9 +139,9 @@ class Program:
         return run(first, *narrow).reshape(shape)
 
 
-def _only_where(see: Any, x: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """A floating value where `see`, and `otherwise` of it elsewhere, without a derivative."""
-    return jnp.where(see, x, otherwise(x)) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+def _only_where(see: Any, x: Any) -> Any:
+    """A value whose derivative passes only where `see`."""
+    return jnp.where(see, x, lax.stop_gradient(x)) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
 
 
 @functools.partial(
@@ -201,16 +211,22 @@ def _jaxpr_of(name: str, function: Any, arguments: tuple[str, ...], avals: Any) 
         raise TypeError(f"{expected}; with {len(arguments)} arguments: {error}") from None
     except ValueError:  # a callable without a signature
         pass
-    returned: list[Any] = []
 
     def only_arrays(*scalars: Any) -> Any:
-        returned.append(function(*scalars))
-        leaves = jax.tree.leaves(returned[0], is_leaf=lambda x: x is None)
-        if len(leaves) != 1 or leaves[0] is not returned[0] or returned[0] is None:
-            raise TypeError(f"{expected} that returns one scalar, got {checks.seen(returned[0])}")
-        return jnp.asarray(returned[0])
+        x = function(*scalars)
+        if not isinstance(x, (jax.Array, np.ndarray, np.generic, numbers.Number)):
+            raise TypeError(f"{expected} that returns one scalar, got {checks.seen(x)}")
+        return jnp.asarray(x)
 
-    jaxpr = jax.make_jaxpr(only_arrays)(*avals)
+    # errors of tracing name the caller's function and its arguments
+    only_arrays = functools.update_wrapper(only_arrays, function, updated=())
+    try:
+        jaxpr = jax.make_jaxpr(only_arrays)(*avals)
+    except jax.errors.UnexpectedTracerError as error:
+        raise _escaped(name, str(error)) from error
+    for x in jaxpr.consts:
+        if compat.has_ended(x):
+            raise _escaped(name, f"{x.dtype}{list(x.shape)}")
     if jaxpr.effects:
         effects = ", ".join(sorted(map(str, jaxpr.effects)))
         raise ValueError(f"{name} must have no side effects, such as jax.debug.print or a callback, got {effects}")
@@ -219,6 +235,13 @@ def _jaxpr_of(name: str, function: Any, arguments: tuple[str, ...], avals: Any) 
     if result.shape != () or not jnp.issubdtype(result.dtype, wanted):
         raise TypeError(f"{name} must return {kind} scalar, got {result.dtype.name}{list(result.shape)}")
     return jaxpr
+
+
+def _escaped(name: str, got: str) -> Exception:
+    return jax.errors.UnexpectedTracerError(
+        f"{name} must not read values of a transformation that has ended, as those that a function under jax.jit, "
+        f"grad or vmap left in a variable, got {got}"
+    )
 
 
 class _Tracer:
@@ -260,9 +283,16 @@ class _Tracer:
         read = lambda x: self._constant(x.val, x.aval) if isinstance(x, Literal) else env[x]
         for eqn in jaxpr.eqns:
             given = [read(x) for x in eqn.invars]
-            if inner := _INLINED.get(eqn.primitive.name):
+            if eqn.primitive.name == "pvary":  # of types that tiles are without
+                found = given
+            elif inner := _INLINED.get(eqn.primitive.name):
                 inside = eqn.params[inner]
                 found = self._run(getattr(inside, "jaxpr", inside), getattr(inside, "consts", ()), given)
+            elif eqn.primitive.name == "cond" and isinstance(given[0], _Unknown):
+                found = self._selected(eqn, given)
+            elif _is_ruled(eqn) and ((rule := _derivative_of(eqn)).consts or eqn.params.get("num_consts", 0)):
+                inside = _with_rule(eqn, rule)
+                found = self._run(inside.jaxpr, inside.consts, [*rule.consts, *given])
             elif any(isinstance(x, _Unknown) for x in given):
                 found = [_Unknown(self.count + i, x.aval) for i, x in enumerate(eqn.outvars)]
                 self.count += len(found)
@@ -271,6 +301,16 @@ class _Tracer:
                 found = self._computed(eqn, given)
             env |= dict(zip(eqn.outvars, found))
         return [read(x) for x in jaxpr.outvars]
+
+    def _selected(self, eqn: Any, given: list[Any]) -> list[Any]:
+        """All branches, of which each pair of a query and a key takes one: as `vmap` has it."""
+        branches = [self._run(x.jaxpr, x.consts, given[1:]) for x in eqn.params["branches"]]
+        found = []
+        for out, cases in zip(eqn.outvars, zip(*branches)):
+            avals = (eqn.invars[0].aval, *(out.aval for _ in cases))
+            select = jax.make_jaxpr(lax.select_n)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
+            found += self._run(select.jaxpr, select.consts, [given[0], *cases])
+        return found
 
     def _computed(self, eqn: Any, given: list[Any]) -> list[Any]:
         if not all(isinstance(x, np.generic) for x in given):
@@ -315,60 +355,81 @@ def _key_of(eqn: Any) -> Hashable:
 
 
 def _param_keys(eqn: Any) -> Iterator[Hashable]:
-    ruled = eqn.primitive.name.startswith(("custom_jvp", "custom_vjp"))
     for name, x in sorted(eqn.params.items()):
         if any(hasattr(leaf, "eqns") for leaf in jax.tree.leaves(x)):
-            yield name, _jaxpr_key(x)
-        elif not ruled or isinstance(x, (bool, int, str)):
+            yield name, _text(x)
+        elif not _is_ruled(eqn) or isinstance(x, (bool, int, str)):
             yield name, x if isinstance(x, Hashable) else str(x)
-    if ruled:
-        yield _derivative_key(eqn)
+    if _is_ruled(eqn):
+        yield _text(_derivative_of(eqn))
 
 
-def _jaxpr_key(jaxprs: Any) -> Hashable:
-    """The text of jaxprs without the addresses of functions, and the arrays in them, which the text does not show."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxprs)), tuple(map(_Itself, _arrays_in(jaxprs)))
+def _text(jaxpr: Any) -> str:
+    """A jaxpr as text, without the addresses of functions."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
 
 
-def _arrays_in(jaxprs: Any) -> Iterator[Any]:
-    for x in jax.tree.leaves(jaxprs):
-        if hasattr(x, "eqns"):
-            yield from getattr(x, "consts", ())
-            for eqn in x.eqns:
-                yield from _arrays_in(eqn.params)
+# --- functions with derivative rules of their own
 
 
-class _Itself:
-    """A value that is equal to itself alone."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+def _is_ruled(eqn: Any) -> bool:
+    return str(eqn.primitive.name).startswith(("custom_jvp", "custom_vjp"))
 
 
-def _derivative_key(eqn: Any) -> Hashable:
-    """What the derivative rule of an equation does; where that cannot be known, no other is like it."""
-    floats = [jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars]
+def _moving(eqn: Any) -> list[int]:
+    """Which inputs of an equation with a rule have derivatives: floating ones, but for what its function closes over,
+    which comes first."""
+    closed_over = eqn.params.get("num_consts", 0)
+    return [i for i, x in enumerate(eqn.invars) if i >= closed_over and jnp.issubdtype(x.aval.dtype, jnp.floating)]
 
-    def derivative(*given: Any) -> Any:
-        def run(*moving: Any) -> Any:
-            rest = iter(moving)
-            return compat.bind(eqn.primitive, [next(rest) if x else y for x, y in zip(floats, given)], eqn.params)
 
-        moving = [y for x, y in zip(floats, given) if x]
-        if eqn.primitive.name.startswith("custom_jvp"):
-            return jax.jvp(run, moving, moving)
-        out, pullback = jax.vjp(run, *moving)
-        return pullback(out)
+def _derivative_of(eqn: Any) -> Any:
+    """A rule as a jaxpr, of the inputs and then of their tangents, or of the cotangents of results."""
+    avals = [[jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in of] for of in (eqn.invars, eqn.outvars)]
+    moving = _moving(eqn)
 
-    try:
-        return _jaxpr_key(
-            jax.make_jaxpr(derivative)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars))
-        )
-    except Exception:  # whatever the caller's rule raises
-        return _Itself(eqn)
+    def at(xs: Any) -> tuple[Any, Any]:
+        known = dict(enumerate(xs))
+        run = lambda *some: compat.bind(eqn.primitive, {**known, **dict(zip(moving, some))}.values(), eqn.params)
+        return run, [xs[i] for i in moving]
+
+    def jvp(xs: Any, tangents: Any) -> Any:
+        return jax.jvp(*at(xs), tangents)
+
+    def vjp(xs: Any, cotangents: Any) -> Any:
+        run, some = at(xs)
+        return jax.vjp(run, *some)[1](cotangents)
+
+    if eqn.primitive.name.startswith("custom_jvp"):
+        return jax.make_jaxpr(jvp)(avals[0], [avals[0][i] for i in moving])
+    return jax.make_jaxpr(vjp)(*avals)
+
+
+def _with_rule(eqn: Any, rule: Any) -> Any:
+    """The same function and rule as a jaxpr that takes all that they close over as inputs, the rule's in front.
+
+    The jaxpr keeps none of these arrays, which programs, that caches hold, would keep too.
+    """
+    count, inputs, moving, derived = len(rule.consts), len(eqn.invars), _moving(eqn), rule.jaxpr
+    body = next(eqn.params[name] for name in ("call_jaxpr", "fun_jaxpr") if name in eqn.params)
+    primal = lambda *xs: jax.core.eval_jaxpr(body.jaxpr, body.consts, *xs[count:])
+    fun: Any
+    if eqn.primitive.name.startswith("custom_jvp"):
+        fun = jax.custom_jvp(primal)
+
+        def forward_mode(xs: Any, tangents: Any) -> Any:
+            some = (tangents[count + i] for i in moving)
+            found = jax.core.eval_jaxpr(derived, xs[:count], *xs[count:], *some)
+            return found[: len(found) // 2], found[len(found) // 2 :]
+
+        fun.defjvp(forward_mode)
+    else:
+        fun = jax.custom_vjp(primal)
+
+        def reverse_mode(xs: Any, cotangents: Any) -> Any:
+            found = dict(zip(moving, jax.core.eval_jaxpr(derived, xs[:count], *xs[count:], *cotangents)))
+            return (None,) * count + tuple(found.get(i) for i in range(inputs))
+
+        fun.defvjp(lambda *xs: (primal(*xs), xs), reverse_mode)
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*rule.consts, *(x.aval for x in eqn.invars))]
+    return jax.make_jaxpr(fun)(*avals)
