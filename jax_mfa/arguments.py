@@ -412,7 +412,8 @@ def _masks(sizes: _Sizes, mask: Any, query_ids: Any, key_ids: Any, ranges: Any, 
                 f"got shape {list(blocks.shape)}"
             )
         if asks and block_mask.whole is not None:
-            whole = as_array("block_mask", block_mask.whole, "b", "bool, of the shape of its blocks")
+            whole = as_array("block_mask.whole", block_mask.whole, "b", "bool, of the shape of its blocks")
+            checks.fits("block_mask.whole", whole, whole.shape == blocks.shape, f"that of blocks, {list(blocks.shape)}")
             blocks = blocks.astype(np.uint8) + (blocks & whole).astype(np.uint8)
         arrays["block_mask"] = _scores_like("block_mask", blocks, lead, n, *tiles)
     return static, arrays
