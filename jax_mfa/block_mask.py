@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -29,12 +30,18 @@ def _pair(size: Any) -> tuple[int, int]:
     return int(size[0]), int(size[1])
 
 
-def _takes(function: Callable[..., Any], count: int) -> bool:
+def _parameters(function: Callable[..., Any]) -> int:
+    """2 of a function of block indices, and of one that does not tell; 4 of a `mask_mod`; 0 of any other."""
     try:
-        inspect.signature(function).bind(*range(count))
-    except (TypeError, ValueError):
-        return False
-    return True
+        signature = inspect.signature(function)
+    except ValueError:
+        return 2
+    any_number = any(x.kind is x.VAR_POSITIONAL for x in signature.parameters.values())
+    for count in (4, 2) if any_number else (2, 4):
+        with contextlib.suppress(TypeError):
+            signature.bind(*range(count))
+            return count
+    return 0
 
 
 @jax.tree_util.register_pytree_node_class
@@ -196,8 +203,8 @@ class BlockMask:
             function of `b` without `batch`, or of `n` without `heads`, and as `flex_attention` does.
         """
         rows, columns = _pair(block_size)
-        of_blocks = callable(function) and _takes(function, 2)
-        if not callable(function) or not (of_blocks or _takes(function, 4)):
+        parameters = _parameters(function) if callable(function) else 0
+        if not parameters:
             expected = "a function of block indices i and j, or a mask_mod(b, n, t, s)"
             raise TypeError(f"function must be {expected}, got {checks.seen(function)}")
         queries = checks.integer("queries", queries, 0, MAX_POSITION)
@@ -207,7 +214,7 @@ class BlockMask:
             x if x is None else checks.integer(name, x, 1) for name, x in (("batch", batch), ("heads", heads))
         )
         progress = checks.boolean("progress", progress)
-        if not of_blocks:
+        if parameters == 4:
             states = states_of(function, Grid(queries, keys, rows, columns, offset), batch, heads, progress)
             return cls(states > 0, block_size, states == 2)
         if not (batch is heads is None) or offset or progress:
