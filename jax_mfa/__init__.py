@@ -26,6 +26,7 @@ from jax_mfa.context_parallel.api import (
 from jax_mfa.context_parallel.costs import explain_context_parallel
 from jax_mfa.context_parallel.decode import sharded_append, sharded_decode_attention
 from jax_mfa.context_parallel.layout import unzigzag, zigzag
+from jax_mfa.flex import masks
 from jax_mfa.flex.api import flex_attention
 from jax_mfa.kv_cache import contiguous as cache
 from jax_mfa.kv_cache.page_book import OutOfPages, PageBook
@@ -63,6 +64,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "flex_attention",
+    "masks",
     "merge",
     "override_jax_nn",
     "paged_attention",
@@ -82,4 +84,5 @@ DISABLE_EXPORT_CHECKS: tuple[DisabledSafetyCheck, ...] = tuple(map(DisabledSafet
 
 # `import jax_mfa.cache` too
 sys.modules[f"{__name__}.cache"] = cache
+sys.modules[f"{__name__}.masks"] = masks
 register_targets()

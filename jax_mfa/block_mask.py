@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
+from jax_mfa.flex.blocks import Grid, states_of
 from jax_mfa.problem import MAX_POSITION
 
 if TYPE_CHECKING:
@@ -24,6 +28,20 @@ def _pair(size: Any) -> tuple[int, int]:
     if not isinstance(size, (tuple, list)) or len(size) != 2 or not all(checks.is_integer(x) and x >= 1 for x in size):
         raise ValueError(f"block_size must be a pair of positive integers (rows, columns), got {checks.seen(size)}")
     return int(size[0]), int(size[1])
+
+
+def _parameters(function: Callable[..., Any]) -> int:
+    """2 of a function of block indices, and of one that does not tell; 4 of a `mask_mod`; 0 of any other."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return 2
+    any_number = any(x.kind is x.VAR_POSITIONAL for x in signature.parameters.values())
+    for count in (4, 2) if any_number else (2, 4):
+        with contextlib.suppress(TypeError):
+            signature.bind(*range(count))
+            return count
+    return 0
 
 
 @jax.tree_util.register_pytree_node_class
@@ -37,6 +55,8 @@ class BlockMask:
     Args:
       blocks: bool array that broadcasts to `[..., N, ceil(T / rows), ceil(S / columns)]`; one of numpy is copied.
       block_size: `(rows, columns)` of one block, static positive integers.
+      whole: None, or a bool array of the shape of `blocks`: true only where the `mask_mod` that goes along with this
+        mask (see `flex_attention`) holds for all scores of a block, and so need not be asked.
 
     Raises:
       ValueError: for a block size that is not a pair of positive integers.
@@ -46,20 +66,26 @@ class BlockMask:
     `TypeError` for a mask that is not bool `[..., T, S]`, for what is no function, and for what is no integer.
     """
 
-    blocks: Bool[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*BN T_blocks S_blocks"]
+    blocks: Bool[Array | np.ndarray | jax.ShapeDtypeStruct, "*BN T_blocks S_blocks"]
     block_size: tuple[int, int]
-    whole: Any = None
+    whole: Bool[Array | np.ndarray | jax.ShapeDtypeStruct, "*BN T_blocks S_blocks"] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", _pair(self.block_size))
-        if isinstance(self.blocks, np.ndarray) and self.blocks.flags.writeable:  # what is hashed must not change
-            object.__setattr__(self, "blocks", self.blocks.copy())
-            self.blocks.flags.writeable = False
+        for name in ("blocks", "whole"):
+            x = getattr(self, name)
+            if isinstance(x, np.ndarray) and x.flags.writeable:  # what is hashed must not change
+                x = x.copy()
+                x.flags.writeable = False
+                object.__setattr__(self, name, x)
 
     @functools.cached_property
     def _contents(self) -> Any:
-        """The blocks as a value that compares and hashes; arrays of numpy and of JAX alike."""
-        x: Any = self.blocks
+        """The arrays as a value that compares and hashes; those of numpy and of JAX alike."""
+        return self._content(self.blocks), self._content(self.whole)
+
+    @staticmethod
+    def _content(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
             return id(x)
         if not isinstance(x, (np.ndarray, jax.Array, list)):
@@ -76,21 +102,38 @@ class BlockMask:
         return hash((self.block_size, self._contents))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.blocks, self.block_size)  # no hash goes along: that of another process differs
+        # no hash goes along: that of another process differs
+        return type(self), (self.blocks, self.block_size, self.whole)
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[int, int]]:
-        return (self.blocks,), self.block_size
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, int]]:
+        return (self.blocks, self.whole), self.block_size
 
     @classmethod
-    def tree_unflatten(cls, block_size: tuple[int, int], children: tuple[Any]) -> BlockMask:
-        return cls(children[0], block_size)
+    def tree_unflatten(cls, block_size: tuple[int, int], children: tuple[Any, Any]) -> BlockMask:
+        return cls(children[0], block_size, children[1])
+
+    def __str__(self) -> str:
+        """A picture of the blocks of the first batch entry and head: `█` whole, `▒` seen, `·` hidden.
+
+        Of a mask with more than 64 rows or columns of blocks, one sign stands for several.
+        """
+        if not isinstance(self.blocks, (np.ndarray, Array)) or isinstance(self.blocks, jax.core.Tracer):
+            return repr(self)
+        first = lambda x: np.asarray(x).reshape(-1, *x.shape[-2:])[0].astype(int)
+        states = first(self.blocks) * (1 if self.whole is None else 1 + first(self.whole))
+        for axis in (0, 1):  # those of several: hidden or whole where all are
+            together = max(-(-states.shape[axis] // 64), 1)
+            at = np.arange(0, states.shape[axis], together)
+            low, high = (f.reduceat(states, at, axis) if at.size else states for f in (np.minimum, np.maximum))
+            states = np.where(low == high, low, 1)
+        return "\n".join("".join("·▒█"[x] for x in row) for row in states)
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """Blocks that both allow. Raises ValueError where block sizes differ."""
+        """Blocks that both allow; whole where both are. Raises ValueError where block sizes differ."""
         return self._combined(other, operator.and_)
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """Blocks that either allows. Raises ValueError where block sizes differ."""
+        """Blocks that either allows; whole where either is. Raises ValueError where block sizes differ."""
         return self._combined(other, operator.or_)
 
     def _combined(self, other: BlockMask, rule: Callable[[Any, Any], Any]) -> BlockMask:
@@ -98,7 +141,11 @@ class BlockMask:
             return NotImplemented
         if self.block_size != other.block_size:
             raise ValueError(f"block masks must share a block size, got {self.block_size} and {other.block_size}")
-        return BlockMask(rule(self.blocks, other.blocks), self.block_size)
+        both: list[Any] = [self.whole, other.whole]
+        if rule is operator.or_ and any(x is not None for x in both):  # none is whole of which it is not known
+            both = [of.blocks != of.blocks if x is None else x for of, x in zip((self, other), both)]
+        whole = None if any(x is None for x in both) else rule(*both)
+        return BlockMask(rule(self.blocks, other.blocks), self.block_size, whole)
 
     # --- builders: the smallest block mask that holds a pattern. A block counts as a whole: where a pattern cuts
     # through blocks, give the exact rule (is_causal, local_window_size, mask, segment ids) beside the block mask.
@@ -122,19 +169,58 @@ class BlockMask:
     @classmethod
     def from_function(
         cls,
-        function: Callable[[np.ndarray, np.ndarray], ArrayLike],
+        function: Callable[[np.ndarray, np.ndarray], ArrayLike] | Callable[[Array, Array, Array, Array], Array],
         queries: int,
         keys: int,
         block_size: tuple[int, int],
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        query_offset: int = 0,
+        progress: bool = False,
     ) -> BlockMask:
-        """From `function(i, j) -> bool` of integer arrays of block indices, row `[·, 1]` and column `[1, ·]`."""
+        """From a function of scores, or of blocks.
+
+        `mask_mod(b, n, t, s) -> bool`, as `flex_attention` takes it, is asked of all T · S scores, in chunks of bounded
+        memory: blocks where it never holds are hidden, and those where it holds for every score are `whole`.
+        Pass the same function along with the mask, for it cuts through the other blocks. Where arrays that it reads are
+        traced, so are the results, and the work is done at each run.
+
+        `function(i, j) -> bool` is asked of integer arrays of block indices, row `[·, 1]` and column `[1, ·]`.
+
+        Args:
+          function: of four parameters or of two.
+          queries, keys: T and S.
+          block_size: `(rows, columns)` of one block.
+          batch, heads: how many batch entries and heads the blocks are of, for a function of `b` or `n`; blocks are
+            `[batch, 1 | heads, T blocks, S blocks]`, and have no axes for what is None.
+          query_offset: integer, the position of the first query.
+          progress: show on stderr how much is done.
+
+        Raises:
+          TypeError, ValueError: for what is no function, or a size that is no integer, negative or 2³⁰ and more; for a
+            function of `b` without `batch`, or of `n` without `heads`, and as `flex_attention` does.
+        """
         rows, columns = _pair(block_size)
-        if not callable(function):
-            raise TypeError(f"function must be a function of block indices i and j, got {checks.seen(function)}")
+        parameters = _parameters(function) if callable(function) else 0
+        if not parameters:
+            expected = "a function of block indices i and j, or a mask_mod(b, n, t, s)"
+            raise TypeError(f"function must be {expected}, got {checks.seen(function)}")
         queries = checks.integer("queries", queries, 0, MAX_POSITION)
         keys = checks.integer("keys", keys, 0, MAX_POSITION)
+        offset = checks.integer("query_offset", query_offset, -MAX_POSITION, MAX_POSITION)
+        batch, heads = (
+            x if x is None else checks.integer(name, x, 1) for name, x in (("batch", batch), ("heads", heads))
+        )
+        progress = checks.boolean("progress", progress)
+        if parameters == 4:
+            states = states_of(function, Grid(queries, keys, rows, columns, offset), batch, heads, progress)
+            return cls(states > 0, block_size, states == 2)
+        if not (batch is heads is None) or offset or progress:
+            raise ValueError("batch, heads, query_offset and progress go with a mask_mod(b, n, t, s), not f(i, j)")
         i, j = np.arange(-(-queries // rows))[:, None], np.arange(-(-keys // columns))[None, :]
-        return cls(np.broadcast_to(np.asarray(function(i, j), bool), (i.size, j.size)).copy(), block_size)
+        of_indices: Any = function
+        return cls(np.broadcast_to(np.asarray(of_indices(i, j), bool), (i.size, j.size)).copy(), block_size)
 
     @classmethod
     def _of_distances(

@@ -129,7 +129,7 @@ def test_keys_and_values_are_not_repeated_for_the_heads_of_a_group(implementatio
 # --- skipped tiles, by counting what is computed
 
 
-class _Counter:
+class Counter:
     """Counts multiply-accumulates of every matrix product that runs while jit is off."""
 
     def __init__(self, monkeypatch):
@@ -190,7 +190,7 @@ SKIPPED = {  # what may be computed at most, as a share of dense: the visible sh
 @counted
 def test_dense_attention_multiplies_exactly_what_the_formulas_need(implementation, long_inputs, monkeypatch):
     forward, backward = _both_passes(implementation, long_inputs, {})
-    counter, h, v = _Counter(monkeypatch), 16, 16
+    counter, h, v = Counter(monkeypatch), 16, 16
     scores = LENGTH * LENGTH
     assert counter.of(forward) == scores * (h + v)
     # the backward pass takes scores, d(p), dq, dk and dv: 3 products of size H, 2 of size V, beside the forward's,
@@ -206,7 +206,7 @@ def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs,
     _, both = _both_passes(implementation, long_inputs, keywords)
     # forward and backward, as the test above has it: what one of them did beyond its share the other cannot have saved
     dense = 7 * LENGTH * LENGTH * 16
-    done = _Counter(monkeypatch).of(both) - LENGTH * 16
+    done = Counter(monkeypatch).of(both) - LENGTH * 16
     assert done <= share * dense, f"{done / dense:.3f} of dense"
 
 
@@ -216,7 +216,7 @@ def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs,
 def test_decoding_costs_what_the_lengths_are_and_not_what_the_cache_is(filled, n, products, monkeypatch):
     size, k, h = 16384, 8, 16
     query, key, value = (x for x in qkv(B=1, T=1, S=size, N=n, K=k, H=h))
-    counter = _Counter(monkeypatch)
+    counter = Counter(monkeypatch)
     decode = lambda: jax_mfa.decode_attention(query, key, value, np.array([filled]), implementation="blockwise")
     visited = counter.of(decode) / (products * n * 2 * h)  # columns
     assert filled <= visited < filled + 2048
@@ -226,7 +226,7 @@ def test_few_rows_meet_the_keys_of_all_heads_unless_a_gradient_follows(monkeypat
     """Keys are then read as they lie; the backward pass shares what the forward pass computes of each head."""
     inputs = qkv(B=1, T=1, S=2**17, N=4, K=4)  # more than one tile
     attend = lambda *x: jax_mfa.dot_product_attention(*x, implementation="blockwise")
-    counter = _Counter(monkeypatch)
+    counter = Counter(monkeypatch)
     needed = 2 * inputs[0].size * 2**17
     assert counter.of(attend, *inputs) == 4 * needed
     assert counter.of(lambda: jax.vjp(attend, *inputs)) == needed

@@ -94,6 +94,14 @@ class Program:
     def __hash__(self) -> int:
         return hash(self.key)
 
+    def depends_on(self, argument: int) -> bool:
+        """Whether the argument of this index reaches the result."""
+        reached: set[Any] = {argument}
+        for x in self.equations:
+            if any(isinstance(i, int) and i in reached for i in x.inputs):
+                reached.update(x.outputs)
+        return isinstance(self.result, int) and self.result in reached
+
     def evaluate(self, arguments: Sequence[Any], floats: Any, integers: Any, see: Any = None) -> Any:
         """The function of scalars, where the vectors have what it captured.
 
