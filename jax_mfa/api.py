@@ -18,6 +18,7 @@ from jax_mfa import checks, choice, partial, primitives, recording, reference, s
 from jax_mfa.arguments import known_lengths, specify, specify_abstract
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.choice import Explanation, Implementation, explained, names_of
+from jax_mfa.flex.program import modifiers
 from jax_mfa.kv_cache.storage import QuantizedArray
 from jax_mfa.metal import runtime
 from jax_mfa.problem import Operands, Specification, accumulation_dtype
@@ -347,11 +348,14 @@ def explain(
     bias: Bias | jax.ShapeDtypeStruct | None = None,
     mask: Mask | jax.ShapeDtypeStruct | None = None,
     *,
+    score_mod: Any = None,
+    mask_mod: Any = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     **keywords: Unpack[Keywords[AbstractArray]],
 ) -> Explanation:
-    """Which implementation `dot_product_attention` would take on the default device for the same arguments, and why.
+    """Which implementation `dot_product_attention` would take on the default device for the same arguments, and why;
+    with functions, `flex_attention`.
 
     Arguments are checked as there; arrays may be `jax.ShapeDtypeStruct`s, and nothing is computed.
 
@@ -365,6 +369,8 @@ def explain(
     refuse_unknown("explain", keywords, {})
     names_of(implementation)  # reject unknown names before checking arrays
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
+    accumulation = accumulation_dtype(getattr(query, "dtype", np.float32))
+    arguments["modifiers"] = modifiers(score_mod, mask_mod, accumulation)
     return explained(implementation, *specify_abstract(**arguments))
 
 

@@ -115,17 +115,16 @@ def _bwd(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, ...]
 
 def _bwd_on_metal(*arrays: Array, call: Call) -> tuple[Any, ...]:
     """Cotangents by kernels; that of the arrays that a `score_mod` reads, for which there is none, by `blockwise`."""
-    operands, rows, _ = BWD.split(arrays, call)
-    by_kernels = tuple(x for x in call.wrt if x != "captured_floats")
-    found = metal.backward(call.spec, operands, *rows, by_kernels) if by_kernels else ()
-    cotangents = dict(zip(by_kernels, found))
+    of = lambda module, *wrt: dict(zip(wrt, _bwd(*arrays, call=dataclasses.replace(call, wrt=wrt), module=module)))
+    by_kernels = [x for x in call.wrt if x != "captured_floats"]
+    cotangents = of(metal, *by_kernels) if by_kernels else {}
     if "captured_floats" in call.wrt:
         if call.implementation == "metal":
             raise NotImplementedError(
                 "implementation='metal' has no gradient of the arrays that score_mod reads; "
                 "leave the choice open, or use implementation='blockwise' or 'reference'"
             )
-        (cotangents["captured_floats"],) = blockwise.backward(call.spec, operands, *rows, ("captured_floats",))
+        cotangents |= of(blockwise, "captured_floats")
     return tuple(cotangents[x] for x in call.wrt)
 
 

@@ -47,7 +47,7 @@ def launch_arrays(spec: Specification, o: Operands) -> dict[str, Any]:
 
 
 def _captured(repeats: Operands, o: Operands, batch: int) -> Array | None:
-    """What a caller's functions read, [rows, words]: the bits of floats, then integers; None where they read nothing."""
+    """What a caller's functions read, [rows, words]: the bits of floats, then integers; None where that is nothing."""
     names = [x for x in ("captured_floats", "captured_integers") if getattr(o, x) is not None]
     arrays = [getattr(o, x) for x in names]
     if len({(x.shape[0], getattr(repeats, name)) for name, x in zip(names, arrays)}) > 1:

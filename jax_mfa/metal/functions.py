@@ -14,7 +14,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,15 +42,16 @@ TYPES = {
     "bfloat16": ("bfloat", ""),
     "float32": ("float", ""),
 }
-_INLINED = ("jit", "pjit", "remat", "remat2", "checkpoint", "closed_call", "core_call", "custom_jvp_call")
-_INLINED += ("custom_vjp_call", "custom_vjp_call_jaxpr")
+# calls that are no more than the program in them
+_INLINED = {"jit", "pjit", "remat", "remat2", "checkpoint", "closed_call", "core_call"}
+_INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _FLOATS, _INTEGERS, _SIGNED, _UNSIGNED, _BOOLS, _ALL = "f", "iu", "i", "u", "b", "fiub"
 _FUNCTIONS = "exp exp2 log sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sqrt"
 _KEPT = ("copy", "copy_p", "optimization_barrier", "pvary")
 _ADD = {_FLOATS: "{0} + {1}", _INTEGERS: "{W}({0}) + {W}({1})"}
-# Elementwise primitives: the text of each, by the kinds of their first operand. {0} and {1} are the operands, {W} is the
-# type in which integers wrap around, {N} and {S} are their own without a sign and with one, {BITS} is their width. What
-# is an integer becomes one of the result's type.
+# Elementwise primitives: the text of each, by the kinds of their first operand. {0} and {1} are the operands, {W} is
+# the type in which integers wrap around, {N} and {S} are their own without a sign and with one, {BITS} is their width.
+# What is an integer becomes one of the result's type.
 ELEMENTWISE: dict[str, dict[str, str]] = {
     "add": _ADD,
     "add_any": _ADD,
@@ -129,7 +130,7 @@ PLAIN = Rules()
 @functools.lru_cache(maxsize=1024)
 def rules_of(score: Program | None, mask: Program | None) -> Rules:
     """The score and the visibility of a `score_mod` and a `mask_mod`; raises `Refused`."""
-    floats = _floats((score, mask))
+    floats = _size("floats", score, mask)  # integers follow them
     found = Rules()
     if score is not None:
         name, text = _struct("ScoreMod", "float", "float score, ", _bodies_of_score(score, floats))
@@ -151,9 +152,9 @@ def refusal(score: Program | None, mask: Program | None) -> str:
     return ""
 
 
-def _floats(programs: Iterable[Program | None]) -> int:
-    """How many floats they read: integers follow them."""
-    captured = [x for program in programs if program is not None for x in program.captured if x.kind == "floats"]
+def _size(kind: str, *programs: Program | None) -> int:
+    """Of the vector of a kind, as far as programs read it."""
+    captured = [x for program in programs if program is not None for x in program.captured if x.kind == kind]
     return max((x.offset + math.prod(x.shape) for x in captured), default=0)
 
 
@@ -181,28 +182,24 @@ def _body(program: Program, floats: int, derivative: Callable[..., Any] | None =
     text = _Text()
     of_score = program.arguments == 5
     names = [("score", "float32")] * of_score + [(x, "int32") for x in ("given.b", "given.n", "t", "s")]
-    arguments = [text.value((), dtype, lambda i, name=name: name) for name, dtype in names]
-    read = lambda first, dtype, wrap: text.value(
-        (2**31 - 1,), dtype, lambda i: text.named(dtype, wrap.format(f"given.captured[{_plus(i[0], first)}]"))
-    )
-    vectors = {"floats": read(0, "float32", "as_type<float>({})"), "integers": read(floats, "int32", "{}")}
+    arguments = [text.argument(name, dtype) for name, dtype in names]
+    words = lambda i: f"given.captured[{i}]"
+    vectors = {
+        "floats": text.vector(_size("floats", program), "float32", lambda i: f"as_type<float>({words(i)})"),
+        "integers": text.vector(_size("integers", program), "int32", lambda i: words(_plus(i, floats))),
+    }
     if derivative is None:
-        (result,) = [text.program(program, arguments, vectors)]
+        result = text.program(program, arguments, vectors)
     else:
         text.where = "in its derivative"
-        shapes = {kind: _size(program, kind) for kind in vectors}
-        avals = [jax.ShapeDtypeStruct((), x.dtype) for x in arguments]
-        given = [jax.ShapeDtypeStruct((shapes[k],), x.dtype) if shapes[k] else None for k, x in vectors.items()]
-        closed = jax.make_jaxpr(derivative)(*avals, given)
-        present = [x for k, x in vectors.items() if shapes[k]]
+        present = [x for x in vectors.values() if x.shape != (0,)]
+        closed = jax.make_jaxpr(derivative)(
+            *(x.aval for x in arguments), [x.aval if x in present else None for x in vectors.values()]
+        )
         (result,) = text.jaxpr(closed, [*arguments, *present])
     wanted = "float32" if of_score else "bool"
     returned = text.named(wanted, _cast(result.at(()), result.dtype, wanted))
     return "".join(f"    {line}\n" for line in [*text.lines, f"return {returned};"])
-
-
-def _size(program: Program, kind: str) -> int:
-    return max((x.offset + math.prod(x.shape) for x in program.captured if x.kind == kind), default=0)
 
 
 # --- indices: ints, or the text of one
@@ -227,6 +224,7 @@ def _ravel(index: Index, shape: Sequence[int]) -> Any:
 
 def _unravel(i: Any, shape: Sequence[int]) -> list[Any]:
     found: list[Any] = []
+    rest: Any
     for axis in reversed(range(len(shape))):
         n, last = shape[axis], math.prod(shape[:axis]) == 1
         if isinstance(i, int):
@@ -341,6 +339,12 @@ class _Text:
 
         return Value(tuple(shape), np.dtype(dtype).name, once)
 
+    def argument(self, name: str, dtype: str) -> Value:
+        return self.value((), dtype, lambda i: name)
+
+    def vector(self, size: int, dtype: str, read: Callable[[Any], str]) -> Value:
+        return self.value((size,), dtype, lambda i: self.named(dtype, read(i[0])))
+
     def constant(self, x: Any) -> Value:
         x = np.asarray(x)
 
@@ -358,15 +362,14 @@ class _Text:
     def program(self, program: Program, arguments: Sequence[Value], vectors: dict[str, Value]) -> Value:
         def array(x: Captured) -> Value:
             vector = vectors[x.kind]
-            aval = jax.ShapeDtypeStruct((x.offset + math.prod(x.shape),), vector.dtype)
-            return self.jaxpr(jax.make_jaxpr(x.read)(aval), [vector])[0]
+            return self.jaxpr(jax.make_jaxpr(x.read)(vector.aval), [vector])[0]
 
         values = [*arguments, *map(array, program.captured)]
         get = lambda x: values[x] if isinstance(x, int) else self.constant(x)
         for x in program.equations:
             self.where, given = x.where, [get(i) for i in x.inputs]
             bind = lambda *xs, x=x: compat.bind(x.primitive, xs, x.params)
-            outputs = jax.eval_shape(bind, *(y.aval for y in given))
+            outputs: Any = jax.eval_shape(bind, *(y.aval for y in given))
             values += self.primitive(x.primitive.name, x.params, given, outputs)
         return get(program.result)
 
@@ -374,9 +377,10 @@ class _Text:
         jaxpr = getattr(closed, "jaxpr", closed)
         consts = map(self.constant, getattr(closed, "consts", ()))
         env: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments)))
-        read = lambda x: self.constant(np.asarray(x.val, x.aval.dtype)) if isinstance(x, Literal) else env[x]
+        dtype: Any = lambda x: x.aval.dtype
+        read = lambda x: self.constant(np.asarray(x.val, dtype(x))) if isinstance(x, Literal) else env[x]
         for eqn in jaxpr.eqns:
-            outputs = [x.aval for x in eqn.outvars]
+            outputs: list[Any] = [x.aval for x in eqn.outvars]
             found = self.primitive(eqn.primitive.name, eqn.params, [read(x) for x in eqn.invars], outputs)
             env |= dict(zip(eqn.outvars, found))
         return [read(x) for x in jaxpr.outvars]

@@ -175,10 +175,10 @@ class LaunchProblem:
             "drop_below": drop_below(spec.dropout_rate),
             "keep_factor": 1 / (1 - spec.dropout_rate),
         }
-        rows, words = self.shape("captured")[:2]
-        # what both kinds read has one row map, or a row for each batch row
-        repeat = 1 if rows in (1, self.b) else max(repeats.captured_floats, repeats.captured_integers)
-        values |= {"captured.rows": rows, "captured.repeat": repeat, "captured_words": words}
+        # floats and integers have their rows in common, or else one for each batch row
+        count, words = self.shape("captured")[:2]
+        repeat = 1 if count in (1, self.b) else max(repeats.captured_floats, repeats.captured_integers)
+        values |= {"captured.rows": count, "captured.repeat": repeat, "captured_words": words}
         for name in ("key", "value"):
             rows = name if spec.page_size is None else "block_tables"
             values |= {f"{name}.rows": self.shape(rows)[0], f"{name}.repeat": getattr(repeats, rows)}
