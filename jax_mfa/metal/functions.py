@@ -169,12 +169,18 @@ def _struct(kind: str, type: str, score: str, bodies: dict[str, str]) -> tuple[s
 
 
 def _bodies_of_score(program: Program, floats: int) -> dict[str, str]:
-    def derivative(score: Any, *others: Any) -> Any:
+    def of_score(x: Any, *others: Any) -> Any:
         *indices, vectors = others
-        of_score = lambda x: program.evaluate((x, *indices), *vectors).astype(jnp.float32)
-        return jax.grad(of_score)(score)
+        return program.evaluate((x, *indices), *vectors).astype(jnp.float32)
 
-    return {"value": _body(program, floats), "derivative": _body(program, floats, derivative)}
+    def forward(x: Any, *others: Any) -> Any:
+        return jax.jvp(lambda x: of_score(x, *others), (x,), (jnp.ones_like(x),))[1]
+
+    value = _body(program, floats)
+    try:
+        return {"value": value, "derivative": _body(program, floats, jax.grad(of_score))}
+    except Refused:  # the transposes of slices and reads of what depends on the score; forward mode has none
+        return {"value": value, "derivative": _body(program, floats, forward)}
 
 
 def _body(program: Program, floats: int, derivative: Callable[..., Any] | None = None) -> str:
@@ -390,16 +396,17 @@ class _Text:
         if name in _INLINED:
             inner = next(params[x] for x in ("jaxpr", "call_jaxpr", "fun_jaxpr") if x in params)
             return self.jaxpr(inner, given)
+        dtypes = [x.dtype for x in given]
         if name in SHAPED:
             found = SHAPED[name](self, params, given, outputs)
         elif name in ELEMENTWISE or name in _SPECIAL:
-            found = [lambda i: self.elementwise(name, params, [x.at(i if x.shape else ()) for x in given], given)]
+            found = [lambda i: self.elementwise(name, params, [x.at(i if x.shape else ()) for x in given], dtypes)]
         elif name in _KEPT:
             found = [x.at for x in given]
         else:
             found = [self.unknown(f"primitive {name}")] * len(outputs)
-        dtypes = [np.dtype(x.dtype).name for x in outputs]
-        found = [at if dtype in TYPES else self.unknown(dtype) for at, dtype in zip(found, dtypes)]
+        results = [np.dtype(x.dtype).name for x in outputs]
+        found = [at if dtype in TYPES else self.unknown(dtype) for at, dtype in zip(found, results)]
         return [self.value(x.shape, x.dtype, at) for x, at in zip(outputs, found)]
 
     def unknown(self, what: str) -> Callable[[Index], str]:
@@ -410,10 +417,10 @@ class _Text:
 
         return refuse
 
-    def elementwise(self, name: str, params: Any, xs: Sequence[str], given: Sequence[Value]) -> str:
-        dtype = given[0].dtype
+    def elementwise(self, name: str, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
+        dtype = dtypes[0]
         if name in _SPECIAL:
-            return _SPECIAL[name](self, params, xs, [x.dtype for x in given])
+            return _SPECIAL[name](self, params, xs, dtypes)
         text = next((text for kinds, text in ELEMENTWISE[name].items() if _kind(dtype) in kinds), None)
         if text is None:
             raise self.refused(f"Metal has no primitive {name} of {dtype}")
@@ -422,6 +429,9 @@ class _Text:
         if divisor is not None and _kind(dtype) in "iu" and divisor not in (0, -1):
             text = "{0} / {1}" if name == "div" else "{0} % {1}"
         return self.written("bool" if compares else dtype, text, xs, dtype)
+
+    def binary(self, name: str, dtype: str, x: str, y: str) -> str:
+        return self.elementwise(name, {}, [x, y], [dtype, dtype])
 
     def written(self, result: str, text: str, xs: Sequence[str], dtype: str) -> str:
         """The name of a text with operands of a dtype filled in; halves are computed as single floats."""
@@ -437,8 +447,7 @@ class _Text:
         """A sum, a maximum, … of terms."""
         if not terms:
             return self.constant(np.asarray(none, dtype)).at(())
-        scalar = [Value((), dtype, lambda i: "")] * 2
-        return functools.reduce(lambda x, y: self.elementwise(name, {}, [x, y], scalar), terms)
+        return functools.reduce(functools.partial(self.binary, name, dtype), terms)
 
     def limited(self, count: int) -> int:
         if count > MOST_TERMS:
@@ -473,8 +482,7 @@ def _select(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[str]) 
 
 def _clamp(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
     low, x, high = xs
-    x = text.named(dtypes[1], f"{x} < {low} ? {low} : {x}")
-    return text.named(dtypes[1], f"{x} > {high} ? {high} : {x}")
+    return text.binary("min", dtypes[1], text.binary("max", dtypes[1], x, low), high)
 
 
 def _converted(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
@@ -495,14 +503,13 @@ def _round(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -
 def _integer_pow(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
     (x,), (dtype,), y = xs, dtypes, params["y"]
     one = text.constant(np.ones((), dtype)).at(())
-    scalar = [Value((), dtype, lambda i: "")] * 2
     result, power, left = one, x, abs(y)
     while left:
         if left & 1:
-            result = power if result == one else text.elementwise("mul", {}, [result, power], scalar)
+            result = power if result == one else text.binary("mul", dtype, result, power)
         left >>= 1
-        power = text.elementwise("mul", {}, [power, power], scalar) if left else power
-    return text.elementwise("div", {}, [one, result], scalar) if y < 0 else result
+        power = text.binary("mul", dtype, power, power) if left else power
+    return text.binary("div", dtype, one, result) if y < 0 else result
 
 
 _SPECIAL: dict[str, Callable[..., str]] = {
@@ -598,20 +605,29 @@ def _fill(given: Any, dtype: str) -> Any:
     return np.nan if kind == "f" else kind == "b" or (np.iinfo(dtype).min if kind == "i" else np.iinfo(dtype).max)
 
 
+def _joined(text: _Text, dtype: str, k: Any, parts: Sequence[tuple[int, Callable[[Any], str]]]) -> str:
+    """Of parts that lie one after another, each with its size, what is at `k` of them all."""
+    ends = list(itertools.accumulate(size for size, _ in parts))
+    if isinstance(k, int):
+        at = next(i for i, end in enumerate(ends) if k < end)
+        return parts[at][1](k - (ends[at] - parts[at][0]))
+    found = ""
+    for (size, read), end in reversed([x for x in zip(parts, ends) if x[0][0]]):
+        own = 0 if size == 1 else text.named("int32", f"clamp({k} - {end - size}, 0, {size - 1})")
+        found = text.named(dtype, f"{k} < {end} ? {read(own)} : {found}") if found else read(own)
+    return found
+
+
 def _concatenate(text: _Text, params: Any, given: list[Value], out: Sequence[Any]) -> Found:
     axis = params["dimension"]
+    part = lambda x, i: (x.shape[axis], lambda k: x.at([*i[:axis], k, *i[axis + 1 :]]))
+    return [lambda i: _joined(text, given[0].dtype, i[axis], [part(x, i) for x in given])]
 
-    def at(i: Index) -> str:
-        k = i[axis]
-        if not isinstance(k, int):
-            raise text.refused("Metal has no primitive concatenate whose result is read at a computed index")
-        for x in given:
-            if k < x.shape[axis]:
-                return x.at([*i[:axis], k, *i[axis + 1 :]])
-            k -= x.shape[axis]
-        raise IndexError(i)
 
-    return [at]
+def _stack(text: _Text, params: Any, given: list[Value], out: Sequence[Any]) -> Found:
+    axis = params["axis"] % len(out[0].shape)
+    part = lambda x, i: (1, lambda k: x.at([*i[:axis], *i[axis + 1 :]]))
+    return [lambda i: _joined(text, given[0].dtype, i[axis], [part(x, i) for x in given])]
 
 
 def _split(text: _Text, params: Any, given: list[Value], out: Sequence[Any]) -> Found:
@@ -660,7 +676,6 @@ def _dot_general(text: _Text, params: Any, given: list[Value], out: Sequence[Any
     own_b = [axis for axis in range(len(b.shape)) if axis not in (*over_b, *batch_b)]
     sizes = [a.shape[axis] for axis in over_a]
     text.limited(math.prod(sizes))
-    scalar = [Value((), dtype, lambda i: "")] * 2
 
     def at(i: Index) -> str:
         batch, rows, columns = i[: len(batch_a)], i[len(batch_a) :][: len(own_a)], i[len(batch_a) + len(own_a) :]
@@ -673,7 +688,7 @@ def _dot_general(text: _Text, params: Any, given: list[Value], out: Sequence[Any
         for k in itertools.product(*map(range, sizes)):
             x = read(a, dict(zip((*batch_a, *own_a, *over_a), (*batch, *rows, *k))))
             y = read(b, dict(zip((*batch_b, *own_b, *over_b), (*batch, *columns, *k))))
-            terms.append(text.elementwise("mul", {}, [x, y], scalar))
+            terms.append(text.binary("mul", dtype, x, y))
         return text.folded("add", dtype, terms, 0)
 
     return [at]
@@ -709,6 +724,7 @@ SHAPED: dict[str, Callable[..., Found]] = {
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
     "concatenate": _concatenate,
+    "stack": _stack,
     "split": _split,
     "iota": _iota,
     "dot_general": _dot_general,
