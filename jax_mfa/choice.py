@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 
 from jax_mfa import checks
-from jax_mfa.metal import DTYPES, runtime
+from jax_mfa.metal import DTYPES, functions, runtime
 from jax_mfa.metal.tiles import MAX_GRID, MAX_HEAD
 from jax_mfa.problem import Operands, Specification
 from jax_mfa.tuning import crossover
@@ -123,6 +123,12 @@ def lacking(spec: Specification, o: Operands) -> str:
         return f"query: Metal has no {dtype}; it takes {', '.join(DTYPES)}"
     if o.bias is not None and o.bias.dtype.name not in DTYPES:
         return f"bias: Metal has no {o.bias.dtype.name}; it takes {', '.join(DTYPES)}"
+    for name in ("captured_floats", "captured_integers"):
+        x = getattr(o, name)
+        if x is not None and x.dtype.itemsize > 4:
+            return f"{name}: Metal has no {x.dtype.name}, and score_mod or mask_mod reads such an array"
+    if why := functions.refusal(spec.score_mod, spec.mask_mod):
+        return why
     b, _, n, h = o.query.shape
     v = spec.viewed(o).value.shape[-1]
     if not isinstance(b, int):

@@ -113,6 +113,21 @@ def _bwd(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, ...]
     return module.backward(call.spec, operands, *rows, call.wrt)
 
 
+def _bwd_on_metal(*arrays: Array, call: Call) -> tuple[Any, ...]:
+    """Cotangents by kernels; that of the arrays that a `score_mod` reads, for which there is none, by `blockwise`."""
+    of = lambda module, *wrt: dict(zip(wrt, _bwd(*arrays, call=dataclasses.replace(call, wrt=wrt), module=module)))
+    by_kernels = [x for x in call.wrt if x != "captured_floats"]
+    cotangents = of(metal, *by_kernels) if by_kernels else {}
+    if "captured_floats" in call.wrt:
+        if call.implementation == "metal":
+            raise NotImplementedError(
+                "implementation='metal' has no gradient of the arrays that score_mod reads; "
+                "leave the choice open, or use implementation='blockwise' or 'reference'"
+            )
+        cotangents |= of(blockwise, "captured_floats")
+    return tuple(cotangents[x] for x in call.wrt)
+
+
 def _jvp(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, Any]:
     _refuse_metal(call)
     operands, rows, tangents = JVP.split(arrays, call)
@@ -431,7 +446,7 @@ def _choice(kind: Kind, call: Call, operands: Operands, implementation: str, rea
 
 
 attention_p = _primitive(FORWARD, _attention, _row_shapes, _attention_on_metal)
-attention_bwd_p = _primitive(BWD, _bwd, _cotangent_shapes, functools.partial(_bwd, module=metal))
+attention_bwd_p = _primitive(BWD, _bwd, _cotangent_shapes, _bwd_on_metal)
 attention_jvp_p = _primitive(JVP, _jvp, _tangent_shapes)
 attention_bwd_jvp_p = _primitive(BWD_JVP, _bwd_jvp, _cotangent_shapes)
 ad.primitive_jvps[attention_p] = _attention_jvp

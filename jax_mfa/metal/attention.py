@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
 from jax_mfa import partial
 from jax_mfa.metal import operands, plans, runtime, tiles
@@ -40,7 +41,20 @@ def launch_arrays(spec: Specification, o: Operands) -> dict[str, Any]:
         x = jnp.asarray(x, operands.DTYPES[known.msl])
         return jnp.broadcast_to(x, (batch, *x.shape[1:]))
 
-    return {name: carried(name) for name in operands.CARRIED if getattr(o, name) is not None}
+    captured = _captured(repeats, o, batch)
+    present = lambda name: captured is not None if name == "captured" else getattr(o, name) is not None
+    return {x: captured if x == "captured" else carried(x) for x in operands.CARRIED if present(x)}
+
+
+def _captured(repeats: Operands, o: Operands, batch: int) -> Array | None:
+    """What a caller's functions read, [rows, words]: the bits of floats, then integers; None where that is nothing."""
+    names = [x for x in ("captured_floats", "captured_integers") if getattr(o, x) is not None]
+    arrays = [getattr(o, x) for x in names]
+    if len({(x.shape[0], getattr(repeats, name)) for name, x in zip(names, arrays)}) > 1:
+        arrays = [expand_rows(x, getattr(repeats, name), batch) for name, x in zip(names, arrays)]
+        arrays = [jnp.broadcast_to(x, (batch, x.shape[1])) for x in arrays]
+    words = [x if x.dtype == np.int32 else lax.bitcast_convert_type(x, np.int32) for x in arrays]
+    return jnp.concatenate(words, axis=1) if words else None
 
 
 def _launch_shapes(spec: Specification, o: Operands) -> dict[str, Any]:

@@ -59,6 +59,8 @@ STRUCTS = {
         Field("float", "cap"),
         Field("uint", "drop_below", "random words below this drop a probability"),
         Field("float", "keep_factor", "1 / (1 - rate)"),
+        Field("RowMap", "captured"),
+        Field("int", "captured_words"),
     ),
 }
 
@@ -163,6 +165,14 @@ _FEATURES = (  # every kernel may ask for them
         "which page holds the tokens from each multiple of a page on; `rows` of keys, values and their parts are pages",
         "has_block_tables",
     ),
+    Operand(
+        "captured",
+        "int",
+        ("rows", "words"),
+        "what a caller's functions of scores and masks read: the bits of floats, then integers",
+        "has_captured",
+    ),
+    Operand("origin", "int", ("B", "2"), "batch index and first head, as those functions are given them", "has_origin"),
 )
 _OWN = (  # a kernel's signature names them
     Operand("query", "typename Types::Query::Storage", _QUERY),
@@ -259,6 +269,7 @@ CONSTANTS = {
     "has_right": ("bool", "a window ends on the right"),
     "has_cap": ("bool", "a soft cap"),
     "bias_type": ("int", "0 none, 1 float, 2 half, 3 bfloat"),
+    "has_mask_mod": ("bool", "a caller's function hides pairs"),
     "has_spans": ("bool", "of tile lists two runs are kept only: all, and those wholly visible"),
 }
 CONSTANTS |= {x.flag: ("bool", f"whether a launch has {x.name}") for x in OPERANDS.values() if x.flag}

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax_mfa.metal import kernels, source, tiles
+from jax_mfa.metal.functions import PLAIN, Rules
 from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Plan
-from jax_mfa.metal.problem import PLAIN, LaunchProblem, Rules
+from jax_mfa.metal.problem import LaunchProblem
 from jax_mfa.problem import Specification
 
 Variant = str | tiles.Split | tiles.Tiles

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_mfa.metal import operands
+from jax_mfa.metal import functions, operands
+from jax_mfa.metal.functions import PLAIN, Rules
 from jax_mfa.metal.plan import SCALARS, Argument, Buffer, argument
 from jax_mfa.philox import drop_below
 from jax_mfa.problem import MAX_POSITION, Operands, Specification, Storage
@@ -50,19 +51,6 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-    """The types of score and visibility, and what MSL text defines them where that is not the base text. It rides in
-    the plan: structs derived from `Score` and `Visibility` that say anew what differs."""
-
-    score: str = "Score"
-    visibility: str = "Visibility"
-    definitions: str = ""
-
-
-PLAIN = Rules()
-
-
-@dataclasses.dataclass(frozen=True)
 class LaunchProblem:
     """A specification and the arrays that a launch carries.
 
@@ -95,7 +83,9 @@ class LaunchProblem:
             raise TypeError(f"a launch carries {', '.join(operands.CARRIED)}, got {', '.join(unknown)}")
         shapes = {name: Shape.of(arrays[name]) for name in operands.CARRIED if name in arrays}
         b, t, n, h = shapes["query"].shape
-        _, s, k, v = spec.viewed(Operands(**shapes)).value.shape
+        of_problem = {name: x for name, x in shapes.items() if name in Operands._fields}
+        _, s, k, v = spec.viewed(Operands(**of_problem)).value.shape
+        rules = functions.rules_of(spec.score_mod, spec.mask_mod) if rules is PLAIN else rules
         return cls(spec, tuple(shapes.items()), b, t, s, n, k, h, v, rules, decoded)
 
     @functools.cached_property
@@ -185,6 +175,10 @@ class LaunchProblem:
             "drop_below": drop_below(spec.dropout_rate),
             "keep_factor": 1 / (1 - spec.dropout_rate),
         }
+        # floats and integers have their rows in common, or else one for each batch row
+        count, words = self.shape("captured")[:2]
+        repeat = 1 if count in (1, self.b) else max(repeats.captured_floats, repeats.captured_integers)
+        values |= {"captured.rows": count, "captured.repeat": repeat, "captured_words": words}
         for name in ("key", "value"):
             rows = name if spec.page_size is None else "block_tables"
             values |= {f"{name}.rows": self.shape(rows)[0], f"{name}.repeat": getattr(repeats, rows)}
@@ -202,6 +196,7 @@ class LaunchProblem:
             "has_left": left is not None,
             "has_right": right is not None,
             "has_cap": self.spec.logits_soft_cap is not None,
+            "has_mask_mod": self.spec.mask_mod is not None,
             "bias_type": BIAS_TYPES[self.by_name["bias"].dtype.name] if "bias" in self else 0,
             "has_lists": False,
             "has_spans": False,

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/operands.h"
+#include "core/functions.h"
 #include "core/stored.h"
 
 constant constexpr float log2_e = 1.44269504088896341f;
@@ -84,3 +85,27 @@ INLINED typename Types::Value values_of(
   const Beside beside = {x.value_scales, x.value_zeros, x.value_means, x.block_tables};
   return typename Types::Value(value, beside, mapped_row(x.p->value, batch), x.p->keys, x.p->key_heads, key_head, count);
 }
+
+// What a caller's function of scores or masks is given beside these and positions: where the values of the arrays lie that it reads,
+// its batch index and its query head, in a part of a batch or of the heads those of the whole.
+struct Given {
+  device const int* captured;
+  int b;
+  int first_head;
+  int n;
+
+  Given() = default;
+
+  INLINED Given(const thread Features& x, int batch, int head) : captured(nullptr) {
+    if (has_captured) {
+      captured = x.captured + ulong(mapped_row(x.p->captured, batch)) * ulong(x.p->captured_words);
+    }
+    b = x.origin[2 * batch];
+    first_head = x.origin[2 * batch + 1];
+    turn_to(head);
+  }
+
+  INLINED void turn_to(int head) {
+    n = first_head + head;
+  }
+};

@@ -56,6 +56,10 @@ struct Score {
     return x;
   }
 
+  INLINED float capped(float x) const {
+    return has_cap ? p->cap * precise::tanh(x / p->cap) : x;
+  }
+
   // The score `x` of a pair that the masks allow. Returns whether its bias leaves it visible: minus infinity hides a pair,
   // whatever the product; its score is then minus infinity too. Under a soft cap it hides nothing.
   INLINED bool of(float product, int row, int column, thread float& x) const {
@@ -64,10 +68,7 @@ struct Score {
       x = -INFINITY;
       return false;
     }
-    x = uncapped(product, bias, row, column);
-    if (has_cap) {
-      x = p->cap * precise::tanh(x / p->cap);
-    }
+    x = capped(uncapped(product, bias, row, column));
     return true;
   }
 
@@ -78,13 +79,56 @@ struct Score {
 
   // The derivative of the score by the scaled product; dQ and dK still need `scale`.
   INLINED float derivative(float product, int row, int column) const {
-    if (!has_cap) {
-      return 1.0f;
-    }
-    const float x = uncapped(product, has_bias ? bias_at(row, column) : 0.0f, row, column);
+    return has_cap ? derivative_of_cap(uncapped(product, has_bias ? bias_at(row, column) : 0.0f, row, column)) : 1.0f;
+  }
+
+  INLINED float derivative_of_cap(float x) const {
     // 1 / cosh²; 1 - tanh² would cancel where the cap is nearly reached
     const float e = fast::exp2(-2.0f * log2_e * fabs(x / p->cap));
     return 4.0f * e / ((1.0f + e) * (1.0f + e));
+  }
+};
+
+// Scores with a caller's function between bias and cap: its `value` and `derivative` come with the plan, made by
+// jax_mfa/metal/functions.py.
+template <typename Function>
+struct ModifiedScore : Score {
+  Given given;
+
+  ModifiedScore() = default;
+
+  INLINED ModifiedScore(const thread Features& x, int batch, int head, int offset)
+      : Score(x, batch, head, offset), given(x, batch, head) {}
+
+  INLINED void turn_to(int head) {
+    Score::turn_to(head);
+    given.turn_to(head);
+  }
+
+  INLINED float modified(float x, int row, int column) const {
+    return Function::value(given, x, row + offset, column);
+  }
+
+  // A function that makes minus infinity of what is not hides the pair, as a bias does.
+  INLINED bool of(float product, int row, int column, thread float& x) const {
+    const float bias = has_bias ? bias_at(row, column) : 0.0f;
+    x = -INFINITY;
+    if (Score::may_be_masked() && bias == -INFINITY) {
+      return false;
+    }
+    const float before = uncapped(product, bias, row, column);
+    x = capped(modified(before, row, column));
+    return !Function::may_hide || has_cap || x != -INFINITY || before == -INFINITY;
+  }
+
+  INLINED bool may_be_masked() const {
+    return !has_cap && (has_bias || Function::may_hide);
+  }
+
+  INLINED float derivative(float product, int row, int column) const {
+    const float before = uncapped(product, has_bias ? bias_at(row, column) : 0.0f, row, column);
+    const float cap = has_cap ? derivative_of_cap(modified(before, row, column)) : 1.0f;
+    return cap * Function::derivative(given, before, row + offset, column);
   }
 };
 

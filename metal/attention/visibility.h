@@ -63,7 +63,7 @@ struct Visibility {
 
   // Whether positions and lengths alone tell what is visible.
   INLINED bool by_bands() const {
-    return !(has_mask || has_blocks || has_segments || has_ranges);
+    return !(has_mask || has_blocks || has_segments || has_ranges || has_mask_mod);
   }
 
   // Distances between positions fit an int; a position and a side of the window added up may not. These do it safely.
@@ -158,30 +158,31 @@ struct Visibility {
       const int count = ((row_end - 1) / p->block_rows - first_row + 1) * across;
       Found found;
       for (int i = from; i < count; i += step) {
-        const bool some = block(first_row + i / across, first_column + i % across);
-        found.add(some, some);
+        const uchar entry = block(first_row + i / across, first_column + i % across);
+        found.add(entry != 0, has_mask_mod ? entry == 2 : entry != 0);
       }
       result = min(result, found.result<ALONE>());
     }
     return result;
   }
 
-  // Both together: what there is to compute, and how carefully. What a mask hides is looked up later, unless WITH_MASK is false.
+  // Both together: what there is to compute, and how carefully. What a mask hides is looked up later, unless WITH_MASK is
+  // false; a caller's function is asked later, unless the block says that it holds everywhere.
   template <bool ALONE = false, bool WITH_MASK = true>
   INLINED int of_tile(int row, int n, int column, int m) const {
     int result = band(row, n, column, m);
     if (result != none_visible && (has_segments || has_ranges || has_blocks)) {
       result = min(result, contents<ALONE>(row, n, column, m));
     }
-    return has_mask && WITH_MASK ? min(result, some_visible) : result;
+    return (has_mask && WITH_MASK) || (has_mask_mod && !has_blocks) ? min(result, some_visible) : result;
   }
 
   INLINED bool masked_in(int row, int column) const {
     return mask_of_head[broadcast_index(p->mask, row, column)] != 0;
   }
 
-  INLINED bool block(int row, int column) const {
-    return blocks_of_head[broadcast_index(p->block_mask, row, column)] != 0;
+  INLINED uchar block(int row, int column) const {
+    return blocks_of_head[broadcast_index(p->block_mask, row, column)];
   }
 
   INLINED bool visible(int row, int column) const {
@@ -199,12 +200,32 @@ struct Visibility {
       result = result && column >= key_ranges[2 * row] && column < key_ranges[2 * row + 1];
     }
     if (has_blocks) {
-      result = result && block(row / p->block_rows, column / p->block_columns);
+      result = result && block(row / p->block_rows, column / p->block_columns) != 0;
     }
     if (has_mask) {
       result = result && masked_in(row, column);
     }
     return result;
+  }
+};
+
+// Visibility with a caller's function beside the masks: its `value` comes with the plan, made by jax_mfa/metal/functions.py.
+template <typename Function>
+struct ModifiedVisibility : Visibility {
+  Given given;
+
+  ModifiedVisibility() = default;
+
+  INLINED ModifiedVisibility(const thread Features& x, int batch, int head, ushort lane)
+      : Visibility(x, batch, head, lane), given(x, batch, head) {}
+
+  INLINED void turn_to(int head) {
+    Visibility::turn_to(head);
+    given.turn_to(head);
+  }
+
+  INLINED bool visible(int row, int column) const {
+    return Visibility::visible(row, column) && Function::value(given, row + offset, column);
   }
 };
 

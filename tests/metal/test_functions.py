@@ -1,0 +1,219 @@
+"""A caller's functions of scores and masks as kernels compute them: each primitive as JAX has it, and attention whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import emulator
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plans
+import pytest
+from compiled import compiled
+from jax import lax
+from plans import Problem
+from runners import needs_core
+
+import jax_mfa
+from jax_mfa import choice, metal
+from jax_mfa.arguments import specify
+from jax_mfa.cli import show
+from jax_mfa.flex.program import modifiers
+from jax_mfa.metal import functions, source
+from jax_mfa.metal import plans as launch_plans
+
+# --- the table of primitives
+
+bits = lambda x: lax.bitcast_convert_type(x, jnp.float32)
+as_int = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+as_uint = lambda x: lax.bitcast_convert_type(x, jnp.uint32)
+rng = np.random.default_rng(7)
+WORDS = jnp.asarray(rng.integers(-(2**31), 2**31, (3, 5), dtype=np.int64).astype(np.int32))
+TABLE = jnp.asarray(rng.normal(size=(3, 5)), jnp.float32)
+SMALL = jnp.asarray(rng.integers(-128, 128, 40), jnp.int8)
+HALVES = jnp.asarray(rng.normal(size=40), jnp.bfloat16)
+UNSIGNED = jnp.asarray(rng.integers(0, 2**32, 40, dtype=np.uint64).astype(np.uint32))
+FLAGS = jnp.asarray(rng.random(40) < 0.5)
+gathered = lambda mode: lambda x, y, i, j: TABLE.at[i, j].get(mode=mode)
+
+# functions of floats x and y and integers i and j, which are exact
+EXACT = {
+    "add": lambda x, y, i, j: x + y,
+    "sub": lambda x, y, i, j: x - y,
+    "mul": lambda x, y, i, j: x * y,
+    "div": lambda x, y, i, j: x / y,
+    "neg": lambda x, y, i, j: -x,
+    "rem": lambda x, y, i, j: lax.rem(x, y),
+    "max": lambda x, y, i, j: jnp.maximum(x, y),
+    "min": lambda x, y, i, j: jnp.minimum(x, y),
+    "abs": lambda x, y, i, j: jnp.abs(x),
+    "sign": lambda x, y, i, j: jnp.sign(x),
+    "floor": lambda x, y, i, j: jnp.floor(x),
+    "ceil": lambda x, y, i, j: jnp.ceil(x),
+    "round": lambda x, y, i, j: jnp.round(x),
+    "round away": lambda x, y, i, j: lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO),
+    "sqrt": lambda x, y, i, j: jnp.sqrt(x),
+    "square": lambda x, y, i, j: jnp.square(x),
+    "clamp": lambda x, y, i, j: lax.clamp(jnp.float32(-1), x, y),
+    "select": lambda x, y, i, j: jnp.where(i > j, x, y),
+    "select_n": lambda x, y, i, j: lax.select_n(jnp.clip(i, 0, 2), x, y, x + 1),
+    "is_finite": lambda x, y, i, j: jnp.isfinite(x).astype(jnp.float32),
+    "compare": lambda x, y, i, j: ((x < y) + 2 * (x <= y) + 4 * (x == y) + 8 * (x != y) + 16 * (x > y)) * 1.0,
+    "compare ints": lambda x, y, i, j: ((i < j) + 2 * (i <= j) + 4 * (i == j) + 8 * (i >= j)) * 1.0,
+    "int add": lambda x, y, i, j: bits(i + j),
+    "int sub": lambda x, y, i, j: bits(i - j),
+    "int mul": lambda x, y, i, j: bits(i * j),
+    "int neg": lambda x, y, i, j: bits(-i),
+    "int abs": lambda x, y, i, j: bits(jnp.abs(i)),
+    "int sign": lambda x, y, i, j: bits(jnp.sign(i)),
+    "int div": lambda x, y, i, j: bits(lax.div(i, j)),
+    "int rem": lambda x, y, i, j: bits(lax.rem(i, j)),
+    "int floor_divide": lambda x, y, i, j: bits(i // 7 + (i // -3) * 11 + i // j),
+    "int mod": lambda x, y, i, j: bits(i % 7 + i % -3),
+    "int pow": lambda x, y, i, j: bits(i**3),
+    "int clamp": lambda x, y, i, j: bits(jnp.clip(i, -5, j)),
+    "uint div": lambda x, y, i, j: bits(lax.div(as_uint(i), as_uint(j))),
+    "uint rem": lambda x, y, i, j: bits(lax.rem(as_uint(i), as_uint(j))),
+    "uint max": lambda x, y, i, j: bits(jnp.maximum(as_uint(i), as_uint(j)) - jnp.uint32(3)),
+    "and": lambda x, y, i, j: bits(i & j),
+    "or": lambda x, y, i, j: bits(i | j),
+    "xor": lambda x, y, i, j: bits(i ^ j),
+    "not": lambda x, y, i, j: bits(~i),
+    "shift_left": lambda x, y, i, j: bits(lax.shift_left(i, j)),
+    "shift_right": lambda x, y, i, j: bits(lax.shift_right_arithmetic(i, j)),
+    "shift_right_logical": lambda x, y, i, j: bits(lax.shift_right_logical(i, j)),
+    "uint shift_right": lambda x, y, i, j: bits(lax.shift_right_arithmetic(as_uint(i), as_uint(j))),
+    "population_count": lambda x, y, i, j: bits(lax.population_count(i)),
+    "clz": lambda x, y, i, j: bits(lax.clz(i)),
+    "bools": lambda x, y, i, j: (((x > 0) & (i > 0)) | ~(j > 0) ^ (y > 0)).astype(jnp.float32),
+    "to int": lambda x, y, i, j: bits(x.astype(jnp.int32)),
+    "to uint": lambda x, y, i, j: bits(x.astype(jnp.uint32)),
+    "to bool": lambda x, y, i, j: x.astype(bool).astype(jnp.float32),
+    "to int8": lambda x, y, i, j: bits(i.astype(jnp.int8).astype(jnp.int32) << 3),
+    "int8 sum": lambda x, y, i, j: bits((i.astype(jnp.int8) + j.astype(jnp.int8)).astype(jnp.int32)),
+    "to float": lambda x, y, i, j: i.astype(jnp.float32) - as_uint(j).astype(jnp.float32),
+    "to half": lambda x, y, i, j: x.astype(jnp.float16).astype(jnp.float32),
+    "to bfloat": lambda x, y, i, j: x.astype(jnp.bfloat16).astype(jnp.float32),
+    "index": lambda x, y, i, j: TABLE[i, j],
+    "index of a row": lambda x, y, i, j: TABLE[i][j],
+    "index of ints": lambda x, y, i, j: bits(WORDS[i, j]),
+    "clip": gathered("clip"),
+    "fill": gathered("fill"),
+    "promise_in_bounds": lambda x, y, i, j: gathered("promise_in_bounds")(x, y, jnp.clip(i, 0, 2), jnp.clip(j, 0, 4)),
+    "int8": lambda x, y, i, j: bits(SMALL[i].astype(jnp.int32)),
+    "bfloat16": lambda x, y, i, j: HALVES[i].astype(jnp.float32),
+    "uint32": lambda x, y, i, j: bits(UNSIGNED[i] + 5),
+    "bool": lambda x, y, i, j: FLAGS[i].astype(jnp.float32),
+    "dynamic_slice": lambda x, y, i, j: lax.dynamic_slice(TABLE, (i, j), (2, 3)).max(),
+    "take along": lambda x, y, i, j: jnp.take(TABLE, jnp.stack([i, j]), axis=1, mode="clip")[1, 1],
+    "transposed": lambda x, y, i, j: TABLE.T[j, i],
+    "reversed": lambda x, y, i, j: TABLE[jnp.clip(i, 0, 2)][::-1][jnp.clip(j, 0, 4)],
+    "reshaped": lambda x, y, i, j: (TABLE * y).reshape(5, 3)[jnp.clip(i, 0, 4), 1],
+    "iota": lambda x, y, i, j: jnp.where(jnp.arange(7) == i % 7, jnp.arange(7) * 2.0, 0).max(),
+    "all and any": lambda x, y, i, j: ((jnp.arange(3) < i).all() * 1.0) + 2 * (jnp.arange(3) > j).any(),
+    "concatenate": lambda x, y, i, j: jnp.concatenate([TABLE[i], jnp.stack([x, y])])[5],
+    "cond": lambda x, y, i, j: lax.cond(i > j, lambda: x, lambda: y),
+    "switch": lambda x, y, i, j: lax.switch(i, [lambda: x, lambda: y, lambda: x + 1]),
+    "vmap": lambda x, y, i, j: jax.vmap(lambda k: TABLE[i, k])(jnp.arange(5))[2],
+}
+# functions that are rounded: how many units in the last place they may be off
+ROUNDED = {
+    "exp": (lambda x, y, i, j: jnp.exp(x), 3),
+    "exp2": (lambda x, y, i, j: jnp.exp2(x), 24),
+    "log": (lambda x, y, i, j: jnp.log(x), 3),
+    "log1p": (lambda x, y, i, j: jnp.log1p(x), 4),
+    "expm1": (lambda x, y, i, j: jnp.expm1(x), 4),
+    "logistic": (lambda x, y, i, j: lax.logistic(x), 4),
+    "tanh": (lambda x, y, i, j: jnp.tanh(x), 6),
+    "sin": (lambda x, y, i, j: jnp.sin(jnp.clip(x, -99, 99)), 3),
+    "cos": (lambda x, y, i, j: jnp.cos(jnp.clip(x, -99, 99)), 3),
+    "atan2": (lambda x, y, i, j: jnp.arctan2(x, y), 4),
+    "rsqrt": (lambda x, y, i, j: lax.rsqrt(x), 2),
+    "pow": (lambda x, y, i, j: jnp.power(jnp.abs(x), y), 3),
+    "integer_pow": (lambda x, y, i, j: x**5 + x**-2, 3),
+    "dot": (lambda x, y, i, j: jnp.dot(TABLE[i], jnp.stack([x, y, x, y, 1.0])), 4),
+    "norm": (lambda x, y, i, j: jnp.sqrt(((TABLE[i] - TABLE[j]) ** 2).sum()), 4),
+    "gelu": (lambda x, y, i, j: jax.nn.gelu(jnp.clip(x, 0, 9)), 16),
+    "softplus": (lambda x, y, i, j: jax.nn.softplus(x), 6),
+    "relu": (lambda x, y, i, j: jax.nn.relu(x), 0),
+}
+
+
+def samples() -> tuple[np.ndarray, ...]:
+    """Pairs of floats and of integers: all of the edge cases with each other, then random ones."""
+    floats = np.array([0, -0.0, 1, -1, 0.5, 1.5, -2.5, 1e37, -1e37, 2.0**31, -(2.0**31), 7e9, np.inf, -np.inf, np.nan])
+    x, y = (a.reshape(-1) for a in np.meshgrid(floats, floats))
+    ints = np.array([0, 1, -1, 2, 3, 4, 5, 7, 31, 32, 33, -32, 127, -(2**31), 2**31 - 1])
+    i, j = (a.reshape(-1) for a in np.meshgrid(ints, ints))
+    more, near = rng.normal(size=(2, 287)) * 8, rng.integers(-6, 9, (2, 287))
+    several = [np.concatenate(pair) for pair in zip((x, y, i, j), (*more, *near))]
+    return tuple(a.astype(dtype) for a, dtype in zip(several, (*[np.float32] * 2, *[np.int32] * 2)))
+
+
+def kernel_text(index: int, struct: str) -> str:
+    return f"""
+kernel void f{index}(device const float* x [[buffer(0)]], device const int* y [[buffer(1)]],
+    device const int* i [[buffer(2)]], device const int* j [[buffer(3)]], device const int* captured [[buffer(4)]],
+    device int* out [[buffer(5)]], uint k [[thread_position_in_grid]]) {{
+  Given given;
+  given.captured = captured;
+  given.b = y[k];
+  given.n = 0;
+  out[k] = as_type<int>({struct}::value(given, x[k], i[k], j[k]));
+}}
+"""
+
+
+def programs(cases):
+    """A function (x, y, i, j) as a score_mod, which is given the bits of y as its batch index."""
+    return {
+        name: modifiers(lambda score, b, n, t, s, f=f: f(score, bits(b), t, s), None, np.float32)
+        for name, f in cases.items()
+    }
+
+
+@functools.cache
+def computed() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What kernels and JAX make of the samples, by function; all kernels are compiled at once."""
+    found = programs(EXACT | {name: f for name, (f, _) in ROUNDED.items()})
+    rules = {name: functions.rules_of(x.score, None) for name, x in found.items()}
+    structs = [x.score.removeprefix("ModifiedScore<").removesuffix(">") for x in rules.values()]
+    texts = dict.fromkeys(x.definitions for x in rules.values())
+    kernels = (kernel_text(k, struct) for k, struct in enumerate(structs))
+    library = emulator.compile(source.base() + "".join([*texts, *kernels]), fast_math=False)
+    x, y, i, j = samples()
+    results = {}
+    for k, (name, modified) in enumerate(found.items()):
+        vectors = [np.asarray(v).view(np.int32) for v in (modified.floats, modified.integers) if v is not None]
+        words = np.concatenate([*vectors, np.zeros(1, np.int32)])
+        out = np.zeros(x.size, np.int32)
+        given = dict(enumerate((x, y.view(np.int32), i, j, words, out)))
+        ran = library.kernel(f"f{k}")(given, threads=x.size, threadgroup=32, outputs=[5])
+        assert not ran.reports, (name, ran.reports)
+        scalars = (x, y.view(np.int32), np.zeros_like(i), i, j)
+        by_jax = jax.jit(jax.vmap(lambda *s, p=modified: p.score.evaluate(s, p.floats, p.integers)))(*scalars)
+        results[name] = out.view(np.float32), np.asarray(by_jax)
+    return results
+
+
+@needs_core
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_exact_has_the_bits_that_jax_gives(name):
+    got, wanted = computed()[name]
+    same = (got.view(np.int32) == wanted.view(np.int32)) | (np.isnan(got) & np.isnan(wanted))
+    same |= (name in ("max", "min", "clamp")) & (got == wanted)  # of zeros the sign is any
+    assert same.all(), [(a[~same][:5].tolist()) for a in (*samples(), got, wanted)]
+
+
+@needs_core
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_is_rounded_is_within_a_few_units_of_the_last_place(name):
+    got, wanted = computed()[name]
+    with np.errstate(invalid="ignore"):
+        near = np.abs(got.astype(np.float64) - wanted) <= ROUNDED[name][1] * np.spacing(np.abs(wanted))
+    same = near | (got == wanted) | (np.isnan(got) & np.isnan(wanted))
+    tiny = (np.abs(got) < 2e-38) & (np.abs(wanted) < 2e-38)  # JAX may flush them
+    assert (same | tiny).all(), [(a[~same][:5].tolist()) for a in (*samples(), got, wanted)]
