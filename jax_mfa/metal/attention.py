@@ -51,7 +51,7 @@ def _captured(repeats: Operands, o: Operands, batch: int) -> Array | None:
     names = [x for x in ("captured_floats", "captured_integers") if getattr(o, x) is not None]
     arrays = [getattr(o, x) for x in names]
     if len({(x.shape[0], getattr(repeats, name)) for name, x in zip(names, arrays)}) > 1:
-        arrays = [expand_rows(x, getattr(repeats, name), batch) for name, x in zip(names, arrays)]
+        arrays = [expand_entries(x, getattr(repeats, name), batch) for name, x in zip(names, arrays)]
         arrays = [jnp.broadcast_to(x, (batch, x.shape[1])) for x in arrays]
     words = [x if x.dtype == np.int32 else lax.bitcast_convert_type(x, np.int32) for x in arrays]
     return jnp.concatenate(words, axis=1) if words else None
