@@ -153,11 +153,9 @@ class Tile:
         count = lambda axis, size: lax.broadcasted_iota(jnp.int32, [size if i == axis else 1 for i in range(5)], axis)
         head = self.group * (self.starts["K"] + count(1, c.heads)) + count(3, self.group)
         indices = origin[..., :1], origin[..., 1:] + head, position, s
-        vectors = [
-            x if x is None else self.cut(name, x)
-            for name, x in (("captured_floats", floats), ("captured_integers", self.operands.captured_integers))
-        ]
-        return program.over((*score, *indices), *vectors, see)
+        part = lambda name, x: x if x is None else self.cut(name, x)
+        integers = part("captured_integers", self.operands.captured_integers)
+        return program.over((*score, *indices), part("captured_floats", floats), integers, see)
 
     # --- scores and weights
 
@@ -167,9 +165,7 @@ class Tile:
         wide = lambda name, x: x if name == "captured_floats" else x.astype(self.acc)
         return {name: wide(name, self.cut(name, x)) for name, x in arrays.items() if x is not None}
 
-    def scores(
-        self, products: Array, terms: dict[str, Any], differentiated: bool = True
-    ) -> tuple[Array, Array | None]:
+    def scores(self, products: Array, terms: dict[str, Any], differentiated: bool = True) -> tuple[Array, Array | None]:
         """Scores, −∞ where hidden, of products of queries and keys; and what is visible, now that scores are known."""
         spec, see = self.spec, self.visible
         # of derivatives too: 0 · NaN is NaN

@@ -66,8 +66,8 @@ def flex_attention(
 
     Both are functions of scalars, plain JAX, which may read arrays that they close over (relative-position tables,
     document ids, coordinates) by indexing them with the scalars; names, order and meaning as in PyTorch's
-    `flex_attention` (arXiv:2412.05496). They are traced once and run on tiles of scores: memory grows with T + S and the
-    arrays read, never with T · S. Query, key, value and every floating array that `score_mod` reads get gradients.
+    `flex_attention` (arXiv:2412.05496). They are traced once and run on tiles of scores: memory grows with T + S and
+    the arrays read, never with T · S. Query, key, value and every floating array that `score_mod` reads get gradients.
 
         def relative(score, b, n, t, s):
             return score + table[n, jnp.clip(t - s + 128, 0, 255)]
@@ -77,9 +77,9 @@ def flex_attention(
     Args:
       query, key, value, bias, mask: as in `dot_product_attention`.
       score_mod: `score_mod(score, b, n, t, s) -> floating scalar`, of the scaled score after bias and ALiBi, float32
-        (float64 for float64), and before the soft cap; b, n, t and s are int32: batch index (of flattened leading axes),
-        query head, position of the query (with `query_offset`) and of the key. Where it makes −∞ of a score that is not,
-        the key is hidden, unless there is a soft cap.
+        (float64 for float64), and before the soft cap; b, n, t and s are int32: batch index (of flattened leading
+        axes), query head, position of the query (with `query_offset`) and of the key. Where it makes −∞ of a score
+        that is not, the key is hidden, unless there is a soft cap.
       mask_mod: `mask_mod(b, n, t, s) -> bool scalar`, true where the key may be seen: one more mask.
       implementation: as there.
       return_residual: also return the log-sum-exp, float32 and differentiable, as `flash_attention` does.
