@@ -66,6 +66,7 @@ def pytest_terminal_summary(terminalreporter):
 # where the definition is held to the oracle and to stock; elsewhere it is jnp like any other, and runs in sweeps
 FILES_OF_THE_DEFINITION = (
     "test_contract.py",
+    "test_flex.py",
     "test_jax_parity.py",
     "test_paged.py",
     "test_quantized_attention.py",

@@ -194,7 +194,13 @@ def _vector(arrays: list[Any], dtype: Any) -> Array | None:
         bits = jnp.issubdtype(x.dtype, jnp.unsignedinteger) and x.dtype.itemsize == np.dtype(dtype).itemsize
         return (lax.bitcast_convert_type(x, dtype) if bits else x.astype(dtype)).reshape(-1)
 
-    return jnp.concatenate([flat(x) for x in arrays]) if arrays else None
+    if len(arrays) < 2:
+        return flat(arrays[0]) if arrays else None
+    vector, at = jnp.zeros(sum(x.size for x in arrays), dtype), 0
+    for x in arrays:  # concatenation mixes up arrays that are split over some axes of a mesh, in JAX 0.4
+        vector = lax.dynamic_update_slice(vector, flat(x), (at,))
+        at += x.size
+    return vector
 
 
 # --- tracing
@@ -324,8 +330,9 @@ class _Tracer:
         if not all(isinstance(x, np.generic) for x in given):
             return compat.bind(eqn.primitive, given, eqn.params)
         with jax.ensure_compile_time_eval():  # of constants, such as those of indices that may be negative
-            found = [np.asarray(x) for x in compat.bind(eqn.primitive, given, eqn.params)]
-        return [x if x.ndim else x[()] for x in found]
+            found = compat.bind(eqn.primitive, given, eqn.params)
+            is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # refused where it is read
+            return [x if x.ndim or is_key(x) else np.asarray(x)[()] for x in found]
 
     def _constant(self, x: Any, aval: Any = None) -> Any:
         """A number of the program's text stays in it; an array is captured."""
