@@ -378,7 +378,10 @@ class _Builder:
                     f"S = {self.all_s}, got shape {list(blocks.shape)}"
                 )
             if block_mask.whole is not None and self.spec.get("mask_mod") is not None:
-                whole = as_array("block_mask", block_mask.whole, "b", "bool, of the shape of its blocks")
+                whole = as_array("block_mask.whole", block_mask.whole, "b", "bool, of the shape of its blocks")
+                checks.fits(
+                    "block_mask.whole", whole, whole.shape == blocks.shape, f"that of blocks, {list(blocks.shape)}"
+                )
                 blocks = blocks.astype(np.uint8) + (blocks & whole).astype(np.uint8)
             self.operands["block_mask"] = _scores_like("block_mask", blocks, self.lead, self.n, *tiles)
 
