@@ -18,12 +18,14 @@ import numpy as np
 matplotlib.use("agg")
 from matplotlib import pyplot
 
+from jax_mfa import BlockMask, masks
 from jax_mfa.metal import tiles
 from jax_mfa.problem import Specification
 
 HERE = pathlib.Path(__file__).resolve().parent
 INK = "#808080"  # reads on light and on dark
 COLORS = ("#5c7cfa", "#f59f00", "#12b886")
+FILL = matplotlib.colors.ListedColormap(["#00000000", COLORS[1], COLORS[0]])
 LOOK = {
     "svg.hashsalt": "jax_mfa",
     "svg.fonttype": "none",
@@ -75,10 +77,9 @@ def tiles_data() -> list[Any]:
 def draw_tiles(data: list[Any]):
     (rows, keys), pictures = data
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
-    fill = matplotlib.colors.ListedColormap(["#00000000", COLORS[1], COLORS[0]])
     for axis, what, picture in zip(axes, ("causal", "causal, window of 200"), pictures):
         picture = np.array(picture)
-        axis.pcolormesh(picture, cmap=fill, vmin=0, vmax=2, edgecolors=INK, linewidth=0.6)
+        axis.pcolormesh(picture, cmap=FILL, vmin=0, vmax=2, edgecolors=INK, linewidth=0.6)
         axis.invert_yaxis()
         axis.set(title=what, xlabel=f"tiles of {keys} columns", ylabel=f"tiles of {rows} rows")
         axis.set_xticks([])
@@ -139,9 +140,42 @@ def draw_budget(data: list[list[Any]]):
     return figure
 
 
+def masks_data() -> list[Any]:
+    """Of ready-made masks of 64 queries and keys in blocks of 4 × 4: 0 hidden, 1 seen in part, 2 whole."""
+    chosen = np.random.default_rng(0).integers(0, 16, (16, 3))
+    shown = {
+        "causal()": masks.causal(),
+        "window(12, 6)": masks.window(12, 6),
+        "causal() | prefix(18)": masks.causal() | masks.prefix(18),
+        "sink_window(4, 12)": masks.sink_window(4, 12),
+        "dilated(2, 12)": masks.dilated(2, 12),
+        "chunked(16)": masks.chunked(16),
+        "documents(lengths=[20, 7, 37])": masks.documents(lengths=[20, 7, 37]),
+        "neighborhood(64, 13)": masks.neighborhood(64, 13),
+        "neighborhood((8, 8), 3)": masks.neighborhood((8, 8), 3),
+        "neighborhood((4, 4, 4), 3)": masks.neighborhood((4, 4, 4), 3),
+        "tree(parents, 32)": masks.tree((np.arange(32) - 1) // 2, 32),
+        "top_k_blocks(indices, 4)": masks.top_k_blocks(chosen, 4),
+    }
+    listed = {name: BlockMask.from_function(mask, 64, 64, (4, 4)) for name, mask in shown.items()}
+    return [[name, (x.blocks.astype(int) + x.whole).tolist()] for name, x in listed.items()]
+
+
+def draw_masks(data: list[Any]):
+    figure, axes = pyplot.subplots(3, 4, figsize=(9, 7), layout="constrained")
+    for axis, (name, states) in zip(axes.flat, data):
+        axis.imshow(states, cmap=FILL, vmin=0, vmax=2, interpolation="nearest")
+        axis.set(xticks=[], yticks=[])
+        axis.set_title(name, fontsize=8)
+    look = [matplotlib.patches.Patch(color=COLORS[i], label=x) for x, i in (("whole", 0), ("seen in part", 1))]
+    figure.legend(handles=look, loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
 PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "speedup": (speedup_data, draw_speedup),
     "tiles": (tiles_data, draw_tiles),
+    "masks": (masks_data, draw_masks),
     "fragment": (fragment_data, draw_fragment),
     "budget": (budget_data, draw_budget),
 }

@@ -36,6 +36,8 @@ NOT_RUN = [
     ("testing-kernels.md", "not run: takes minutes"),
     ("CONTRIBUTING.md", "not run: downloads packages"),
 ]
+# a program, and what it prints where a block of text follows
+PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -59,9 +61,10 @@ def with_programs():
 @pytest.mark.parametrize("page", with_programs())
 def test_the_programs_of_a_page_run_one_after_another(page):
     names = prelude()
-    with contextlib.redirect_stdout(io.StringIO()):
-        for i, program in enumerate(blocks(page, "python")):
+    for i, (program, printed) in enumerate(PROGRAM.findall(page.read_text(encoding="utf-8"))):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
             exec(compile(program, f"{page.name}, program {i + 1}", "exec"), names)
+        assert printed in ("", said.getvalue()), f"program {i + 1} prints:\n{said.getvalue()}"
 
 
 def shell_blocks():

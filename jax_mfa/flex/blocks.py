@@ -46,9 +46,14 @@ class Grid:
         return -(-self.queries // self.rows), -(-self.keys // self.columns)
 
     @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a block that are asked at once."""
+        return min(self.sizes[0], PIECE), min(self.sizes[1], PIECE)
+
+    @property
     def chunk(self) -> tuple[int, int]:
         """Rows and columns of blocks that are asked at once: some rows, for what depends on a key alone is shared."""
-        (i, j), (rows, columns) = self.blocks, (min(size, PIECE) for size in self.sizes)
+        (i, j), (rows, columns) = self.blocks, self.piece
         wide = min(max(CHUNK // (8 * rows * columns), 1), max(j, 1))
         return min(max(CHUNK // (wide * rows * columns), 1), max(i, 1)), wide
 
@@ -66,7 +71,7 @@ def states_of(mask_mod: Any, grid: Grid, batch: int | None, heads: int | None, p
         if size is None and found.mask.depends_on(index):
             raise ValueError(f"{name} must be given for a mask_mod that depends on {INDICES[index]}, got None")
     lead = () if batch is None and heads is None else (heads or 1,) if batch is None else (batch, heads or 1)
-    starts = [range(0, size, step) for size, step in zip(grid.blocks, grid.chunk)]
+    starts = [range(0, size, step) for size, step in zip(grid.blocks + grid.sizes, grid.chunk + grid.piece)]
     chunks = np.array([*itertools.product(range(batch or 1), range(heads or 1), *starts)], np.int32)
     if not chunks.size:
         return np.zeros((*lead, *grid.blocks), np.uint8)
@@ -81,9 +86,11 @@ def states_of(mask_mod: Any, grid: Grid, batch: int | None, heads: int | None, p
                 states.append(np.asarray(_chunk(found.mask, grid, vectors, start)))
                 if progress:
                     _show(i, len(chunks))
-    high, wide = map(len, starts)
-    states = numpy.asarray(states).reshape(-1, high, wide, *grid.chunk).transpose(0, 1, 3, 2, 4)
-    states = states.reshape(-1, high * grid.chunk[0], wide * grid.chunk[1])
+    down, across, *pieces = map(len, starts)
+    states = numpy.asarray(states).reshape(-1, down, across, *pieces, *grid.chunk)
+    low, high = states.min((3, 4)), states.max((3, 4))
+    states = numpy.where(low == high, low, 1).transpose(0, 1, 3, 2, 4)
+    states = states.reshape(-1, down * grid.chunk[0], across * grid.chunk[1])
     return states[:, : grid.blocks[0], : grid.blocks[1]].reshape(*lead, *grid.blocks)
 
 
@@ -96,22 +103,16 @@ def _show(done: int, of: int) -> None:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _chunk(program: Program, grid: Grid, vectors: Any, start: Array) -> Array:
-    """The states of a chunk of blocks, from its batch entry, head, first row and first column of blocks."""
-    pieces = [min(size, PIECE) for size in grid.sizes]
-    b, n = (start[i].reshape(1, 1, 1, 1, 1) for i in (0, 1))
+    """The states of pieces of a chunk of blocks; it starts at this batch entry, head, row and column of blocks, and row
+    and column of each block."""
 
-    def indices(axis: int, length: int, piece: Array) -> Array:  # [blocks, piece]
+    def indices(axis: int, length: int) -> Array:  # [blocks, piece]
         block = jnp.minimum(start[2 + axis] + jnp.arange(grid.chunk[axis]), grid.blocks[axis] - 1)
-        place = jnp.minimum(piece * pieces[axis] + jnp.arange(pieces[axis]), grid.sizes[axis] - 1)
-        found = jnp.minimum(block[:, None] * grid.sizes[axis] + place, length - 1)
-        return jnp.expand_dims(found, (0, 2, 4) if axis == 0 else (0, 1, 3)).astype(np.int32)
+        place = jnp.minimum(start[4 + axis] + jnp.arange(grid.piece[axis]), grid.sizes[axis] - 1)
+        return jnp.minimum(block[:, None] * grid.sizes[axis] + place, length - 1).astype(np.int32)
 
-    def some_and_all(piece: Array) -> tuple[Array, Array]:
-        t, s = indices(0, grid.queries, piece[0]), indices(1, grid.keys, piece[1])
-        see = program.over((b, n, t + np.int32(grid.query_offset), s), *vectors)[0]
-        count = see.sum(2, dtype=np.min_scalar_type(pieces[0]))  # in few bits: as wide as a vector register allows
-        return (count > 0).any(-1), (count == pieces[0]).all(-1)
-
-    each = [range(-(-size // piece)) for size, piece in zip(grid.sizes, pieces)]
-    some, every = lax.map(some_and_all, np.array([*itertools.product(*each)], np.int32))
-    return some.any(0).astype(np.uint8) + every.all(0).astype(np.uint8)
+    t, s = indices(0, grid.queries)[None, :, None, :, None], indices(1, grid.keys)[None, None, :, None]
+    b, n = (start[i].reshape(1, 1, 1, 1, 1) for i in (0, 1))
+    see = program.over((b, n, t + np.int32(grid.query_offset), s), *vectors)[0]
+    count = see.sum(2, dtype=np.min_scalar_type(grid.piece[0]))  # in few bits: more of them fit a register
+    return (count > 0).any(-1).astype(np.uint8) + (count == grid.piece[0]).all(-1).astype(np.uint8)
