@@ -24,6 +24,7 @@ from jax.extend.core import Literal
 
 from jax_mfa import compat
 from jax_mfa.flex.program import Captured, Program
+from jax_mfa.problem import MAX_POSITION
 
 MOST_TERMS = 64  # of a sum, which is written out
 MOST_LINES = 4096
@@ -87,8 +88,6 @@ ELEMENTWISE: dict[str, dict[str, str]] = {
     "pow": {_FLOATS: "precise::pow({0}, float({1}))"},
     "logistic": {_FLOATS: "1.0f / (1.0f + precise::exp(-{0}))"},
     "is_finite": {_FLOATS: "is_finite({0})"},
-    "log1p": {_FLOATS: "precise_log1p({0})"},
-    "expm1": {_FLOATS: "precise_expm1({0})"},
     **{
         name: {_ALL: f"{{0}} {sign} {{1}}"}
         for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
@@ -106,6 +105,15 @@ ELEMENTWISE: dict[str, dict[str, str]] = {
     "population_count": {_INTEGERS: "popcount({N}({0}))"},
     "clz": {_INTEGERS: "clz({N}({0}))"},
 }
+
+# of those that rise or fall with each of their operands: what they do to bounds
+_MONOTONE: dict[str, Callable[..., Any]] = {
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "neg": np.negative},
+    **{"exp": np.exp, "exp2": np.exp2, "tanh": np.tanh, "floor": np.floor, "ceil": np.ceil},
+    "convert_element_type": lambda x: x,
+}
+_BOUNDED = {**dict.fromkeys(("sin", "cos", "sign"), (-1, 1)), "logistic": (0, 1)}
+Bounds = tuple[float, float]
 
 Index = Sequence[Any]  # an int or the text of one for each axis
 
@@ -133,10 +141,10 @@ def rules_of(score: Program | None, mask: Program | None) -> Rules:
     floats = _size("floats", score, mask)  # integers follow them
     found = Rules()
     if score is not None:
-        name, text = _struct("ScoreMod", "float", "float score, ", _bodies_of_score(score, floats))
+        name, text = _struct("ScoreMod", "float", "float score, ", *_score(score, floats))
         found = dataclasses.replace(found, score=f"ModifiedScore<{name}>", definitions=text)
     if mask is not None:
-        name, text = _struct("MaskMod", "bool", "", {"value": _body(mask, floats)})
+        name, text = _struct("MaskMod", "bool", "", {"value": _body(mask, floats)[0]})
         found = Rules(found.score, f"ModifiedVisibility<{name}>", found.definitions + text)
     return found
 
@@ -158,17 +166,17 @@ def _size(kind: str, *programs: Program | None) -> int:
     return max((x.offset + math.prod(x.shape) for x in captured), default=0)
 
 
-def _struct(kind: str, type: str, score: str, bodies: dict[str, str]) -> tuple[str, str]:
+def _struct(kind: str, type: str, score: str, bodies: dict[str, str], facts: str = "") -> tuple[str, str]:
     signature = f"(const thread Given& given, {score}int t, int s)"
-    parts = [f"  INLINED static {type} {name}{signature} {{\n{body}  }}\n" for name, body in bodies.items()]
-    if score:
-        parts.insert(0, "  static constant constexpr bool may_hide = true;\n")
-    text = "\n".join(parts)
+    functions = (f"  INLINED static {type} {name}{signature} {{\n{body}  }}\n" for name, body in bodies.items())
+    text = "\n".join([*([facts] if facts else []), *functions])
     name = f"{kind}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return name, f"\nstruct {name} {{\n{text}}};\n"
 
 
-def _bodies_of_score(program: Program, floats: int) -> dict[str, str]:
+def _score(program: Program, floats: int) -> tuple[dict[str, str], str]:
+    """The bodies of a `score_mod` and its derivative, and whether it may hide: make minus infinity of what is not."""
+
     def of_score(x: Any, *others: Any) -> Any:
         *indices, vectors = others
         return program.evaluate((x, *indices), *vectors).astype(jnp.float32)
@@ -176,19 +184,25 @@ def _bodies_of_score(program: Program, floats: int) -> dict[str, str]:
     def forward(x: Any, *others: Any) -> Any:
         return jax.jvp(lambda x: of_score(x, *others), (x,), (jnp.ones_like(x),))[1]
 
-    value = _body(program, floats)
+    value, (lowest, _) = _body(program, floats)
     try:
-        return {"value": value, "derivative": _body(program, floats, jax.grad(of_score))}
+        derivative, _ = _body(program, floats, jax.grad(of_score))
     except Refused:  # the transposes of slices and reads of what depends on the score; forward mode has none
-        return {"value": value, "derivative": _body(program, floats, forward)}
+        derivative, _ = _body(program, floats, forward)
+    may_hide = str(lowest == -np.inf).lower()
+    facts = f"  static constant constexpr bool may_hide = {may_hide};\n"
+    return {"value": value, "derivative": derivative}, facts
 
 
-def _body(program: Program, floats: int, derivative: Callable[..., Any] | None = None) -> str:
-    """Statements that return what a program gives, or its derivative."""
+def _body(program: Program, floats: int, derivative: Callable[..., Any] | None = None) -> tuple[str, Bounds]:
+    """Statements that return what a program gives, or its derivative, and its bounds."""
     text = _Text()
     of_score = program.arguments == 5
-    names = [("score", "float32")] * of_score + [(x, "int32") for x in ("given.b", "given.n", "t", "s")]
-    arguments = [text.argument(name, dtype) for name, dtype in names]
+    # what a score is that is not minus infinity
+    arguments = [text.argument("score", "float32", float(np.finfo(np.float32).min), np.inf)] if of_score else []
+    arguments += [text.argument(x, "int32", 0, MAX_POSITION) for x in ("given.b", "given.n")]
+    arguments += [text.argument("t", "int32", -MAX_POSITION, 2 * MAX_POSITION)]
+    arguments += [text.argument("s", "int32", 0, MAX_POSITION)]
     words = lambda i: f"given.captured[{i}]"
     vectors = {
         "floats": text.vector(_size("floats", program), "float32", lambda i: f"as_type<float>({words(i)})"),
@@ -204,8 +218,8 @@ def _body(program: Program, floats: int, derivative: Callable[..., Any] | None =
         )
         (result,) = text.jaxpr(closed, [*arguments, *present])
     wanted = "float32" if of_score else "bool"
-    returned = text.named(wanted, _cast(result.at(()), result.dtype, wanted))
-    return "".join(f"    {line}\n" for line in [*text.lines, f"return {returned};"])
+    returned = text.elementwise("convert_element_type", {"new_dtype": wanted}, [result.at(())], [result.dtype])
+    return "".join(f"    {line}\n" for line in [*text.lines, f"return {returned};"]), text.bounds_of(returned, wanted)
 
 
 # --- indices: ints, or the text of one
@@ -294,6 +308,35 @@ def _cast(x: str, dtype: str, to: str) -> str:
     return f"{target}({x})"
 
 
+def _limits(dtype: str) -> Bounds:
+    if _kind(dtype) not in "iu":
+        return (-np.inf, np.inf) if _kind(dtype) == "f" else (0, 1)
+    return float(np.iinfo(dtype).min), float(np.iinfo(dtype).max)
+
+
+def _bounds(name: str, given: Sequence[Bounds], dtype: str) -> Bounds:
+    """Between which the result of a primitive is, of this dtype, by those of its operands."""
+    low, high = _limits(dtype)
+    if name in _BOUNDED:
+        return _BOUNDED[name]
+    with np.errstate(all="ignore"):
+        if name in _MONOTONE:
+            corners = [float(_MONOTONE[name](*x)) for x in itertools.product(*given)]
+        elif name == "select_n":
+            corners = [x for pair in given[1:] for x in pair]
+        elif name == "div" and given[1][0] * given[1][1] > 0 and _kind(dtype) == "f":
+            corners = [x / y for x, y in itertools.product(*given)]
+        elif name == "abs":
+            corners = [0, *(abs(x) for x in given[0])]
+        else:
+            return low, high
+        corners = [x for x in corners if x == x]
+        if _kind(dtype) == "f":
+            corners = [float(np.asarray(x, dtype)) for x in corners]  # which may round, and overflow
+    found = min(corners, default=low), max(corners, default=high)
+    return found if low <= found[0] and found[1] <= high else (low, high)  # integers wrap around
+
+
 @dataclasses.dataclass(frozen=True)
 class Value:
     """An array: its shape, its dtype, and the name of its scalar at an index."""
@@ -314,6 +357,7 @@ class _Text:
         self.lines: list[str] = []
         self.names: dict[tuple[str, str], str] = {}
         self.constants: dict[str, Any] = {}  # the numbers that literals stand for
+        self.bounds: dict[str, Bounds] = {}  # between which a scalar is, if it is not NaN
         self.where = ""  # the caller's line
 
     def refused(self, problem: str) -> Refused:
@@ -345,7 +389,8 @@ class _Text:
 
         return Value(tuple(shape), np.dtype(dtype).name, once)
 
-    def argument(self, name: str, dtype: str) -> Value:
+    def argument(self, name: str, dtype: str, low: float, high: float) -> Value:
+        self.bounds[name] = low, high
         return self.value((), dtype, lambda i: name)
 
     def vector(self, size: int, dtype: str, read: Callable[[Any], str]) -> Value:
@@ -359,6 +404,7 @@ class _Text:
                 raise self.refused("an array of constants at a computed index")
             text = _literal(x[tuple(i)])
             self.constants[text] = x[tuple(i)]
+            self.bounds[text] = (float(x[tuple(i)]),) * 2
             return text
 
         return self.value(x.shape, x.dtype, at)
@@ -417,7 +463,17 @@ class _Text:
 
         return refuse
 
+    def bounds_of(self, x: str, dtype: str) -> Bounds:
+        return self.bounds.get(x, _limits(dtype))
+
     def elementwise(self, name: str, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
+        found = self._elementwise(name, params, xs, dtypes)
+        if found not in self.bounds:
+            given = [self.bounds_of(x, dtype) for x, dtype in zip(xs, dtypes)]
+            self.bounds[found] = _bounds(name, given, np.dtype(params.get("new_dtype", dtypes[-1])).name)
+        return found
+
+    def _elementwise(self, name: str, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
         dtype = dtypes[0]
         if name in _SPECIAL:
             return _SPECIAL[name](self, params, xs, dtypes)
@@ -512,6 +568,26 @@ def _integer_pow(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[s
     return text.binary("div", dtype, one, result) if y < 0 else result
 
 
+def _with_error(text: _Text, x: str, dtype: str, y: str, less: str, statement: str) -> str:
+    """Kahan's way to divide the error of a rounded `y` out of a function of it."""
+    x = text.named("float32", _cast(x, dtype, "float32"))
+    y = text.named("float32", y.format(x))
+    less = text.named("float32", less.format(y))
+    return text.named(dtype, _cast(text.named("float32", statement.format(x=x, y=y, less=less)), "float32", dtype))
+
+
+def _log1p(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
+    statement = "({y} == 1.0f || {y} == INFINITY) ? {x} : precise::log({y}) * ({x} / {less})"
+    return _with_error(text, xs[0], dtypes[0], "1.0f + {0}", "{0} - 1.0f", statement)
+
+
+def _expm1(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
+    statement = (
+        "{y} == 1.0f ? {x} : (({less} == -1.0f || {y} == INFINITY) ? {less} : {less} * ({x} / precise::log({y})))"
+    )
+    return _with_error(text, xs[0], dtypes[0], "precise::exp({0})", "{0} - 1.0f", statement)
+
+
 _SPECIAL: dict[str, Callable[..., str]] = {
     "select_n": _select,
     "clamp": _clamp,
@@ -519,6 +595,8 @@ _SPECIAL: dict[str, Callable[..., str]] = {
     "bitcast_convert_type": _bitcast,
     "round": _round,
     "integer_pow": _integer_pow,
+    "log1p": _log1p,
+    "expm1": _expm1,
 }
 
 

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "attention/operands.h"
-#include "core/functions.h"
 #include "core/stored.h"
 
 constant constexpr float log2_e = 1.44269504088896341f;

@@ -217,3 +217,120 @@ def test_what_is_rounded_is_within_a_few_units_of_the_last_place(name):
     same = near | (got == wanted) | (np.isnan(got) & np.isnan(wanted))
     tiny = (np.abs(got) < 2e-38) & (np.abs(wanted) < 2e-38)  # JAX may flush them
     assert (same | tiny).all(), [(a[~same][:5].tolist()) for a in (*samples(), got, wanted)]
+
+
+def test_what_metal_lacks_is_refused_by_its_name_and_the_line_that_asks_for_it():
+    shape = jax.ShapeDtypeStruct((1, 8, 2, 8), np.float32)
+    unknown = lambda score, b, n, t, s: score + lax.erf_inv(t / 9.0)
+    line = unknown.__code__.co_firstlineno
+    expected = rf"score_mod: Metal has no primitive erf_inv \(.*test_functions.py:{line}"
+    explained = jax_mfa.explain(shape, shape, shape, score_mod=unknown)
+    assert explained.implementation == "blockwise"
+    assert pytest.raises(
+        NotImplementedError, jax_mfa.explain, shape, shape, shape, score_mod=unknown, implementation="metal"
+    ).match(expected)
+    x = jnp.ones(shape.shape)
+    with pytest.raises(NotImplementedError, match=expected):
+        jax_mfa.flex_attention(x, x, x, score_mod=unknown, implementation="metal")
+    long = lambda b, n, t, s: (jnp.arange(65) < t).any()
+    with pytest.raises(NotImplementedError, match="mask_mod: an intermediate of 65 elements"):
+        jax_mfa.flex_attention(x, x, x, mask_mod=long, implementation="metal")
+
+
+def test_wide_arrays_are_refused_by_name():
+    with harness.types_of("float64"):
+        x = jnp.ones((1, 8, 2, 8), jnp.float32)
+        for name, table in (("floats", jnp.ones(9, jnp.float64)), ("integers", jnp.ones(9, jnp.int64))):
+            read = lambda score, b, n, t, s: score + table[t].astype(jnp.float32)
+            with pytest.raises(NotImplementedError, match=f"captured_{name}: Metal has no {table.dtype}"):
+                jax_mfa.flex_attention(x, x, x, score_mod=read, implementation="metal")
+
+
+def test_equal_code_over_other_arrays_has_equal_text():
+    def of(table):
+        return modifiers(lambda score, b, n, t, s: score + table[t], None, np.float32)
+
+    first, other, longer = (functions.rules_of(of(jnp.full(n, n * 1.0)).score, None) for n in (8, 8, 9))
+    assert first == other and first.score != longer.score
+
+
+# --- attention
+
+
+def gallery() -> dict[str, dict]:
+    """Functions by name: a learnt table, coordinates and their distances, documents, hidden by minus infinity."""
+    table, where = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 33), (80, 3)))
+    documents = jnp.asarray(np.sort(rng.integers(0, 3, 800)), jnp.int32)
+
+    def relative(score, b, n, t, s):
+        return score + table[n, jnp.clip(t - s + 16, 0, 32)]
+
+    def distance(score, b, n, t, s):
+        apart = where[t % 80] - where[s % 80]
+        return score - jnp.sqrt((apart**2).sum() + 0.1) * (b + 1)
+
+    def hides(score, b, n, t, s):
+        return jnp.where((t + s + n) % 5 == b, -jnp.inf, score * jnp.exp(-abs(t - s) / 50.0))
+
+    def same(b, n, t, s):
+        return documents[t] == documents[s]
+
+    return {
+        "relative": {"score_mod": relative},
+        "distance": {"score_mod": distance, "mask_mod": lambda b, n, t, s: s <= t + 7 * n},
+        "documents": {"mask_mod": same},
+        "hides": {"score_mod": hides, "mask_mod": same},
+    }
+
+
+@functools.cache
+def problem_of(name, t=37, s=53, dtype=np.float32, **static):
+    """The arguments of a call, and its results and gradients by the reference."""
+    q, k, v = (x.astype(dtype) for x in harness.qkv(B=2, T=t, S=s, N=4, K=2, H=16, seed=5))
+    arguments = {"query": q, "key": k, "value": v, "query_offset": 3, **static}
+    functions_of = gallery()[name]
+    d_out, d_lse = harness.cotangents(arguments)
+
+    def reference(q, k, v):
+        keywords = {"query_offset": 3, "implementation": "reference", "return_residual": True, **static}
+        return jax_mfa.flex_attention(q, k, v, **functions_of, **keywords)
+
+    (out, lse), pullback = jax.vjp(reference, q, k, v)
+    gradients = pullback((d_out.astype(out.dtype), d_lse.astype(lse.dtype)))
+    traced = modifiers(functions_of.get("score_mod"), functions_of.get("mask_mod"), np.float32)
+    return arguments | {"modifiers": traced}, out, gradients
+
+
+def assert_equals_reference(ran, arguments, out, gradients):
+    assert ran.reports == [], "\n".join(ran.reports[:5])
+    terms = harness.terms_of(arguments)
+    dtype = arguments["query"].dtype
+    harness.assert_close(ran.arrays["out"], np.asarray(out), dtype, terms=terms, what="out")
+    for name, wanted in zip(("d_query", "d_key", "d_value"), gradients):
+        size = float(np.abs(wanted).max())
+        harness.assert_close(
+            ran.arrays[name], np.asarray(wanted), dtype, terms=terms, gradient=True, size=size, what=name
+        )
+
+
+@pytest.mark.parametrize("variant", ["staged", "direct", "portable"])
+@pytest.mark.parametrize("name", gallery())
+def test_attention_with_functions_is_the_references(name, variant):
+    arguments, out, gradients = problem_of(name)
+    assert_equals_reference(plans.run_call(arguments, variant=variant), arguments, out, gradients)
+
+
+@pytest.mark.parametrize("name", ["distance", "hides"])
+def test_decoding_with_functions_is_the_references(name):
+    arguments, out, gradients = problem_of(name, t=2, s=530)
+    ran = plans.run_call(arguments)
+    assert any("decode" in kernel for kernel, _ in ran.dispatches) or not ran.dispatches
+    assert_equals_reference(ran, arguments, out, gradients)
+
+
+def test_functions_beside_bias_cap_and_sixteen_bits():
+    """Under a cap minus infinity hides nothing; the bias gets its gradient through the function."""
+    arguments, out, gradients = problem_of("hides", logits_soft_cap=2.0, is_causal=True)
+    assert_equals_reference(plans.run_call(arguments), arguments, out, gradients)
+    arguments, out, gradients = problem_of("relative", dtype=np.float16)
+    assert_equals_reference(plans.run_call(arguments), arguments, out, gradients)
