@@ -113,7 +113,7 @@ class BlockMask:
         return cls(children[0], block_size, children[1])
 
     def __str__(self) -> str:
-        """A picture of the blocks of the first batch entry and head: `█` whole, `▒` seen, `·` hidden.
+        """A picture of the blocks of the first batch entry and head: `#` whole, `+` seen, `.` hidden.
 
         Of a mask with more than 64 rows or columns of blocks, one sign stands for several.
         """
@@ -126,7 +126,7 @@ class BlockMask:
             at = np.arange(0, states.shape[axis], together)
             low, high = (f.reduceat(states, at, axis) if at.size else states for f in (np.minimum, np.maximum))
             states = np.where(low == high, low, 1)
-        return "\n".join("".join("·▒█"[x] for x in row) for row in states)
+        return "\n".join("".join(".+#"[x] for x in row) for row in states)
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """Blocks that both allow; whole where both are. Raises ValueError where block sizes differ."""

@@ -98,7 +98,7 @@ def _show(done: int, of: int) -> None:
     """A bar on stderr, drawn anew at each percent."""
     if (percent := 100 * done // of) != 100 * (done - 1) // of:
         end = "\n" if done == of else ""
-        print(f"\rblocks |{'█' * (percent // 4):25}| {percent} %", end=end, file=sys.stderr, flush=True)
+        print(f"\rblocks |{'#' * (percent // 4):25}| {percent} %", end=end, file=sys.stderr, flush=True)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

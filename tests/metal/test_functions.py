@@ -1,8 +1,7 @@
-"""A caller's functions of scores and masks as kernels compute them: each primitive as JAX has it, and attention whole."""
+"""A caller's functions of scores and masks as kernels compute them: each primitive as JAX has it, and whole attention."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import emulator
@@ -12,18 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import plans
 import pytest
-from compiled import compiled
 from jax import lax
-from plans import Problem
 from runners import needs_core
 
 import jax_mfa
-from jax_mfa import choice, metal
-from jax_mfa.arguments import specify
-from jax_mfa.cli import show
 from jax_mfa.flex.program import modifiers
 from jax_mfa.metal import functions, source
-from jax_mfa.metal import plans as launch_plans
 
 # --- the table of primitives
 
