@@ -14,6 +14,7 @@ import functools
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -219,7 +220,7 @@ def _body(program: Program, floats: int, derivative: Callable[..., Any] | None =
         (result,) = text.jaxpr(closed, [*arguments, *present])
     wanted = "float32" if of_score else "bool"
     returned = text.elementwise("convert_element_type", {"new_dtype": wanted}, [result.at(())], [result.dtype])
-    return "".join(f"    {line}\n" for line in [*text.lines, f"return {returned};"]), text.bounds_of(returned, wanted)
+    return text.statements(returned), text.bounds_of(returned, wanted)
 
 
 # --- indices: ints, or the text of one
@@ -356,12 +357,23 @@ class _Text:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.names: dict[tuple[str, str], str] = {}
+        self.products: dict[str, str] = {}
         self.constants: dict[str, Any] = {}  # the numbers that literals stand for
         self.bounds: dict[str, Bounds] = {}  # between which a scalar is, if it is not NaN
         self.where = ""  # the caller's line
 
     def refused(self, problem: str) -> Refused:
         return Refused(f"{problem}{f' ({self.where})' if self.where else ''}")
+
+    def statements(self, returned: str) -> str:
+        """Those that count for what is returned, and its return."""
+        lines, used = [f"return {returned};"], {returned}
+        for line in reversed(self.lines):
+            name, expression = line.removesuffix(";").split(" ", 2)[2].split(" = ", 1)
+            if name in used:
+                used.update(re.findall(r"\w+", expression))
+                lines.append(line)
+        return "".join(f"    {line}\n" for line in reversed(lines))
 
     def named(self, dtype: str, expression: str) -> str:
         """The name of a constant with this value; the expression itself, where that is a name or a number."""
@@ -484,7 +496,12 @@ class _Text:
         divisor = self.constants.get(xs[-1]) if name in ("div", "rem") else None
         if divisor is not None and _kind(dtype) in "iu" and divisor not in (0, -1):
             text = "{0} / {1}" if name == "div" else "{0} % {1}"
-        return self.written("bool" if compares else dtype, text, xs, dtype)
+        if dtype == "float32" and name in ("add", "add_any", "sub") and sum(x in self.products for x in xs) == 1:
+            xs = [self.products.get(x, x) for x in xs]  # in one expression, which may become one instruction
+        found = self.written("bool" if compares else dtype, text, xs, dtype)
+        if name == "mul":
+            self.products[found] = f"{xs[0]} * {xs[1]}"
+        return found
 
     def binary(self, name: str, dtype: str, x: str, y: str) -> str:
         return self.elementwise(name, {}, [x, y], [dtype, dtype])

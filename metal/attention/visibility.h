@@ -185,6 +185,10 @@ struct Visibility {
     return blocks_of_head[broadcast_index(p->block_mask, row, column)];
   }
 
+  INLINED uchar block_of(int row, int column) const {
+    return block(row / p->block_rows, column / p->block_columns);
+  }
+
   INLINED bool visible(int row, int column) const {
     bool result = row < rows && column < columns;
     if (has_right) {
@@ -200,7 +204,7 @@ struct Visibility {
       result = result && column >= key_ranges[2 * row] && column < key_ranges[2 * row + 1];
     }
     if (has_blocks) {
-      result = result && block(row / p->block_rows, column / p->block_columns) != 0;
+      result = result && block_of(row, column) != 0;
     }
     if (has_mask) {
       result = result && masked_in(row, column);
@@ -225,7 +229,8 @@ struct ModifiedVisibility : Visibility {
   }
 
   INLINED bool visible(int row, int column) const {
-    return Visibility::visible(row, column) && Function::value(given, row + offset, column);
+    return Visibility::visible(row, column) &&
+           ((has_blocks && block_of(row, column) == 2) || Function::value(given, row + offset, column));
   }
 };
 
