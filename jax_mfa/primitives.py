@@ -114,14 +114,15 @@ def _bwd(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, ...]
 
 
 def _bwd_on_metal(*arrays: Array, call: Call) -> tuple[Any, ...]:
-    """Cotangents by kernels; that of the arrays that a `score_mod` reads, for which there is none, by `blockwise`."""
+    """Cotangents by kernels; that of the arrays that a `score_mod` reads by `blockwise` where MSL has not all of it."""
     of = lambda module, *wrt: dict(zip(wrt, _bwd(*arrays, call=dataclasses.replace(call, wrt=wrt), module=module)))
-    by_kernels = [x for x in call.wrt if x != "captured_floats"]
+    all_of = metal.differentiates(call.spec)
+    by_kernels = [x for x in call.wrt if all_of or x != "captured_floats"]
     cotangents = of(metal, *by_kernels) if by_kernels else {}
-    if "captured_floats" in call.wrt:
+    if "captured_floats" in call.wrt and not all_of:
         if call.implementation == "metal":
             raise NotImplementedError(
-                "implementation='metal' has no gradient of the arrays that score_mod reads; "
+                "implementation='metal' has no gradient of the arrays that this score_mod reads; "
                 "leave the choice open, or use implementation='blockwise' or 'reference'"
             )
         cotangents |= of(blockwise, "captured_floats")

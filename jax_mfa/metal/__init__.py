@@ -5,7 +5,28 @@ the facts of a launch, `kernels` the kernels and their grids, `plans` which of t
 the native module behind `runtime` runs. `attention` runs the passes, `append` writes new tokens into pages.
 """
 
-from jax_mfa.metal.attention import PARTS, Failed, backward, candidates, forward, launch_arrays, plan_of, tiles_of
+from jax_mfa.metal.attention import (
+    PARTS,
+    Failed,
+    backward,
+    candidates,
+    differentiates,
+    forward,
+    launch_arrays,
+    plan_of,
+    tiles_of,
+)
 from jax_mfa.metal.plan import DTYPES
 
-__all__ = ["DTYPES", "PARTS", "Failed", "backward", "candidates", "forward", "launch_arrays", "plan_of", "tiles_of"]
+__all__ = [
+    "DTYPES",
+    "PARTS",
+    "Failed",
+    "backward",
+    "candidates",
+    "differentiates",
+    "forward",
+    "launch_arrays",
+    "plan_of",
+    "tiles_of",
+]

@@ -15,11 +15,16 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa import partial
-from jax_mfa.metal import operands, plans, runtime, tiles
+from jax_mfa.metal import functions, operands, plans, runtime, tiles
 from jax_mfa.metal.plan import Plan
 from jax_mfa.metal.problem import LaunchProblem
 from jax_mfa.problem import DIFFERENTIABLE, MAX_POSITION, Operands, Specification, expand_entries, reduce_entries
 from jax_mfa.tuning import tuned
+
+
+def differentiates(spec: Specification) -> bool:
+    """Whether kernels give the gradient of the arrays that the `score_mod` of a problem reads."""
+    return functions.rules_of(spec.score_mod, spec.mask_mod).reads is not None
 
 
 class Failed(RuntimeError):
@@ -164,6 +169,11 @@ def backward(
         operand, repeat = getattr(whole, name), getattr(Operands(*spec.repeats), name)
         if name == "bias":
             return found["d_bias"]
+        if name == "captured_floats":
+            if "d_captured" not in found:  # no score reads any
+                return jnp.zeros_like(operand)
+            x = found["d_captured"].sum(1)
+            return x if x.shape[0] == operand.shape[0] else reduce_rows(x, repeat, operand.shape[0])
         if name == "sinks":
             return partial.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
         x = _SUMMED[name](found["score_sums"]) if name in _SUMMED else found[f"d_{name}"]

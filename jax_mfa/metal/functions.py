@@ -131,6 +131,8 @@ class Rules:
     score: str = "Score"
     visibility: str = "Visibility"
     definitions: str = ""
+    floats: int = 0  # that the functions read
+    reads: int | None = 0  # of single floats by a score, each with a derivative; None where MSL has not all of those
 
 
 PLAIN = Rules()
@@ -140,13 +142,15 @@ PLAIN = Rules()
 def rules_of(score: Program | None, mask: Program | None) -> Rules:
     """The score and the visibility of a `score_mod` and a `mask_mod`; raises `Refused`."""
     floats = _size("floats", score, mask)  # integers follow them
-    found = Rules()
+    found = Rules(floats=floats)
     if score is not None:
-        name, text = _struct("ScoreMod", "float", "float score, ", *_score(score, floats))
-        found = dataclasses.replace(found, score=f"ModifiedScore<{name}>", definitions=text)
+        reads, bodies = _score(score, floats)
+        name, text = _struct("ScoreMod", bodies)
+        found = dataclasses.replace(found, score=f"ModifiedScore<{name}>", definitions=text, reads=reads)
     if mask is not None:
-        name, text = _struct("MaskMod", "bool", "", {"value": _body(mask, floats)[0]})
-        found = Rules(found.score, f"ModifiedVisibility<{name}>", found.definitions + text)
+        name, text = _struct("MaskMod", [_function("bool value", "", _body(mask, floats)[0])])
+        visibility, definitions = f"ModifiedVisibility<{name}>", found.definitions + text
+        found = dataclasses.replace(found, visibility=visibility, definitions=definitions)
     return found
 
 
@@ -161,26 +165,23 @@ def refusal(score: Program | None, mask: Program | None) -> str:
     return ""
 
 
-def _size(kind: str, *programs: Program | None) -> int:
-    """Of the vector of a kind, as far as programs read it."""
-    captured = [x for program in programs if program is not None for x in program.captured if x.kind == kind]
-    return max((x.offset + math.prod(x.shape) for x in captured), default=0)
-
-
-def _struct(kind: str, type: str, score: str, bodies: dict[str, str], facts: str = "") -> tuple[str, str]:
-    signature = f"(const thread Given& given, {score}int t, int s)"
-    functions = (f"  INLINED static {type} {name}{signature} {{\n{body}  }}\n" for name, body in bodies.items())
-    text = "\n".join([*([facts] if facts else []), *functions])
+def _struct(kind: str, parts: Sequence[str]) -> tuple[str, str]:
+    text = "\n".join(parts)
     name = f"{kind}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return name, f"\nstruct {name} {{\n{text}}};\n"
 
 
-def _score(program: Program, floats: int) -> tuple[dict[str, str], str]:
-    """The bodies of a `score_mod` and its derivative, and whether it may hide: make minus infinity of what is not."""
+def _function(name: str, score: str, body: str, more: str = "") -> str:
+    return f"  INLINED static {name}(const thread Given& given, {score}int t, int s{more}) {{\n{body}  }}\n"
+
+
+def _score(program: Program, floats: int) -> tuple[int | None, list[str]]:
+    """How many floats a `score_mod` reads, and the parts of its struct: its value, its derivative, that by each float,
+    and whether it may hide, which is to make minus infinity of what is not."""
 
     def of_score(x: Any, *others: Any) -> Any:
         *indices, vectors = others
-        return program.evaluate((x, *indices), *vectors).astype(jnp.float32)
+        return program.evaluate((x, *indices), vectors["floats"], vectors["integers"]).astype(jnp.float32)
 
     def forward(x: Any, *others: Any) -> Any:
         return jax.jvp(lambda x: of_score(x, *others), (x,), (jnp.ones_like(x),))[1]
@@ -190,16 +191,24 @@ def _score(program: Program, floats: int) -> tuple[dict[str, str], str]:
         derivative, _ = _body(program, floats, jax.grad(of_score))
     except Refused:  # the transposes of slices and reads of what depends on the score; forward mode has none
         derivative, _ = _body(program, floats, forward)
-    may_hide = str(lowest == -np.inf).lower()
-    facts = f"  static constant constexpr bool may_hide = {may_hide};\n"
-    return {"value": value, "derivative": derivative}, facts
+    facts = {"bool may_hide": str(lowest == -np.inf).lower()}
+    functions = [_function(f"float {x}", "float score, ", y) for x, y in (("value", value), ("derivative", derivative))]
+    try:
+        count, by_reads = _body_by_reads(program, floats)
+    except Refused:
+        count, by_reads = None, ""
+    if count:
+        facts |= {"int reads": str(count), "int floats": str(floats)}
+        results = ", thread int* places, thread float* terms"
+        functions.append(_function("void by_reads", "float score, ", by_reads, results))
+    return count, ["".join(f"  static constant constexpr {x} = {y};\n" for x, y in facts.items()), *functions]
 
 
-def _body(program: Program, floats: int, derivative: Callable[..., Any] | None = None) -> tuple[str, Bounds]:
-    """Statements that return what a program gives, or its derivative, and its bounds."""
+def _scalars(program: Program, floats: int) -> tuple[_Text, list[Value], dict[str, Value]]:
+    """A text, and in it the arguments of a program and the vectors of what it reads."""
     text = _Text()
-    of_score = program.arguments == 5
     # what a score is that is not minus infinity
+    of_score = program.arguments == 5
     arguments = [text.argument("score", "float32", float(np.finfo(np.float32).min), np.inf)] if of_score else []
     arguments += [text.argument(x, "int32", 0, MAX_POSITION) for x in ("given.b", "given.n")]
     arguments += [text.argument("t", "int32", -MAX_POSITION, 2 * MAX_POSITION)]
@@ -209,18 +218,85 @@ def _body(program: Program, floats: int, derivative: Callable[..., Any] | None =
         "floats": text.vector(_size("floats", program), "float32", lambda i: f"as_type<float>({words(i)})"),
         "integers": text.vector(_size("integers", program), "int32", lambda i: words(_plus(i, floats))),
     }
+    return text, arguments, vectors
+
+
+def _body(program: Program, floats: int, derivative: Callable[..., Any] | None = None) -> tuple[str, Bounds]:
+    """Statements that return what a program gives, or its derivative, and its bounds."""
+    text, arguments, vectors = _scalars(program, floats)
     if derivative is None:
-        result = text.program(program, arguments, vectors)
+        result = text.program(program, arguments, vectors)[program.result]
     else:
-        text.where = "in its derivative"
-        present = [x for x in vectors.values() if x.shape != (0,)]
-        closed = jax.make_jaxpr(derivative)(
-            *(x.aval for x in arguments), [x.aval if x in present else None for x in vectors.values()]
-        )
-        (result,) = text.jaxpr(closed, [*arguments, *present])
-    wanted = "float32" if of_score else "bool"
+        (result,) = text.traced(derivative, [*arguments, vectors])
+    wanted = "float32" if program.arguments == 5 else "bool"
     returned = text.elementwise("convert_element_type", {"new_dtype": wanted}, [result.at(())], [result.dtype])
-    return text.statements(returned), text.bounds_of(returned, wanted)
+    return text.statements([f"return {returned};"]), text.bounds_of(returned, wanted)
+
+
+# what gives parts of its first operand, as they are
+_VIEWS = (
+    "broadcast_in_dim",
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "rev",
+    "slice",
+    "dynamic_slice",
+    "gather",
+)
+
+
+def _body_by_reads(program: Program, floats: int) -> tuple[int, str]:
+    """How many floats a program reads, and statements: where each lies, and the derivative of the result by it."""
+    first = program.arguments
+    views: set[Any] = {first + i for i, x in enumerate(program.captured) if x.kind == "floats"}
+    read = {program.result} & views if isinstance(program.result, int) else set()
+    for x in program.equations:
+        of = {i for i in x.inputs if isinstance(i, int)} & views
+        if x.primitive.name in _VIEWS and of == {x.inputs[0]}:
+            views.update(x.outputs)
+        else:
+            read |= of
+    text, arguments, vectors = _scalars(program, floats)
+    values = text.program(program, arguments, vectors)
+    known = [values[i] for i in sorted(read)]
+    count = text.limited(sum(math.prod(x.shape) for x in known))
+    elements = [(k, i) for k, x in enumerate(known) for i in np.ndindex(*x.shape)]
+    text.of_places = True
+    where = text.program(program, arguments, vectors | {"floats": text.vector(floats, "int32", str)})
+    places = [where[sorted(read)[k]].at(i) for k, i in elements]
+    text.of_places = False
+
+    def by_reads(*others: Any) -> Any:
+        *scalars, vectors, known = others
+
+        def result(known: Any) -> Any:
+            return _evaluated(program, scalars, vectors, dict(zip(sorted(read), known))).astype(jnp.float32)
+
+        return jax.grad(result)(known)
+
+    found = text.traced(by_reads, [*arguments, vectors, known])
+    terms = [_cast(found[k].at(i), found[k].dtype, "float32") for k, i in elements]
+    lines = [f"places[{j}] = {place}; terms[{j}] = {term};" for j, (place, term) in enumerate(zip(places, terms))]
+    return count, text.statements(lines)
+
+
+def _evaluated(program: Program, arguments: Any, vectors: Any, known: dict[int, Any]) -> Any:
+    """What a program gives where some of its values are `known`."""
+    values = [*arguments, *(x.read(vectors[x.kind]) for x in program.captured)]
+    values = [known.get(i, x) for i, x in enumerate(values)]
+    for x in program.equations:
+        given = [values[i] if isinstance(i, int) else i for i in x.inputs]
+        outputs = zip(x.outputs, compat.bind(x.primitive, given, x.params))
+        values += [known.get(i, y) for i, y in outputs]
+    return values[program.result] if isinstance(program.result, int) else jnp.asarray(program.result)
+
+
+def _size(kind: str, *programs: Program | None) -> int:
+    """Of the vector of a kind, as far as programs read it."""
+    captured = [x for program in programs if program is not None for x in program.captured if x.kind == kind]
+    return max((x.offset + math.prod(x.shape) for x in captured), default=0)
 
 
 # --- indices: ints, or the text of one
@@ -361,13 +437,14 @@ class _Text:
         self.constants: dict[str, Any] = {}  # the numbers that literals stand for
         self.bounds: dict[str, Bounds] = {}  # between which a scalar is, if it is not NaN
         self.where = ""  # the caller's line
+        self.of_places = False  # whether the values of floats that are read are where these lie, -1 for nowhere
 
     def refused(self, problem: str) -> Refused:
         return Refused(f"{problem}{f' ({self.where})' if self.where else ''}")
 
-    def statements(self, returned: str) -> str:
-        """Those that count for what is returned, and its return."""
-        lines, used = [f"return {returned};"], {returned}
+    def statements(self, last: Sequence[str]) -> str:
+        """Those that count for the last ones, and these."""
+        lines, used = list(reversed(last)), set(re.findall(r"\w+", " ".join(last)))
         for line in reversed(self.lines):
             name, expression = line.removesuffix(";").split(" ", 2)[2].split(" = ", 1)
             if name in used:
@@ -423,7 +500,9 @@ class _Text:
 
     # --- programs
 
-    def program(self, program: Program, arguments: Sequence[Value], vectors: dict[str, Value]) -> Value:
+    def program(self, program: Program, arguments: Sequence[Value], vectors: dict[str, Value]) -> dict[Any, Value]:
+        """Its values by their numbers, and its result by what a program has for it."""
+
         def array(x: Captured) -> Value:
             vector = vectors[x.kind]
             return self.jaxpr(jax.make_jaxpr(x.read)(vector.aval), [vector])[0]
@@ -435,7 +514,16 @@ class _Text:
             bind = lambda *xs, x=x: compat.bind(x.primitive, xs, x.params)
             outputs: Any = jax.eval_shape(bind, *(y.aval for y in given))
             values += self.primitive(x.primitive.name, x.params, given, outputs)
-        return get(program.result)
+        return {**dict(enumerate(values)), program.result: get(program.result)}
+
+    def traced(self, function: Callable[..., Any], arguments: Any) -> list[Value]:
+        """What a function of values, in any containers, gives."""
+        is_value = lambda x: isinstance(x, Value)
+        shapes = jax.tree.map(lambda x: x.aval, arguments, is_leaf=is_value)
+        before, self.where = self.where, "in its derivative"
+        found = self.jaxpr(jax.make_jaxpr(function)(*shapes), jax.tree.leaves(arguments, is_leaf=is_value))
+        self.where = before
+        return found
 
     def jaxpr(self, closed: Any, arguments: Sequence[Value]) -> list[Value]:
         jaxpr = getattr(closed, "jaxpr", closed)
@@ -560,7 +648,7 @@ def _clamp(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -
 
 def _converted(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
     to = np.dtype(params["new_dtype"]).name
-    return text.named(to, _cast(xs[0], dtypes[0], to))
+    return xs[0] if text.of_places else text.named(to, _cast(xs[0], dtypes[0], to))
 
 
 def _bitcast(text: _Text, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
@@ -686,6 +774,8 @@ def _gather(text: _Text, params: Any, given: list[Value], out: Sequence[Any]) ->
         found = x.at(place)
         if not fills:
             return found
+        if text.of_places:
+            return text.named("int32", f"{' && '.join(within)} ? {found} : -1")
         fill = text.constant(np.asarray(_fill(params["fill_value"], x.dtype), x.dtype)).at(())
         return text.named(x.dtype, f"{text.named('bool', ' && '.join(within))} ? {found} : {fill}")
 
@@ -723,6 +813,25 @@ def _stack(text: _Text, params: Any, given: list[Value], out: Sequence[Any]) -> 
     axis = params["axis"] % len(out[0].shape)
     part = lambda x, i: (1, lambda k: x.at([*i[:axis], *i[axis + 1 :]]))
     return [lambda i: _joined(text, given[0].dtype, i[axis], [part(x, i) for x in given])]
+
+
+def _unstack(text: _Text, params: Any, given: list[Value], out: Sequence[Any]) -> Found:
+    (x,), axis = given, params["axis"] % len(given[0].shape)
+    part = lambda k: lambda i: x.at([*i[:axis], k, *i[axis:]])
+    return [part(k) for k in range(len(out))]
+
+
+def _pad(text: _Text, params: Any, given: list[Value], out: Sequence[Any]) -> Found:
+    x, padding = given
+
+    def at(i: Index) -> str:
+        if not all(isinstance(k, int) for k in i):
+            raise text.refused("Metal has no primitive pad whose result is read at a computed index")
+        steps = [divmod(k - low, inner + 1) for k, (low, _, inner) in zip(i, params["padding_config"])]
+        within = all(rest == 0 and 0 <= k < n for (k, rest), n in zip(steps, x.shape))
+        return x.at([k for k, _ in steps]) if within else padding.at(())
+
+    return [at]
 
 
 def _split(text: _Text, params: Any, given: list[Value], out: Sequence[Any]) -> Found:
@@ -820,6 +929,8 @@ SHAPED: dict[str, Callable[..., Found]] = {
     "gather": _gather,
     "concatenate": _concatenate,
     "stack": _stack,
+    "unstack": _unstack,
+    "pad": _pad,
     "split": _split,
     "iota": _iota,
     "dot_general": _dot_general,

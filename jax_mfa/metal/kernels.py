@@ -23,7 +23,10 @@ ROOMS: dict[str, tuple[str, int]] = {
     "d_query": ("hv", 1),
     "d_key_value": ("hv", 2),
     "d_bias": ("hv", 1),
+    "d_captured": ("hv", 2),
 }
+# of the gradient of captured arrays: floats that the tables of all shares have together, but for the least of them
+TABLES, LEAST_SHARES, MOST_SHARES = 2**22, 8, 256
 IN_LANES = ("decode", "decode_rows")  # kernels that read keys and values straight to lanes
 
 Grid = tuple[int, int, int]
@@ -188,6 +191,14 @@ class Launches:
         rows, heads, t, s = x.shape("bias")
         grid = (-(-s // share.columns), -(-t // share.rows), rows * heads)
         return _launch(self.family, "d_bias", x, share, grid, x.pairs * (x.h + x.v))
+
+    def d_captured(self) -> tuple[Launch, Buffer]:
+        """With its result, a table for each share: few where they are large."""
+        x, rows = self.x, self.x.shape("captured")[0]
+        most = max(TABLES // max(rows * x.rules.floats, 1), LEAST_SHARES)
+        shares = min(most, MOST_SHARES, x.n * x.t)
+        result = Buffer("d_captured", "output", "float32", (rows, shares, x.rules.floats))
+        return _launch(PORTABLE, "d_captured", x, _ALONE, (shares, 1, rows), x.pairs * (x.h + x.v)), result
 
 
 def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, split_keys: int) -> tuple[Launch, Launch]:

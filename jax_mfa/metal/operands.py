@@ -207,6 +207,12 @@ _OWN = (  # a kernel's signature names them
         "those of d(score) times product, and times distance: of scale and slopes the gradients, once summed over rows",
         "wants_sums",
     ),
+    Operand(
+        "d_captured",
+        "float",
+        ("rows", "shares", "floats"),
+        "of the floats that a caller's function of scores reads, the part that each share of the query rows has",
+    ),
     Operand("split_out", "float", (*_SPLITS, "V"), "of each split of the keys, not normalised"),
     Operand("split_state", "float", (*_SPLITS, "2"), "maximum, sum; absent_weight where nothing is visible"),
     Operand("splits", "int", (), "how many"),
@@ -254,6 +260,7 @@ SIGNATURES = {
     "d_query": Signature(_GRADIENT, ("d_query", "score_sums")),
     "d_key_value": Signature(_GRADIENT, ("d_key", "d_value")),
     "d_bias": Signature(_GRADIENT, ("d_bias",)),
+    "d_captured": Signature(_GRADIENT, ("d_captured",)),
 }
 assert all(len(x.names) <= MOST_BUFFERS for x in SIGNATURES.values())
 

@@ -61,6 +61,8 @@ def _backward(x: LaunchProblem, wrt: tuple[str, ...], chosen: tiles.Tiles) -> Pl
     if "key" in wrt or "value" in wrt:
         columns = lambda name, size: Buffer(name, "output", x.dtype, (x.b, x.s, x.k, size))
         add(all_of.d_key_value(), columns("d_key", x.h), columns("d_value", x.v))
+    if "captured_floats" in wrt and x.rules.reads:
+        add(*all_of.d_captured())
     if "bias" in wrt:
         bias = x.by_name["bias"]
         add(all_of.d_bias(), Buffer("d_bias", "output", bias.dtype.name, bias.shape))

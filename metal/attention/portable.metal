@@ -366,3 +366,87 @@ template <typename Types, int THREADS>
     store_bias(d_bias, plane + broadcast_index(p.bias, first_row, first_column), sum);
   }
 }
+
+// The gradient of the arrays that a caller's function of scores reads: a threadgroup owns a table of sums, and walks over its share
+// of the rows. Of the threads that read the same element in a tile the first adds what all of them found: in every run in the same
+// order.
+template <typename Types, int THREADS>
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void portable_d_captured(
+    D_CAPTURED_OPERANDS,
+    uint3 launched [[threadgroup_position_in_grid]],  // (share, 1, row of the arrays)
+    ushort thread_index [[thread_index_in_threadgroup]]) {
+  using Function = typename Types::Score::Function;
+  constexpr int H = Types::H;
+  constexpr int V = Types::V;
+  const Features features = FEATURES;
+  const uint3 group = place_in(p.grid, launched);
+  threadgroup float q_row[H];
+  threadgroup float do_row[V];
+  threadgroup int places[THREADS];
+  threadgroup float terms[THREADS];
+  const int shares = p.grid.width;
+  device float* sums = d_captured + (ulong(group.z) * shares + group.x) * Function::floats;
+  for (int i = thread_index; i < Function::floats; i += THREADS) {
+    sums[i] = 0;
+  }
+  threadgroup_barrier(mem_flags::mem_device);
+  for (int batch = 0; batch < p.batch; ++batch) {
+    if (mapped_row(p.captured, batch) != int(group.z)) {
+      continue;
+    }
+    for (int item = group.x; item < p.heads * p.queries; item += shares) {
+      const int head = item / p.queries;
+      const int row = item % p.queries;
+      const int key_head = head / (p.heads / p.key_heads);
+      const typename Types::Visibility visibility(features, batch, head, thread_index);
+      const typename Types::Score score(features, batch, head, visibility.offset);
+      const Dropout drop(features, batch, head);
+      const auto keys = keys_of<Types>(features, key, batch, key_head, visibility.columns);
+      const auto values = values_of<Types>(features, value, batch, key_head, visibility.columns);
+      keep_row<H, THREADS>(q_row, queries_of<Types>(features, query, batch, head, p.queries).tile(row), thread_index);
+      keep_row<V, THREADS>(do_row, cotangents_of<Types>(features, d_out, batch, head, p.queries).tile(row), thread_index);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      const RowState state(row_states, delta, row_place(p, batch, row, head));
+      const Walk walk = columns_for<THREADS>(p, visibility, nullptr, head, row, 1);
+      for (int turn = 0; turn < walk.count; ++turn) {
+        const int at = walk.tile(turn) * THREADS + thread_index;
+        int place[Function::reads];
+        float term[Function::reads];
+        for (int i = 0; i < Function::reads; ++i) {
+          place[i] = -1;
+          term[i] = 0;
+        }
+        float x;
+        if (visibility.visible(row, at)) {
+          const float product = dot_rows<H>(q_row, keys.tile(at));
+          if (score.of(product, row, at, x)) {
+            const float d_weight = dot_rows<V>(do_row, values.tile(at)) * drop.factor(row, at);
+            const float d = probability(x, state) * (d_weight - state.delta) * score.derivative_by_value(product, row, at);
+            Function::by_reads(score.given, score.before(product, row, at), row + score.offset, at, place, term);
+            for (int i = 0; i < Function::reads; ++i) {
+              term[i] *= d;
+            }
+          }
+        }
+        for (int i = 0; i < Function::reads; ++i) {
+          places[thread_index] = place[i];
+          terms[thread_index] = term[i];
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+          bool first = place[i] >= 0;
+          float sum = 0;
+          for (int j = 0; first && j < THREADS; ++j) {
+            if (places[j] == place[i]) {
+              first = j >= thread_index;
+              sum += terms[j];
+            }
+          }
+          if (first) {
+            sums[place[i]] += sum;
+          }
+          threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+}

@@ -91,8 +91,9 @@ struct Score {
 
 // Scores with a caller's function between bias and cap: its `value` and `derivative` come with the plan, made by
 // jax_mfa/metal/functions.py.
-template <typename Function>
+template <typename FUNCTION>
 struct ModifiedScore : Score {
+  using Function = FUNCTION;
   Given given;
 
   ModifiedScore() = default;
@@ -116,19 +117,27 @@ struct ModifiedScore : Score {
     if (Score::may_be_masked() && bias == -INFINITY) {
       return false;
     }
-    const float before = uncapped(product, bias, row, column);
-    x = capped(modified(before, row, column));
-    return !Function::may_hide || has_cap || x != -INFINITY || before == -INFINITY;
+    const float given_score = uncapped(product, bias, row, column);
+    x = capped(modified(given_score, row, column));
+    return !Function::may_hide || has_cap || x != -INFINITY || given_score == -INFINITY;
   }
 
   INLINED bool may_be_masked() const {
     return !has_cap && (has_bias || Function::may_hide);
   }
 
+  INLINED float before(float product, int row, int column) const {
+    return uncapped(product, has_bias ? bias_at(row, column) : 0.0f, row, column);
+  }
+
+  // The derivative of the score by what the function gives.
+  INLINED float derivative_by_value(float product, int row, int column) const {
+    return has_cap ? derivative_of_cap(modified(before(product, row, column), row, column)) : 1.0f;
+  }
+
   INLINED float derivative(float product, int row, int column) const {
-    const float before = uncapped(product, has_bias ? bias_at(row, column) : 0.0f, row, column);
-    const float cap = has_cap ? derivative_of_cap(modified(before, row, column)) : 1.0f;
-    return cap * Function::derivative(given, before, row + offset, column);
+    return derivative_by_value(product, row, column) *
+           Function::derivative(given, before(product, row, column), row + offset, column);
   }
 };
 

@@ -17,8 +17,8 @@ from jax import lax
 from runners import needs_core
 
 import jax_mfa
-from jax_mfa import metal
-from jax_mfa.arguments import specify_abstract
+from jax_mfa import metal, reference
+from jax_mfa.arguments import specify, specify_abstract
 from jax_mfa.flex.program import modifiers
 from jax_mfa.metal import functions, source
 
@@ -331,6 +331,81 @@ def test_functions_beside_bias_cap_and_sixteen_bits():
     assert_equals_reference(plans.run_call(arguments), arguments, out, gradients)
     arguments, out, gradients = problem_of("relative", dtype=np.float16)
     assert_equals_reference(plans.run_call(arguments), arguments, out, gradients)
+
+
+def table_gradient(arguments, **how):
+    """Of what a score_mod reads: by kernels, and by the reference."""
+    spec, operands = specify(**arguments)
+    d_out, d_lse = harness.cotangents(arguments)
+    floats = operands.captured_floats
+    _, pullback = jax.vjp(lambda x: reference.attention(spec, operands._replace(captured_floats=x)), floats)
+    (wanted,) = pullback((jnp.asarray(d_out), jnp.asarray(d_lse)))
+    ran = plans.run_call(arguments, **how)
+    assert ran.reports == []
+    return ran.arrays["d_captured"].sum(1), np.asarray(wanted)
+
+
+@pytest.mark.parametrize("variant", ["staged", "portable"])
+@pytest.mark.parametrize("name", ["relative", "distance"])
+def test_arrays_that_a_score_mod_reads_get_their_gradient(name, variant):
+    """In every run and schedule the same bits."""
+    arguments, _, _ = problem_of(name)
+    got, wanted = table_gradient(arguments, variant=variant)
+    terms = 2 * 4 * 37 + harness.terms_of(arguments)
+    harness.assert_close(got, wanted, np.float32, terms=terms, gradient=True, size=float(np.abs(wanted).max()))
+    np.testing.assert_array_equal(table_gradient(arguments, variant=variant, seed=3)[0], got)
+
+
+def test_reads_beyond_an_array_and_of_hidden_pairs_have_no_gradient():
+    """Not even where a derivative is not finite."""
+    table = jnp.asarray(np.where(np.arange(60) % 9 == 4, 0, rng.random(60)), jnp.float32)
+    read = lambda score, b, n, t, s: score + jnp.sqrt(table.at[t - s].get(mode="fill", fill_value=0.25)) + table[s] ** 2
+    visible = lambda b, n, t, s: (t >= s) & ((t - s) % 9 != 4)
+    arguments = problem_of("relative")[0] | {"modifiers": modifiers(read, visible, np.float32)}
+    got, wanted = table_gradient(arguments)
+    assert np.isfinite(wanted).all()
+    terms = 2 * 4 * 37 + harness.terms_of(arguments)
+    harness.assert_close(got, wanted, np.float32, terms=terms, gradient=True, size=float(np.abs(wanted).max()))
+
+
+def test_tables_of_shares_do_not_grow_with_queries_and_keys():
+    """Beside eight of the table itself they are bounded."""
+    for size, shares in ((100, 256), (2**20, 8)):
+        table = jax.ShapeDtypeStruct((1, size), np.float32)
+        small = modifiers(lambda score, b, n, t, s, size=size: score + jnp.zeros(size)[t], None, np.float32)
+        for length in (512, 4096):
+            shape = jax.ShapeDtypeStruct((1, length, 2, 16), np.float32)
+            spec, operands = specify_abstract(query=shape, key=shape, value=shape, modifiers=small)
+            plan = metal.plan_of(spec, operands._replace(captured_floats=table), "backward", "staged")
+            (found,) = [x for x in plan.buffers if x.name == "d_captured"]
+            assert found.shape == (1, shares, size)
+
+
+def test_a_gradient_that_metal_lacks_is_left_to_blockwise(on_device):
+    """And refused where Metal was named: a whole array within a function has no single reads."""
+    q, k, v = harness.qkv(B=1, T=9, S=9, N=2, K=2)
+
+    def loss(table, implementation):
+        score_mod = lambda score, b, n, t, s: score + (table * score)[t]
+        return (jax_mfa.flex_attention(q, k, v, score_mod=score_mod, implementation=implementation) ** 2).sum()
+
+    table = jnp.asarray(rng.normal(size=70), jnp.float32)
+    harness.assert_allclose(jax.grad(loss)(table, None), jax.grad(loss)(table, "reference"), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="gradient of the arrays that this score_mod reads"):
+        jax.grad(loss)(table, "metal")
+
+
+def test_mapped_tables_get_a_gradient_each(on_device):
+    q, k, v = harness.qkv(B=2, T=9, S=11, N=2, K=1)
+    ids = jnp.arange(11) % 3
+
+    def loss(table, implementation):
+        score_mod = lambda score, b, n, t, s: score + table[n, ids[s]] * (b + 1)
+        return (jax_mfa.flex_attention(q, k, v, score_mod=score_mod, implementation=implementation) ** 2).sum()
+
+    tables = jnp.asarray(rng.normal(size=(3, 2, 3)), jnp.float32)
+    got, wanted = (jax.vmap(jax.grad(lambda x, i=i: loss(x, i)))(tables) for i in ("metal", "reference"))
+    harness.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def ran(variant="staged", **changed):
