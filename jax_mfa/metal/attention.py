@@ -173,7 +173,7 @@ def backward(
             if "d_captured" not in found:  # no score reads any
                 return jnp.zeros_like(operand)
             x = found["d_captured"].sum(1)
-            return x if x.shape[0] == operand.shape[0] else reduce_rows(x, repeat, operand.shape[0])
+            return x if x.shape[0] == operand.shape[0] else reduce_entries(x, repeat, operand.shape[0])
         if name == "sinks":
             return partial.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
         x = _SUMMED[name](found["score_sums"]) if name in _SUMMED else found[f"d_{name}"]
