@@ -31,7 +31,7 @@ from jax import Array
 from jax_mfa import compat
 from jax_mfa.api import attend_by_name, explain
 from jax_mfa.cli import check_writes
-from jax_mfa.cli.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, allowed, problems, quick
+from jax_mfa.cli.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, Relative, allowed, problems, quick
 from jax_mfa.cli.command_line import INTERRUPTED, interruptible, named, one_line, start_metal, table_line, table_lines
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
 from jax_mfa.metal import DTYPES, runtime
@@ -68,6 +68,8 @@ def _widened(x: Any, dtype: Any) -> Any:
     if isinstance(x, QuantizedArray):
         parts = {name: _widened(part, dtype) for name, part in x.parts().items()}
         return dataclasses.replace(x, **parts, dtype=np.dtype(dtype))
+    if isinstance(x, Relative):
+        return Relative(_widened(x.table, dtype))
     return x.astype(dtype) if isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -81,6 +83,8 @@ def _evaluated(problem: Problem, implementation: Any, dtype: Any = None) -> dict
     backward = not problem.decoding  # decoding has the backward pass of any other problem
     if backward:  # quantised keys and values pass their gradient on to the arrays that they were made of
         moving |= {name: x.dequantize() for name, x in arrays.items() if isinstance(x, QuantizedArray)}
+        if "score_mod" in static:
+            moving["captured_floats"] = static["score_mod"].table
     # the reference need not be fast, and LLVM's optimiser takes most of a small program's time
     options = {"xla_backend_optimization_level": 0} if implementation == "reference" else {}
     program = jax.jit(_both(implementation, backward, **static), compiler_options=options)
@@ -95,6 +99,8 @@ def _both(implementation: Any, backward: bool, **static: Any) -> Callable[..., A
         def attention(moving: dict[str, Any]) -> Any:
             kept = {name: dataclasses.replace(x, original=moving[name]) for name, x in arrays.items() if name in moving}
             given = {"bias": None, "mask": None, **arrays, **moving, **kept, **static}
+            if "captured_floats" in given:
+                given["score_mod"] = Relative(given.pop("captured_floats"))
             return attend_by_name(given, implementation, with_lse=True)
 
         if not backward:

@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from jax_mfa.api import with_modifiers
 from jax_mfa.arguments import specify
 from jax_mfa.block_mask import BlockMask
 from jax_mfa.cli import show
@@ -72,7 +74,7 @@ class Problem:
 
     def plans(self) -> list[Plan]:
         """What Metal launches for it."""
-        spec, operands = specify(**self.arguments())
+        spec, operands = specify(**with_modifiers(self.arguments()))
         passes = ("forward",) if self.decoding else show.PASSES
         return [plan_of(spec, operands, x, self.variant) for x in passes]
 
@@ -133,6 +135,25 @@ _KEPT = {  # ways to store keys and values
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Relative:
+    """A `score_mod` with a bias for each head and distance."""
+
+    table: Any  # [HEADS, 128], float32
+
+    def __call__(self, score: Array, b: Array, n: Array, t: Array, s: Array) -> Array:
+        return score + jnp.asarray(self.table)[n, jnp.clip(t - s + 64, 0, 127)]
+
+
+def two_of_three(b: Array, n: Array, t: Array, s: Array) -> Array:
+    """A `mask_mod`."""
+    return (s - t) % 3 != 1
+
+
+def _functions(p: Problem, rng: np.random.Generator) -> _Arguments:
+    return {"score_mod": Relative(_normal(rng, "float32", HEADS, 128)), "mask_mod": two_of_three}
+
+
 def _everything(p: Problem, rng: np.random.Generator) -> _Arguments:
     """All of them, so that each kernel is also compiled with all that it can do; the bias has another dtype."""
     arguments: _Arguments = {"bias": _normal(rng, _OTHER[p.dtype], 1, HEADS, p.queries, p.keys)}
@@ -169,11 +190,12 @@ FEATURES: dict[str, _Feature] = {
         "logits_soft_cap": 4.0,
     },
     "dropout": lambda p, rng: {"dropout_rate": 0.25, "dropout_seed": 7},
+    "functions": _functions,
     "everything": _everything,
     **_KEPT,
 }
 _EACH_TILE = ("dense", "causal")
-_EACH_DTYPE = ("bias", "everything")  # features with kernels of their own, and with all function constants
+_EACH_DTYPE = ("bias", "functions", "everything")  # features with kernels of their own, and with all function constants
 
 
 def head_sizes(variant: str, dtype: str) -> list[tuple[int, int]]:
@@ -216,7 +238,7 @@ def _decoding(variant: str) -> Iterator[Problem]:
     for dtype in DTYPES:
         sizes = decode_sizes(dtype)
         few = next(size for size in sizes if size[0] == 2)  # takes tiles without the matrix unit
-        features = ("everything", "dense", *(kept[1:] if dtype == DTYPES[0] else kept[-1:]))
+        features = ("everything", "functions", "dense", *(kept[1:] if dtype == DTYPES[0] else kept[-1:]))
         each = [*itertools.product((sizes[0], few), features), *itertools.product(sizes, ["causal"])]
         for (t, h, v), feature in each:
             yield Problem(variant, dtype, h, v, feature, t, tiles.DECODE_KEYS + 18)
