@@ -48,7 +48,7 @@ TYPES = {
 _INLINED = {"jit", "pjit", "remat", "remat2", "checkpoint", "closed_call", "core_call"}
 _INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _FLOATS, _INTEGERS, _SIGNED, _UNSIGNED, _BOOLS, _ALL = "f", "iu", "i", "u", "b", "fiub"
-_FUNCTIONS = "exp exp2 log sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sqrt"
+_FUNCTIONS = "exp exp2 log log2 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sqrt"
 _KEPT = ("copy", "copy_p", "optimization_barrier", "pvary")
 _ADD = {_FLOATS: "{0} + {1}", _INTEGERS: "{W}({0}) + {W}({1})"}
 # Elementwise primitives: the text of each, by the kinds of their first operand. {0} and {1} are the operands, {W} is
@@ -85,6 +85,7 @@ ELEMENTWISE: dict[str, dict[str, str]] = {
     "floor": {_FLOATS: "floor({0})"},
     "ceil": {_FLOATS: "ceil({0})"},
     "rsqrt": {_FLOATS: "1.0f / precise::sqrt({0})"},
+    "one_minus_square": {_FLOATS: "(1.0f + {0}) * (1.0f - {0})"},
     "atan2": {_FLOATS: "precise::atan2({0}, {1})"},
     "pow": {_FLOATS: "precise::pow({0}, float({1}))"},
     "logistic": {_FLOATS: "1.0f / (1.0f + precise::exp(-{0}))"},
