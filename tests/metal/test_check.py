@@ -406,7 +406,8 @@ def test_no_problem_is_empty():
         arguments = dataclasses.replace(problem, dtype="float32").arguments()
         arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
         static = {name: x for name, x in arguments.items() if name not in arrays}
-        run = lambda x, static=static: jax_mfa.flash_attention(**x, **static, implementation="reference")
+        keywords = {**static, "implementation": "reference", "return_residual": True}
+        run = lambda x, keywords=keywords: jax_mfa.flex_attention(**x, **keywords)
         results = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})(arrays)
         for name, x in zip(("out", "lse"), map(np.asarray, results)):
             finite = x[np.isfinite(x)]
