@@ -75,7 +75,7 @@ def merge(
 def sinks_of(spec: Specification, operands: Operands, dtype: Any, x: Any = None) -> Any:
     """The sinks, or an `x` like them, as `[B|1, 1, N]` of this dtype."""
     x = operands.sinks if x is None else x
-    if x.shape[0] > 1:
+    if x.shape[0] != 1:  # may be symbolic
         x = expand_entries(x, Operands(*spec.repeats).sinks, operands.query.shape[0])
     return x.astype(dtype)[:, None]
 
