@@ -93,11 +93,17 @@ def _all_of(x: Any, original: Any) -> Array:
     return values if original is None else straight_through(values, original.astype(dtype))
 
 
-def _distance(spec: Specification, o: Operands) -> Array:
-    """How far column s stands behind the position of row t, s − position(t): [B|1, 1, T, S]."""
+def _places(spec: Specification, o: Operands) -> tuple[Array, Array]:
+    """position(t) and s: [B|1, 1, T, 1] and [1, 1, 1, S]."""
     offset = spec.query_offset if o.query_offset is None else o.query_offset.reshape(-1, 1, 1, 1)
     position = jnp.arange(o.query.shape[1], dtype=jnp.int32).reshape(1, 1, -1, 1) + offset
-    return jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1) - position
+    return position, jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
+
+
+def _distance(spec: Specification, o: Operands) -> Array:
+    """How far column s stands behind the position of row t, s − position(t): [B|1, 1, T, S]."""
+    position, s = _places(spec, o)
+    return s - position
 
 
 def visible(spec: Specification, operands: Operands) -> Array:
@@ -138,11 +144,9 @@ def visible(spec: Specification, operands: Operands) -> Array:
 
 def _indices(spec: Specification, o: Operands) -> tuple[Array, ...]:
     """b, n, t and s of a caller's functions, as `[B|1, N|1, T|1, S|1]`."""
-    t = jnp.arange(o.query.shape[1], dtype=jnp.int32).reshape(1, 1, -1, 1)
     b, first = (o.origin[:, i].reshape(-1, 1, 1, 1) for i in range(2))
     n = first + jnp.arange(o.query.shape[2], dtype=jnp.int32).reshape(1, -1, 1, 1)
-    position = t + (spec.query_offset if o.query_offset is None else o.query_offset.reshape(-1, 1, 1, 1))
-    return b, n, position, jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
+    return b, n, *_places(spec, o)
 
 
 def _product(see: Array | None, a: Array, b: Array, axis: int) -> Array:

@@ -69,11 +69,9 @@ class _Arrays:
     def batch_splits(self, parts: int) -> bool:
         def fits(name: str) -> bool:
             entries, share = self.shapes[name][0], self.batch // parts
-            return (
-                entries % parts == 0
-                if "batch" in self.split_axes(name)
-                else entries == 1 or share % self.span(name) == 0
-            )
+            if "batch" in self.split_axes(name):
+                return entries % parts == 0
+            return entries == 1 or share % self.span(name) == 0
 
         with_entries = {*self.shapes} - {*pool_fields(self.shapes)}
         return self.batch % parts == 0 and all(fits(name) for name in with_entries)

@@ -149,11 +149,14 @@ class Tile:
     def _modified(self, program: Program, score: tuple[Array, ...], floats: Array | None, see: Array | None) -> Array:
         """A caller's function of scores, which it may take, and of indices; derivatives pass where `see`."""
         _, s, position = self._places()
-        origin, c = self.operand("origin"), self.tiles
-        count = lambda axis, size: lax.broadcasted_iota(jnp.int32, [size if i == axis else 1 for i in range(5)], axis)
-        head = self.group * (self.starts["K"] + count(1, c.heads)) + count(3, self.group)
-        indices = origin[..., :1], origin[..., 1:] + head, position, s
+        origin = self.operand("origin")
+        indices = origin[..., :1], origin[..., 1:] + self._heads(np.int32), position, s
         return program.over((*score, *indices), floats, self._captured("integers"), see)
+
+    def _heads(self, dtype: Any) -> Array:
+        """Query heads, [1, E, 1, G, 1]."""
+        first = jnp.asarray(self.starts["K"], dtype)
+        return dtype(self.group) * (first + _count(dtype, 1, self.tiles.heads)) + _count(dtype, 3, self.group)
 
     def _captured(self, kind: str) -> Array | None:
         name = f"captured_{kind}"
@@ -218,10 +221,9 @@ class Tile:
             return None
         words = self.cut("dropout", o.dropout)
         seed0, seed1, index, head0, row0, column0 = (words[:, i].reshape(-1, 1, 1, 1, 1) for i in range(6))
-        start, c, group = {x: jnp.uint32(i) for x, i in self.starts.items()}, self.tiles, np.uint32(self.group)
-        count = lambda axis, size: lax.broadcasted_iota(jnp.uint32, [size if i == axis else 1 for i in range(5)], axis)
-        head = head0 + group * (start["K"] + count(1, c.heads)) + count(3, self.group)
-        row, column = row0 + start["T"] + count(2, c.block_q), column0 + start["S"]
+        start, c = {x: jnp.uint32(i) for x, i in self.starts.items()}, self.tiles
+        head = head0 + self._heads(np.uint32)
+        row, column = row0 + start["T"] + _count(np.uint32, 2, c.block_q), column0 + start["S"]
         keep = keep_mask(self.spec.dropout_rate, (seed0, seed1), index, head, row, column, c.block_kv)
         return jnp.where(keep, 1 / (1 - self.spec.dropout_rate), 0).astype(self.acc)
 
@@ -284,6 +286,11 @@ class Tile:
         s, e, x = b.shape[1:]
         b = jnp.broadcast_to(b, (self.tiles.batch, s, e, x))
         return b.reshape(-1, s, e * x), jnp.eye(e, dtype=bool).reshape(e, 1, 1, e, 1)
+
+
+def _count(dtype: Any, axis: int, size: int) -> Array:
+    """0, 1, 2, … along an axis of scores."""
+    return lax.broadcasted_iota(dtype, [size if i == axis else 1 for i in range(5)], axis)
 
 
 # --- parts of arrays, and numbers of 16 bits in loops

@@ -13,7 +13,7 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -29,7 +29,7 @@ INDICES = ("b", "n", "t", "s")
 ScoreMod: TypeAlias = Callable[[Array, Array, Array, Array, Array], ArrayLike]
 MaskMod: TypeAlias = Callable[[Array, Array, Array, Array], ArrayLike]
 # calls that are no more than the program in them: the parameter that has it
-_INLINED = {
+INLINED = {
     **dict.fromkeys(("jit", "pjit", "remat", "remat2", "checkpoint"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call"), "call_jaxpr"),
 }
@@ -102,15 +102,17 @@ class Program:
                 reached.update(x.outputs)
         return isinstance(self.result, int) and self.result in reached
 
-    def evaluate(self, arguments: Sequence[Any], floats: Any, integers: Any, see: Any = None) -> Any:
+    def evaluate(
+        self, arguments: Sequence[Any], floats: Any, integers: Any, see: Any = None, known: Mapping[int, Any] = {}
+    ) -> Any:
         """The function of scalars, where the vectors have what it captured.
 
         Where `see` is false no derivative passes, neither to floating arguments nor to captured arrays, whatever is
-        infinite or NaN there; values are the same.
+        infinite or NaN there; values are the same. Values that are `known`, by their numbers, are taken as they are.
         """
         guard = (lambda x: x) if see is None else functools.partial(_only_where, see)
         captured = [x.read(floats if x.kind == "floats" else integers) for x in self.captured]
-        values: list[Any] = [*map(guard, arguments), *captured]
+        values: list[Any] = [known.get(i, x) for i, x in enumerate((*map(guard, arguments), *captured))]
         of_captured = range(len(arguments), len(values))
         for x in self.equations:
             reads = x.reads and any(isinstance(i, int) and i in of_captured for i in x.inputs)
@@ -120,7 +122,7 @@ class Program:
                 for i in x.inputs
             ]
             found = compat.bind(x.primitive, given, x.params)
-            values += map(guard, found) if reads else found
+            values += [known.get(i, guard(y) if reads else y) for i, y in zip(x.outputs, found)]
         return values[self.result] if isinstance(self.result, int) else jnp.asarray(self.result)
 
     def over(self, arguments: Sequence[Any], floats: Any, integers: Any, see: Any = None) -> Array:
@@ -211,8 +213,7 @@ def _traced(
 ) -> Program:
     avals = [jax.ShapeDtypeStruct((), score if x == "score" else np.int32) for x in arguments]
     jaxpr = _jaxpr_of(name, function, arguments, avals)
-    tracer = _Tracer(name, len(arguments), captures)
-    return tracer.program(jaxpr, "score" in arguments)
+    return _Tracer(name, len(arguments), captures).program(jaxpr)
 
 
 def _jaxpr_of(name: str, function: Any, arguments: tuple[str, ...], avals: Any) -> Any:
@@ -263,10 +264,10 @@ class _Tracer:
 
     def __init__(self, name: str, arguments: int, captures: dict[str, list[Any]]) -> None:
         self.name, self.arguments, self.captures = name, arguments, captures
-        self.equations: list[tuple[Any, list[Any], list[Any]]] = []  # with keys for values: see `_unknown`
+        self.equations: list[tuple[Any, list[Any], list[Any]]] = []  # each with its inputs and outputs
         self.count = arguments
 
-    def program(self, closed: Any, of_score: bool) -> Program:
+    def program(self, closed: Any) -> Program:
         arguments = [_Unknown(i) for i in range(self.arguments)]
         (result,) = self._run(closed.jaxpr, closed.consts, arguments)
         if not isinstance(result, _Unknown):  # the same everywhere
@@ -289,7 +290,7 @@ class _Tracer:
             given = tuple(map(place, inputs))
             equations.append(Equation(eqn.primitive, given, eqn.params, at, compat.source_line(eqn)))
             keys.append((_key_of(eqn), tuple(map(_constant_key, given))))
-        key = (of_score, tuple(captured.values()), tuple(keys), _constant_key(place(result)))
+        key = (self.arguments, tuple(captured.values()), tuple(keys), _constant_key(place(result)))
         return Program(self.arguments, tuple(captured.values()), tuple(equations), place(result), key)
 
     def _run(self, jaxpr: Any, consts: Any, arguments: Any) -> list[Any]:
@@ -299,7 +300,7 @@ class _Tracer:
             given = [read(x) for x in eqn.invars]
             if eqn.primitive.name == "pvary":  # of types that tiles are without
                 found = given
-            elif inner := _INLINED.get(eqn.primitive.name):
+            elif inner := INLINED.get(eqn.primitive.name):
                 inside = eqn.params[inner]
                 found = self._run(getattr(inside, "jaxpr", inside), getattr(inside, "consts", ()), given)
             elif eqn.primitive.name == "cond" and isinstance(given[0], _Unknown):
@@ -308,7 +309,7 @@ class _Tracer:
                 inside = _with_rule(eqn, rule)
                 found = self._run(inside.jaxpr, inside.consts, [*rule.consts, *given])
             elif any(isinstance(x, _Unknown) for x in given):
-                found = [_Unknown(self.count + i, x.aval) for i, x in enumerate(eqn.outvars)]
+                found = [_Unknown(self.count + i) for i in range(len(eqn.outvars))]
                 self.count += len(found)
                 self.equations.append((eqn, given, found))
             else:
@@ -355,8 +356,8 @@ class _Tracer:
 class _Unknown:
     """A value that depends on an argument."""
 
-    def __init__(self, index: int, aval: Any = None) -> None:
-        self.index, self.aval = index, aval
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 def _constant_key(x: Any) -> Hashable:

@@ -154,8 +154,7 @@ def paged_attention(
     arguments: dict[str, Any] = dict(query=new, keys=keys, values=values, tables=tables, lengths=lengths)
     arguments |= dict(is_causal=is_causal, scale=scale)
     arguments |= dict(local_window_size=local_window_size, logits_soft_cap=logits_soft_cap)
-    functions = with_modifiers({"query": new, "score_mod": score_mod, "mask_mod": mask_mod})
-    arguments["modifiers"] = functions.get("modifiers")
+    arguments = with_modifiers(arguments | dict(score_mod=score_mod, mask_mod=mask_mod))
     n = new.shape[-2]
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if x is not None:
@@ -190,7 +189,7 @@ def _specified(
         for name in ("alibi_slopes", "sinks"):
             if name in features and features[name].ndim == 2:
                 features[name] = _taken(features[name], rows.sequence)
-        if features["modifiers"] is not None:
+        if "modifiers" in features:
             features["modifiers"] = dataclasses.replace(features["modifiers"], batch=rows.sequence)
         features |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
     arrays = {"query": query, "key": PagedArray(keys, tables), "value": PagedArray(values, tables)}

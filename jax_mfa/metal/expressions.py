@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_mfa import compat
-from jax_mfa.flex.program import Captured, Program
+from jax_mfa.flex.program import INLINED, Captured, Program
 
 MOST_TERMS = 64  # of a sum, which is written out
 MOST_LINES = 4096
@@ -41,8 +41,7 @@ TYPES = {
     "float32": ("float", ""),
 }
 # calls that are no more than the program in them
-_INLINED = {"jit", "pjit", "remat", "remat2", "checkpoint", "closed_call", "core_call"}
-_INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_INLINED = {*INLINED, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _FLOATS, _INTEGERS, _SIGNED, _UNSIGNED, _BOOLS, _ALL = "f", "iu", "i", "u", "b", "fiub"
 _FUNCTIONS = "exp exp2 log log2 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sqrt"
 _KEPT = ("copy", "copy_p", "optimization_barrier", "pvary")

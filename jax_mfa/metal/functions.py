@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa import compat
 from jax_mfa.flex.program import Program
 from jax_mfa.metal.expressions import Bounds, Refused, Text, Value, cast
 from jax_mfa.metal.shapes import SHAPED, plus
@@ -169,7 +168,9 @@ def _body_by_reads(program: Program, floats: int) -> tuple[int, str]:
         *scalars, vectors, known = others
 
         def result(known: Any) -> Any:
-            return _evaluated(program, scalars, vectors, dict(zip(sorted(read), known))).astype(jnp.float32)
+            given = dict(zip(sorted(read), known))
+            found = program.evaluate(scalars, vectors["floats"], vectors["integers"], known=given)
+            return found.astype(jnp.float32)
 
         return jax.grad(result)(known)
 
@@ -177,17 +178,6 @@ def _body_by_reads(program: Program, floats: int) -> tuple[int, str]:
     terms = [cast(found[k].at(i), found[k].dtype, "float32") for k, i in elements]
     lines = [f"places[{j}] = {place}; terms[{j}] = {term};" for j, (place, term) in enumerate(zip(places, terms))]
     return count, text.statements(lines)
-
-
-def _evaluated(program: Program, arguments: Any, vectors: Any, known: dict[int, Any]) -> Any:
-    """What a program gives where some of its values are `known`."""
-    values = [*arguments, *(x.read(vectors[x.kind]) for x in program.captured)]
-    values = [known.get(i, x) for i, x in enumerate(values)]
-    for x in program.equations:
-        given = [values[i] if isinstance(i, int) else i for i in x.inputs]
-        outputs = zip(x.outputs, compat.bind(x.primitive, given, x.params))
-        values += [known.get(i, y) for i, y in outputs]
-    return values[program.result] if isinstance(program.result, int) else jnp.asarray(program.result)
 
 
 def _size(kind: str, *programs: Program | None) -> int:

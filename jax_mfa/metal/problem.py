@@ -175,7 +175,7 @@ class LaunchProblem:
             "drop_below": drop_below(spec.dropout_rate),
             "keep_factor": 1 / (1 - spec.dropout_rate),
         }
-        # floats and integers have their rows in common, or else one for each batch row
+        # floats and integers have their rows in common, or else one for each batch entry
         count, words = self.shape("captured")[:2]
         repeat = 1 if count in (1, self.b) else max(repeats.captured_floats, repeats.captured_integers)
         values |= {"captured.rows": count, "captured.repeat": repeat, "captured_words": words}
