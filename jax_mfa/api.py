@@ -37,6 +37,7 @@ Columns: TypeAlias = ArrayLike | QuantizedArray
 class Features(TypedDict, Generic[_Array], total=False):
     """Keyword arguments that say nothing of where rows and columns stand; see `dot_product_attention`."""
 
+    value_size: int | None
     scale: Float[_Array, ""] | int | None
     query_seq_lengths: Integer[_Array, "*#B"] | Lists | None
     local_window_size: int | tuple[int | None, int | None] | None
@@ -67,7 +68,7 @@ def _attend(
     spec, operands = specify(query, key, value, bias, mask, **keywords)
     decided = choice.decided(implementation, spec, operands)
     b, t, n, _ = operands.query.shape
-    lead, v = np.shape(query)[:-3], np.shape(value)[-1]
+    lead, v = np.shape(query)[:-3], spec.value_size or np.shape(value)[-1]
     if 0 in (b, t, n, np.shape(key)[-3]):  # nobody looks, or there is nothing to see
         out = jnp.zeros((b, t, n, v), operands.query.dtype)
         lse = lambda: jnp.full((b, t, n), -jnp.inf, accumulation_dtype(out.dtype))
@@ -135,7 +136,7 @@ def refuse_unknown(function: str, keywords: Mapping[str, Any], hints: dict[str, 
 def dot_product_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
-    value: Float[Columns, "*B S K V"],
+    value: Float[Columns, "*B S K V"] | None,
     bias: Bias | None = None,
     mask: Mask | None = None,
     *,
@@ -147,7 +148,7 @@ def dot_product_attention(
 def dot_product_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
-    value: Float[Columns, "*B S K V"],
+    value: Float[Columns, "*B S K V"] | None,
     bias: Bias | None = None,
     mask: Mask | None = None,
     *,
@@ -158,10 +159,11 @@ def dot_product_attention(
 def dot_product_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
-    value: Float[Columns, "*B S K V"],
+    value: Float[Columns, "*B S K V"] | None,
     bias: Bias | None = None,
     mask: Mask | None = None,
     *,
+    value_size: int | None = None,
     scale: Float[ArrayLike, ""] | int | None = None,
     is_causal: bool = False,
     query_seq_lengths: Integer[ArrayLike, "*#B"] | Lists | None = None,
@@ -197,9 +199,13 @@ def dot_product_attention(
     Args:
       query: `[B, T, N, H]`, float16, bfloat16, float32 or float64; may be quantised (`jax_mfa.quantize`).
       key: `[B, S, K, H]` of the query's dtype; may be quantised, and is then read and dequantised a tile at a time.
-      value: `[B, S, K, V]` of the query's dtype; may be quantised, also by another scheme than the key.
+      value: `[B, S, K, V]` of the query's dtype; may be quantised, also by another scheme than the key. None where the
+        values are channels of the key, see value_size.
       bias: floating, broadcastable to `[B, N, T, S]`; added to the scaled scores, before any soft cap.
       mask: bool, broadcastable to `[B, N, T, S]`; True where a score counts.
+      value_size: V where the first V channels of the key are the values (absorbed latent attention, DeepSeek-V2,
+        arXiv:2405.04434, section 2.1: one key head of 576 channels whose first 512 are the values). One array is then
+        stored, read, and given the gradient. The kernels take multiples of 32.
       scale: number or traced scalar; default 1/√H.
       is_causal: row t sees columns s ≤ t + query_offset. For T ≠ S this aligns top-left, as in `jax.nn`;
         `query_offset = S − T` aligns bottom-right.
@@ -243,7 +249,7 @@ def dot_product_attention(
 def flash_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
-    value: Float[Columns, "*B S K V"],
+    value: Float[Columns, "*B S K V"] | None,
     bias: Bias | None = None,
     mask: Mask | None = None,
     *,
@@ -274,7 +280,7 @@ def flash_attention(
 def decode_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
-    value: Float[Columns, "*B S K V"],
+    value: Float[Columns, "*B S K V"] | None,
     lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     score_mod: ScoreMod | None = None,
@@ -289,7 +295,7 @@ def decode_attention(
 def decode_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
-    value: Float[Columns, "*B S K V"],
+    value: Float[Columns, "*B S K V"] | None,
     lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     score_mod: ScoreMod | None = None,
@@ -303,7 +309,7 @@ def decode_attention(
 def decode_attention(
     query: Float[Columns, "*B T N H"],
     key: Float[Columns, "*B S K H"],
-    value: Float[Columns, "*B S K V"],
+    value: Float[Columns, "*B S K V"] | None,
     lengths: Integer[ArrayLike, "*#B"] | Lists,
     *,
     score_mod: ScoreMod | None = None,
@@ -322,7 +328,8 @@ def decode_attention(
 
     Args:
       query: `[B, T, N, H]`, the newest positions.
-      key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest tokens.
+      key, value: `[B, S, K, H]` and `[B, S, K, V]`, caches that already hold the newest tokens; value None with a
+        value_size, as in `dot_product_attention`.
       lengths: integers `[B]` (or one for all), how many tokens of each batch entry are filled, the newest included.
       score_mod, mask_mod: as in `flex_attention`; t and s are positions in the cache.
       bias, mask, implementation: as in `dot_product_attention`.
@@ -364,7 +371,7 @@ def decode_attention(
 def explain(
     query: Float[AbstractArray | QuantizedArray, "*B T N H"],
     key: Float[AbstractArray | QuantizedArray, "*B S K H"],
-    value: Float[AbstractArray | QuantizedArray, "*B S K V"],
+    value: Float[AbstractArray | QuantizedArray, "*B S K V"] | None,
     bias: Bias | jax.ShapeDtypeStruct | None = None,
     mask: Mask | jax.ShapeDtypeStruct | None = None,
     *,

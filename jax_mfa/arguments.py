@@ -203,6 +203,7 @@ def specify(
     bias: Any = None,
     mask: Any = None,
     *,
+    value_size: Any = None,
     scale: Any = None,
     is_causal: bool = False,
     query_seq_lengths: Any = None,
@@ -230,8 +231,9 @@ def specify(
     only where they are known: traced lengths, offsets and ranges are clipped to what is allowed, of traced 64-bit
     segment ids the low 32 bits count.
     """
-    query, key, value = _checked_arrays(query, key, value)
+    query, key, value = _checked_arrays(query, key, value, value_size)
     builder = _Builder.of(query, key, parts)
+    builder.spec["value_size"] = None if value_size is None else int(value_size)
     builder.spec |= {"is_causal": checks.boolean("is_causal", is_causal), "page_size": page_size_of(key)}
     builder.spec |= {"key_storage": storage_of(key), "value_storage": storage_of(value)}
     builder.add_scores(bias, scale, query.shape[-1], logits_soft_cap, alibi_slopes, sinks)
@@ -239,15 +241,25 @@ def specify(
     builder.add_modifiers(modifiers)
     builder.add_masks(mask, query_segment_ids, key_value_segment_ids, key_value_ranges, block_mask)
     builder.add_dropout(dropout_rate, dropout_seed)
-    query, key, value = (_with_columns(x) for x in (query, key, value))
     batch = math.prod(builder.lead)
-    arrays = {"query": query.reshape(batch, *query.shape[-3:]), **builder.operands}
-    arrays |= {**as_operands("key", key, batch), **as_operands("value", value, batch)}
+    arrays = {"query": _with_columns(query).reshape(batch, *query.shape[-3:]), **builder.operands}
+    for name, x in (("key", key), ("value", value)):
+        arrays |= {} if x is None else as_operands(name, _with_columns(x), batch)
     return Specification(**builder.spec), Operands(**arrays)
 
 
-def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Query, key and value as arrays (or quantised, or in pages) whose shapes and dtypes fit."""
+def _checked_arrays(query: Any, key: Any, value: Any, value_size: Any) -> tuple[Any, Any, Any]:
+    """Query, key and value as arrays (or quantised, or in pages) whose shapes and dtypes fit. Values that are channels
+    of the keys are None."""
+    if value is None and value_size is not None:
+        query, key, _ = _checked_arrays(query, key, key, None)
+        checks.integer("value_size", value_size, 1, key.shape[-1])
+        return query, key, None
+    if value_size is not None:
+        raise ValueError(
+            f"value_size says how many channels of key are the values, and value must then be None, "
+            f"got {checks.seen(value_size)} and {checks.seen(value)}"
+        )
     query = query.dequantize() if isinstance(query, QuantizedArray) else query
     query = as_array("query", query, "f", "floating [..., T, N, H]")
     key = as_columns("key", key, "floating [..., S, K, H]")

@@ -13,7 +13,7 @@ import jax
 
 from jax_mfa import checks
 from jax_mfa.metal import DTYPES, functions, runtime
-from jax_mfa.metal.tiles import MAX_GRID, MAX_HEAD
+from jax_mfa.metal.tiles import LATENT, MAX_GRID, MAX_HEAD
 from jax_mfa.problem import Operands, Specification
 from jax_mfa.tuning import crossover
 
@@ -135,6 +135,8 @@ def lacking(spec: Specification, o: Operands) -> str:
         return f"query: a launch plan is made for a known batch, got B = {b}"
     if max(h, v) > MAX_HEAD:
         return f"query, key, value: head sizes go to {MAX_HEAD}, got H = {h}, V = {v}"
+    if spec.value_size is not None and (h % LATENT or v % LATENT):
+        return f"value_size: the kernels read values from keys in multiples of {LATENT} channels, got H = {h}, V = {v}"
     if max(b, n) > MAX_GRID:
         return f"query: batch and heads go to {MAX_GRID}, got B = {b}, N = {n}"
     return ""

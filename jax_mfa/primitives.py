@@ -238,6 +238,8 @@ def _fold_operands(
                     x = x + pages * jnp.arange(size, dtype=x.dtype).reshape(-1, 1, 1)
                 x, repeats[name] = _fold(x, size, batch, repeats[name])
         folded.append(x)
+    if spec.value_size is not None:
+        repeats["value"] = repeats["key"]
     return folded, dataclasses.replace(spec, repeats=tuple(repeats[name] for name in Operands._fields)), batch
 
 

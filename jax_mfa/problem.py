@@ -34,7 +34,7 @@ class Operands(NamedTuple):
 
     query: Any  # [B, T, N, H]
     key: Any  # [entries, S, K, H]
-    value: Any  # [entries, S, K, V]
+    value: Any = None  # [entries, S, K, V]; None where the specification has a value_size
     bias: Any = None  # [entries, 1|N, 1|T, 1|S], floating
     mask: Any = None  # [entries, 1|N, 1|T, 1|S], bool
     block_mask: Any = (
@@ -167,6 +167,7 @@ class KeyValueView:
         of pages `[P, groups of tokens, 1|K, …]`.
       storage: None where the data are plain.
       page_size, tables: None where tokens lie one after another; else tables are int32 `[entries, pages]`.
+      size: how many of the stored channels there are, from the first on; None for all.
     """
 
     name: str
@@ -175,13 +176,14 @@ class KeyValueView:
     page_size: int | None
     tables: Any
     dtype: Any
+    size: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         entries, s, k, size = self.parts["data"].shape
         if self.page_size is not None:
             entries, s = self.tables.shape[0], self.tables.shape[1] * self.page_size
-        return entries, s, k, size if self.storage is None else self.storage.size
+        return entries, s, k, self.size or (size if self.storage is None else self.storage.size)
 
     def tokens_of(self, part: str) -> int:
         """How many tokens share an entry of a part."""
@@ -192,8 +194,10 @@ class KeyValueView:
     def decoded(self, parts: dict[str, Any], dtype: Any) -> Any:
         """The array that parts of like tokens stand for."""
         if self.storage is None:
-            return from_bits(parts["data"]).astype(dtype)
-        return decoded(self.storage.scheme, self.storage.size, parts, dtype)
+            x = from_bits(parts["data"]).astype(dtype)
+        else:
+            x = decoded(self.storage.scheme, self.storage.size, parts, dtype)
+        return x[..., : self.size]
 
 
 # --- a problem
@@ -212,6 +216,7 @@ class Specification:
     mask_block: tuple[int, int] | None = None  # rows and columns of one entry of operands.block_mask
     key_storage: Storage | None = None  # of quantised keys
     value_storage: Storage | None = None
+    value_size: int | None = None  # V where the values are the first channels of the keys, and operands.value is None
     page_size: int | None = None  # tokens of a page, where operands.block_tables says which
     score_mod: Program | None = None  # of a score after bias and slopes, before the cap
     mask_mod: Program | None = None
@@ -220,7 +225,8 @@ class Specification:
     @property
     def is_plain(self) -> bool:
         """Whether keys and values are plain arrays, neither quantised nor in pages."""
-        return self.key_storage is None and self.value_storage is None and self.page_size is None
+        stored = self.key_storage, self.value_storage, self.value_size, self.page_size
+        return all(x is None for x in stored)
 
     @property
     def band(self) -> tuple[int | None, int | None]:
@@ -233,14 +239,17 @@ class Specification:
     def viewed(self, operands: Operands, kind: type[KeyValueView] = KeyValueView) -> Operands:
         """The operands, with a view of this kind in place of a key or value that is not a plain array."""
 
-        def view(name: str, storage: Storage | None) -> Any:
-            if storage is None and self.page_size is None:
+        def view(name: str, storage: Storage | None, size: int | None = None) -> Any:
+            if storage is None and self.page_size is None and size is None:
                 return getattr(operands, name)
             parts = {part: getattr(operands, field_of(name, part)) for part in PARTS}
             parts = {part: x for part, x in parts.items() if x is not None}
-            return kind(name, parts, storage, self.page_size, operands.block_tables, operands.query.dtype)
+            return kind(name, parts, storage, self.page_size, operands.block_tables, operands.query.dtype, size)
 
-        return operands._replace(key=view("key", self.key_storage), value=view("value", self.value_storage))
+        key = view("key", self.key_storage)
+        if self.value_size is None:
+            return operands._replace(key=key, value=view("value", self.value_storage))
+        return operands._replace(key=key, value=view("key", self.key_storage, self.value_size))
 
     def summary(self, operands: Operands) -> str:
         """A problem as text: shapes, dtype and features, without the values of cap, scale and rate."""
@@ -250,6 +259,7 @@ class Specification:
         if self.window != (None, None):
             facts.append("window={},{}".format(*("" if x is None else x for x in self.window)))
         facts += [f"offset={self.query_offset}"] * (self.query_offset != 0)
+        facts += ["latent"] * (self.value_size is not None)
         for side, storage in (("key", self.key_storage), ("value", self.value_storage)):
             facts += [] if storage is None else [f"{side}={storage.scheme.kind}"]
         facts += ["cap"] * (self.logits_soft_cap is not None)

@@ -71,9 +71,11 @@ def plain(spec: Specification, operands: Operands) -> tuple[Specification, Opera
         repeats = repeats._replace(key=repeats.block_tables, value=repeats.block_tables)
     views = spec.viewed(operands)
     parts: dict[str, Any] = {x: None for x in Operands._fields if is_part(x)}
-    both = {x: _all_of(getattr(views, x), getattr(operands, f"{x}_original")) for x in ("key", "value")}
-    spec = dataclasses.replace(spec, key_storage=None, value_storage=None, page_size=None, repeats=tuple(repeats))
-    return spec, operands._replace(**parts, **both, block_tables=None)
+    key = _all_of(views.key, operands.key_original)
+    value = key[..., : spec.value_size] if operands.value is None else _all_of(views.value, operands.value_original)
+    spec = dataclasses.replace(spec, key_storage=None, value_storage=None, value_size=None, page_size=None)
+    operands = operands._replace(**parts, key=key, value=value, block_tables=None)
+    return dataclasses.replace(spec, repeats=tuple(repeats)), operands
 
 
 def _all_of(x: Any, original: Any) -> Array:

@@ -81,8 +81,9 @@ class _Arrays:
         return "query" in with_heads and all(self.shapes[name][_HEAD_AXIS[name]] % parts == 0 for name in with_heads)
 
     def length_splits(self, parts: int) -> bool:
-        if any(is_part(name) for name in self.shapes) or pool_fields(self.shapes) or "origin" in self.shapes:
-            return False  # what is stored otherwise does not travel, nor do functions of positions
+        stored = any(is_part(name) for name in self.shapes) or pool_fields(self.shapes)
+        if stored or "origin" in self.shapes or self.spec.value_size is not None:
+            return False  # what is stored otherwise does not travel, nor do functions of positions, or values in keys
         t, s = self.shapes["query"][1], self.shapes["key"][1]
         rows, columns = self.spec.mask_block or (1, 1)
         return parts > 1 and t % (parts * rows) == 0 and s % (parts * columns) == 0 and min(t, s) > 0

@@ -96,6 +96,8 @@ def backward(
 
     def cotangent(name: str) -> Array:
         operand, x = getattr(operands, name), found[name]
+        if name == "key" and spec.value_size is not None:
+            x = x.at[..., : spec.value_size].add(found["value"].astype(x.dtype))
         if name in ("key", "value"):
             x = reduce_entries(x, getattr(Operands(*spec.repeats), name), operand.shape[0])
         return x.astype(operand.dtype)

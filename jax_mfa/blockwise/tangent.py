@@ -40,6 +40,8 @@ def tangent(
     operands = viewed(spec, operands)
     tiles = tiles_of("blockwise forward", spec, operands, True)
     acc, moved = accumulation_dtype(operands.query.dtype), dict(zip(wrt, tangents))
+    if spec.value_size is not None and "key" in moved:
+        moved["value"] = moved["key"][..., : spec.value_size]
     total = row_sum if spec.every_row_sees(operands) else jnp.where(sees_nothing(row_sum), 1, row_sum)
 
     loop = Loop(spec, operands, tiles)

@@ -237,7 +237,9 @@ def undivided(heads: int, key_heads: int, devices: int) -> str:
 
 
 def refuse_quantised(function: str, arguments: Mapping[str, Any]) -> None:
-    """Raises `NotImplementedError` for an argument that is a `QuantizedArray`: plain arrays alone travel."""
+    """Raises `NotImplementedError` for a `QuantizedArray`, or values within keys: plain arrays alone travel."""
+    if arguments.get("value_size") is not None:
+        raise NotImplementedError(f"{function} takes no value_size: pass value = key[..., :value_size]")
     for name, x in arguments.items():
         if isinstance(x, QuantizedArray):
             raise NotImplementedError(f"{function} takes no QuantizedArray, got one as {name}: pass an array")

@@ -41,6 +41,7 @@ class _Keywords(TypedDict, total=False):
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
     is_causal: bool
+    value_size: int | None
     scale: Float[ArrayLike, ""] | int | None
     local_window_size: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None
@@ -54,7 +55,7 @@ class _Keywords(TypedDict, total=False):
 def paged_attention(
     query: Float[Columns, "*B T N H"],
     key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
-    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
+    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"] | None,
     block_tables: Integer[ArrayLike, "B pages"] | Lists,
     context_lens: Integer[ArrayLike, "B"] | Lists,
     *,
@@ -65,7 +66,7 @@ def paged_attention(
 def paged_attention(
     query: Float[Columns, "*B T N H"],
     key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
-    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
+    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"] | None,
     block_tables: Integer[ArrayLike, "B pages"] | Lists,
     context_lens: Integer[ArrayLike, "B"] | Lists,
     *,
@@ -75,7 +76,7 @@ def paged_attention(
 def paged_attention(
     query: Float[Columns, "*B T N H"],
     key_pages: Float[Columns, "P page K H"] | UInt16[ArrayLike, "P page K H"],
-    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"],
+    value_pages: Float[Columns, "P page K V"] | UInt16[ArrayLike, "P page K V"] | None,
     block_tables: Integer[ArrayLike, "B pages"] | Lists,
     context_lens: Integer[ArrayLike, "B"] | Lists,
     *,
@@ -83,6 +84,7 @@ def paged_attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     is_causal: bool = True,
+    value_size: int | None = None,
     scale: Float[ArrayLike, ""] | int | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
@@ -105,7 +107,7 @@ def paged_attention(
         query_start_locs `[T, N, H]`: those of all sequences, one after another.
       key_pages: `[P, page, K, H]` of the query's dtype (bfloat16 also as its bits, uint16, as a `PagedKVCache` holds
         it), or quantised as such an array. `page` is a power of two from 8 to 256.
-      value_pages: `[P, page, K, V]`, plain or quantised, perhaps by another scheme.
+      value_pages: `[P, page, K, V]`, plain or quantised, perhaps by another scheme; None with a value_size.
       block_tables: integers `[B, pages]`, of any width that holds the longest context. A traced entry outside of the
         pool is taken for the nearest page.
       context_lens: integers `[B]`: how many tokens each sequence has, the new ones included, which the pages must
@@ -115,7 +117,7 @@ def paged_attention(
       score_mod, mask_mod: as in `jax_mfa.flex_attention`: b is the sequence, t and s are positions in it.
       is_causal: False lets each row see the whole context.
       alibi_slopes, sinks: `[N]` or `[B, N]`.
-      scale, local_window_size, logits_soft_cap, implementation: as in `jax_mfa.dot_product_attention`.
+      value_size, scale, local_window_size, logits_soft_cap, implementation: as in `jax_mfa.dot_product_attention`.
       return_residual: also return the log-sum-exp.
       check_tables: warn (`RuntimeWarning`) when the program runs with entries outside of the pool. Costs a callback.
 
@@ -134,7 +136,8 @@ def paged_attention(
     new = as_array("query", query, "f", "floating [T, N, H]" if ragged else "floating [B, T, N, H]")
     letters = "[T, N, H] with query_start_locs" if ragged else "[B, T, N, H] without query_start_locs"
     checks.fits("query", new, new.ndim == (3 if ragged else 4), letters)
-    keys, values = _checked_pages(new, key_pages, value_pages)
+    keys, values = _checked_pages(new, key_pages, key_pages if value_pages is None else value_pages)
+    values = values if value_pages is not None else None
     count, page = keys.shape[:2]
     tables = known_integers("block_tables", block_tables, -(2**31), 2**31 - 1, "integers [B, pages]")
     tables = tables.reshape(0, 0) if tables.shape == (0,) else tables  # the list of no sequences
@@ -152,7 +155,7 @@ def paged_attention(
     lengths = lengths if tables.size else jnp.zeros_like(lengths)  # there is nothing to read
 
     arguments: dict[str, Any] = dict(query=new, keys=keys, values=values, tables=tables, lengths=lengths)
-    arguments |= dict(is_causal=is_causal, scale=scale)
+    arguments |= dict(is_causal=is_causal, value_size=value_size, scale=scale)
     arguments |= dict(local_window_size=local_window_size, logits_soft_cap=logits_soft_cap)
     arguments = with_modifiers(arguments | dict(score_mod=score_mod, mask_mod=mask_mod))
     n = new.shape[-2]
@@ -192,7 +195,8 @@ def _specified(
         if "modifiers" in features:
             features["modifiers"] = dataclasses.replace(features["modifiers"], batch=rows.sequence)
         features |= {"query_offset": lengths - rows.after, "query_seq_lengths": rows.counts}
-    arrays = {"query": query, "key": PagedArray(keys, tables), "value": PagedArray(values, tables)}
+    pages = lambda x: None if x is None else PagedArray(x, tables)
+    arrays = {"query": query, "key": pages(keys), "value": pages(values)}
     return rows, {**arrays, **features, "key_value_seq_lengths": lengths}
 
 

@@ -177,6 +177,8 @@ def backward(
         if name == "sinks":
             return partial.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
         x = _SUMMED[name](found["score_sums"]) if name in _SUMMED else found[f"d_{name}"]
+        if name == "key" and spec.value_size is not None:
+            x = x.astype(row_max.dtype).at[..., : spec.value_size].add(found["d_value"].astype(row_max.dtype))
         return reduce_entries(x, repeat, operand.shape[0]).astype(operand.dtype)
 
     return tuple(cotangent(name) for name in wrt)

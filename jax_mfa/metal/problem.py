@@ -33,9 +33,9 @@ def encoding(storage: Storage | None, scalar: str) -> str:
     return f"Quantized<{scalar}, {x.kind}_kind, {symmetric}, {tokens}, {channels}, {center}>"
 
 
-def stored_type(storage: Storage | None, page_size: int | None, scalar: str, size: int) -> str:
+def stored_type(storage: Storage | None, page_size: int | None, scalar: str, size: int, width: str = "") -> str:
     """The MSL type of rows of `size` numbers that lie in a row of an array, or in pages."""
-    return f"Stored<{encoding(storage, scalar)}, {size}, {page_size or 0}>"
+    return f"Stored<{encoding(storage, scalar)}, {size}, {page_size or 0}{width}>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +113,17 @@ class LaunchProblem:
         """The template argument that says what a kernel is made of: `Attention` in `metal/attention/places.h`. One that
         reads keys and values straight to its lanes (`metal/core/lanes.h`) takes any of them as stored."""
         spec, scalar = self.spec, SCALARS[self.dtype]
-        dense = {size: f"Dense<{scalar}, {size}>" for size in (self.h, self.v)}
+        dense = lambda size, width="": f"Dense<{scalar}, {size}{width}>"
 
-        def columns(storage: Storage | None, size: int) -> str:
+        def columns(storage: Storage | None, size: int, width: str = "") -> str:
             plain = storage is None and spec.page_size is None and not in_lanes
-            return dense[size] if plain else stored_type(storage, spec.page_size, scalar, size)
+            return dense(size, width) if plain else stored_type(storage, spec.page_size, scalar, size, width)
 
         key, value = columns(spec.key_storage, self.h), columns(spec.value_storage, self.v)
+        if spec.value_size is not None:
+            value = columns(spec.key_storage, self.v, f", {self.h}")
         rules = f"{self.rules.score}, {self.rules.visibility}"
-        return f"Attention<{SCALARS[self.operand]}, {dense[self.h]}, {key}, {value}, {dense[self.v]}, {rules}>"
+        return f"Attention<{SCALARS[self.operand]}, {dense(self.h)}, {key}, {value}, {dense(self.v)}, {rules}>"
 
     @property
     def short(self) -> str:
@@ -129,7 +131,13 @@ class LaunchProblem:
         spec, dtypes = self.spec, dict.fromkeys((self.dtype, self.operand))
         kinds = [x.scheme.kind if x else "plain" for x in (spec.key_storage, spec.value_storage)]
         stored = [] if spec.is_plain else [*kinds, f"p{spec.page_size or 0}"]
+        stored += ["latent"] * (spec.value_size is not None)
         return "_".join([*(_SHORT[x] for x in dtypes), f"h{self.h}", f"v{self.v}", *stored])
+
+    def source(self, name: str) -> str:
+        """The operand where an argument of a kernel lies: latent values lie within the keys."""
+        of_value = name.partition("_")[0] == "value"
+        return name.replace("value", "key", 1) if of_value and self.spec.value_size is not None else name
 
     @property
     def pairs(self) -> int:
@@ -180,7 +188,7 @@ class LaunchProblem:
         repeat = 1 if count in (1, self.b) else max(repeats.captured_floats, repeats.captured_integers)
         values |= {"captured.rows": count, "captured.repeat": repeat, "captured_words": words}
         for name in ("key", "value"):
-            rows = name if spec.page_size is None else "block_tables"
+            rows = self.source(name) if spec.page_size is None else "block_tables"
             values |= {f"{name}.rows": self.shape(rows)[0], f"{name}.repeat": getattr(repeats, rows)}
         for name in ("bias", "mask", "block_mask"):
             repeat = getattr(repeats, name) if name in self else 1
@@ -192,7 +200,7 @@ class LaunchProblem:
         """Function constants by name: which features there are, and `more`."""
         left, right = self.spec.band
         known = (operands.OPERANDS[name] for name in operands.CARRIED)
-        values = {x.flag: x.name in self for x in known if x.flag} | {
+        values = {x.flag: self.source(x.name) in self for x in known if x.flag} | {
             "has_left": left is not None,
             "has_right": right is not None,
             "has_cap": self.spec.logits_soft_cap is not None,
@@ -210,4 +218,5 @@ class LaunchProblem:
         buffer of the argument's name."""
         found = {"p": self.parameters(grid), **own}
         flags = ((i, name, operands.OPERANDS[name].flag) for i, name in enumerate(operands.signature(function).names))
-        return tuple(argument(i, found.get(name, name)) for i, name, flag in flags if not flag or constants[flag])
+        source = lambda name: found.get(name, self.source(name))
+        return tuple(argument(i, source(name)) for i, name, flag in flags if not flag or constants[flag])

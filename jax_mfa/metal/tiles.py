@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 REGISTER_BYTES = 512
 FRAGMENT_BUDGET = 448
 THREADGROUP_BYTES = 32768
+LATENT = 32  # channels of keys and of values within them are multiples of it: 16 bytes of any storage
 MAX_HEAD = 576  # the keys of latent attention
 MAX_GRID = 65535  # heads and batch entries: grid axes of which no more is known to be safe
 

@@ -12,7 +12,7 @@
 template <typename Source, int PARTS>
 struct Run {
   using Encoding = typename Source::Encoding;
-  using Row = Token<Encoding, Source::size>;
+  using Row = typename Source::Row;
   static constant constexpr int width = padded(Source::size) / PARTS;
   static constant constexpr int channels = Encoding::channels;
   static constant constexpr bool ragged = padded(Source::size) != Source::size;

@@ -61,8 +61,9 @@ INLINED ulong head_offset(int row, int length, int heads, int head, int size) {
   return (ulong(row) * ulong(length) * ulong(heads) + ulong(head)) * ulong(size);
 }
 
-// Rows of one head of an array [rows, length, heads, SIZE], of which `count` may be read, at least one.
-template <typename T, int SIZE>
+// Rows of one head of an array [rows, length, heads, WIDTH], of which `count` may be read, at least one, and of each its first SIZE
+// elements: where they are not all, both are multiples of 32.
+template <typename T, int SIZE, int WIDTH = SIZE>
 struct Dense {
   using Storage = T;
   using Fetched = vec<T, 4>;
@@ -74,7 +75,7 @@ struct Dense {
   int count;
 
   INLINED Dense(device const T* x, int row, int length, int heads, int head, int count)
-      : rows(x + head_offset(row, length, heads, head, SIZE)), stride(uint(heads) * uint(SIZE)), count(count) {}
+      : rows(x + head_offset(row, length, heads, head, WIDTH)), stride(uint(heads) * uint(WIDTH)), count(count) {}
 
   INLINED Dense(device const T* x, Beside, int row, int length, int heads, int head, int count)
       : Dense(x, row, length, heads, head, count) {}
@@ -84,7 +85,7 @@ struct Dense {
   }
 
   INLINED void turn_by(int heads) {
-    rows += heads * SIZE;
+    rows += heads * WIDTH;
   }
 
   template <int COUNT>

@@ -118,8 +118,8 @@ struct StoredTile {
 };
 
 // Rows of one head, of which `count` may be read, at least one. They lie in `row` of arrays [rows, length, heads, …], or where PAGE
-// is not 0 in pages of PAGE tokens, [pages, PAGE, heads, …], with tables [rows, length / PAGE].
-template <typename Encoded, int SIZE, int PAGE>
+// is not 0 in pages of PAGE tokens, [pages, PAGE, heads, …], with tables [rows, length / PAGE]. SIZE and WIDTH are those of `Dense`.
+template <typename Encoded, int SIZE, int PAGE, int WIDTH = SIZE>
 struct Stored {
   using Encoding = Encoded;
   using Storage = typename Encoding::Data;
@@ -127,9 +127,10 @@ struct Stored {
   using Element = typename Encoding::Element;
   using Fetched = Coming<Encoding>;
   using Tile = StoredTile<Stored>;
+  using Row = Token<Encoding, WIDTH>;
   static constant constexpr int size = SIZE;
   static constant constexpr int page = PAGE;
-  Token<Encoding, SIZE> parts;  // where the arrays begin
+  Row parts;  // where the arrays begin
   device const int* table;
   uint row;
   uint length;  // tokens of a row or page
@@ -162,11 +163,11 @@ struct Stored {
     return PER == 0 ? unit : unit * ((length + per - 1) / per) + within / per;
   }
 
-  INLINED Token<Encoding, SIZE> token_of(uint unit, int token) const {
+  INLINED Row token_of(uint unit, int token) const {
     const uint within = PAGE != 0 ? uint(token) % uint(PAGE != 0 ? PAGE : 1) : uint(token);
     const ulong at = ulong(entry<1>(unit, within)) * heads + head;
-    Token<Encoding, SIZE> result = parts;
-    result.data += at * ulong(Encoding::room(SIZE));
+    Row result = parts;
+    result.data += at * ulong(Encoding::room(WIDTH));
     const ulong block = Encoding::whole ? ulong(unit) : (ulong(entry<Encoding::tokens>(unit, within)) * heads + head) * result.groups;
     if (Encoding::scaled) {
       result.scales += block;
@@ -175,12 +176,12 @@ struct Stored {
       result.zeros += block;
     }
     if (Encoding::centred) {
-      result.means += (ulong(entry<Encoding::center>(unit, within)) * heads + head) * ulong(SIZE);
+      result.means += (ulong(entry<Encoding::center>(unit, within)) * heads + head) * ulong(WIDTH);
     }
     return result;
   }
 
-  INLINED Token<Encoding, SIZE> token(int token) const {
+  INLINED Row token(int token) const {
     return token_of(unit(token), token);
   }
 
