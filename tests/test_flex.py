@@ -304,6 +304,27 @@ def test_integers_are_exact_beyond_what_floats_hold():
             same(blockwise(query, key, value, mask_mod=mask), dense(query, key, value, mask_mod=mask))
 
 
+READS = {
+    "at once": lambda table: lambda x, b, n, t, s: x + table[n, abs(t - s) % 8],
+    "in two steps": lambda table: lambda x, b, n, t, s: x + table[n][abs(t - s) % 8].astype(jnp.float32),
+    "a scalar of each head": lambda table: lambda x, b, n, t, s: x * table[n, 0] + table[n, 1],
+}
+
+
+@own
+@pytest.mark.parametrize("name", READS)
+def test_gradients_of_arrays_of_16_bits_are_summed_in_float32(implementation, name):
+    q, k, v = qkv(B=2, T=130, S=130, N=2, K=2, H=8)
+    table, w = random(2, 8).astype(jnp.bfloat16), random(2, 130, 2, 8, seed=4)
+
+    def gradient(table):
+        loss = lambda table: (attend(implementation, q, k, v, score_mod=READS[name](table)) * w).sum()
+        return quick_jit(jax.grad(loss))(table)
+
+    wide = gradient(table.astype(jnp.float32))
+    same(gradient(table), wide, atol=float(jnp.finfo(jnp.bfloat16).eps))
+
+
 @in_jnp
 def test_float64(implementation):
     with x64():

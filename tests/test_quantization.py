@@ -318,6 +318,13 @@ def test_gradients_go_straight_through_or_nowhere():
     np.testing.assert_array_equal(gradient(False), 0 * ct)
 
 
+def test_second_derivatives_go_straight_through_too():
+    x, t = arrays((1, 5, 2, 6), (1, 5, 2, 6))
+    stored = quantize(x).dequantize()
+    cubed = lambda x: (quantize(x, straight_through=True).dequantize() ** 3).sum()
+    np.testing.assert_allclose(jax.jvp(jax.grad(cubed), (x,), (t,))[1], 6 * stored * t, rtol=1e-5, atol=1e-6)
+
+
 # --- bad input
 
 X = np.ones((1, 4, 2, 6), np.float32)

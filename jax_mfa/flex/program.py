@@ -33,6 +33,11 @@ INLINED = {
     **dict.fromkeys(("jit", "pjit", "remat", "remat2", "checkpoint"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call"), "call_jaxpr"),
 }
+# what gives parts of its first operand, as they are
+VIEWS = (
+    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev"),
+    *("slice", "dynamic_slice", "gather"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +51,13 @@ class Captured:
 
     def read(self, vector: Array) -> Array:
         """The array out of its vector."""
-        x = lax.slice_in_dim(vector, self.offset, self.offset + math.prod(self.shape)).reshape(self.shape)
+        x = self.wide(vector)
         unsigned = self.kind == "integers" and np.dtype(self.dtype).itemsize == x.dtype.itemsize
         return lax.bitcast_convert_type(x, self.dtype) if unsigned and x.dtype != self.dtype else x.astype(self.dtype)
+
+    def wide(self, vector: Array) -> Array:
+        """The same as wide as the vector."""
+        return lax.slice_in_dim(vector, self.offset, self.offset + math.prod(self.shape)).reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,20 +118,38 @@ class Program:
 
         Where `see` is false no derivative passes, neither to floating arguments nor to captured arrays, whatever is
         infinite or NaN there; values are the same. Values that are `known`, by their numbers, are taken as they are.
+        What is read of floats of 16 bits stays as wide as sums until something is computed of it, for the derivatives
+        of all scores that read it are summed.
         """
         guard = (lambda x: x) if see is None else functools.partial(_only_where, see)
-        captured = [x.read(floats if x.kind == "floats" else integers) for x in self.captured]
-        values: list[Any] = [known.get(i, x) for i, x in enumerate((*map(guard, arguments), *captured))]
-        of_captured = range(len(arguments), len(values))
+        values: list[Any] = [known.get(i, guard(x)) for i, x in enumerate(arguments)]
+        of_captured = range(len(arguments), len(arguments) + len(self.captured))
+        narrow: dict[Any, str] = {}  # the dtypes of values that are wider than that
+        for i, array in zip(of_captured, self.captured):
+            if array.kind == "floats" and np.dtype(array.dtype).itemsize == 2 and i not in known:
+                narrow[i] = array.dtype
+                values.append(array.wide(floats))
+            else:
+                values.append(known[i] if i in known else array.read(floats if array.kind == "floats" else integers))
+
+        def given(i: Any, as_it_is: bool) -> Any:
+            if not isinstance(i, int):
+                return i
+            return values[i].astype(narrow[i]) if i in narrow and not as_it_is else values[i]
+
         for x in self.equations:
             reads = x.reads and any(isinstance(i, int) and i in of_captured for i in x.inputs)
+            view = _is_view(x) and x.inputs[0] in narrow
+            widens = x.primitive.name == "convert_element_type" and np.dtype(x.params["new_dtype"]).itemsize > 2
             # what is read is guarded, and not the array for each score; a number that all scores read is guarded itself
-            given = [
-                i if not isinstance(i, int) else guard(values[i]) if i in of_captured and not reads else values[i]
-                for i in x.inputs
+            of_inputs = [
+                guard(y) if isinstance(i, int) and i in of_captured and not reads else y
+                for i, y in ((i, given(i, view or widens)) for i in x.inputs)
             ]
-            found = compat.bind(x.primitive, given, x.params)
+            found = compat.bind(x.primitive, of_inputs, x.params)
             values += [known.get(i, guard(y) if reads else y) for i, y in zip(x.outputs, found)]
+            if view:
+                narrow |= {i: narrow[x.inputs[0]] for i in x.outputs if i not in known}
         return values[self.result] if isinstance(self.result, int) else jnp.asarray(self.result)
 
     def over(self, arguments: Sequence[Any], floats: Any, integers: Any, see: Any = None) -> Array:
@@ -147,6 +174,10 @@ class Program:
         narrow = [x.reshape([n for i, n in enumerate(x.shape) if n > 1 and i in mapped]) for x in arrays]
         first = [x if x is None or one else x[0] for x, one in zip(vectors, own)]
         return run(first, *narrow).reshape(shape)
+
+
+def _is_view(x: Equation) -> bool:
+    return x.primitive.name in VIEWS and x.params.get("fill_value") is None
 
 
 def _only_where(see: Any, x: Any) -> Any:

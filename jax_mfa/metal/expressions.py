@@ -44,7 +44,7 @@ TYPES = {
 _INLINED = {*INLINED, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _FLOATS, _INTEGERS, _SIGNED, _UNSIGNED, _BOOLS, _ALL = "f", "iu", "i", "u", "b", "fiub"
 _FUNCTIONS = "exp exp2 log log2 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sqrt"
-_KEPT = ("copy", "copy_p", "optimization_barrier", "pvary")
+_KEPT = ("copy", "copy_p", "optimization_barrier", "pvary", "stop_gradient")
 _ADD = {_FLOATS: "{0} + {1}", _INTEGERS: "{W}({0}) + {W}({1})"}
 # Elementwise primitives: the text of each, by the kinds of their first operand. {0} and {1} are the operands, {W} is
 # the type in which integers wrap around, {N} and {S} are their own without a sign and with one, {BITS} is their width.

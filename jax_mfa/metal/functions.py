@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mfa.flex.program import Program
+from jax_mfa.flex.program import VIEWS, Program
 from jax_mfa.metal.expressions import Bounds, Refused, Text, Value, cast
 from jax_mfa.metal.shapes import SHAPED, plus
 from jax_mfa.problem import MAX_POSITION
@@ -129,20 +129,6 @@ def _body(program: Program, floats: int, derivative: Callable[..., Any] | None =
     return text.statements([f"return {returned};"]), text.bounds_of(returned, wanted)
 
 
-# what gives parts of its first operand, as they are
-_VIEWS = (
-    "broadcast_in_dim",
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "transpose",
-    "rev",
-    "slice",
-    "dynamic_slice",
-    "gather",
-)
-
-
 def _body_by_reads(program: Program, floats: int) -> tuple[int, str]:
     """How many floats a program reads, and statements: where each lies, and the derivative of the result by it."""
     first = program.arguments
@@ -150,7 +136,7 @@ def _body_by_reads(program: Program, floats: int) -> tuple[int, str]:
     read = {program.result} & views if isinstance(program.result, int) else set()
     for x in program.equations:
         of = {i for i in x.inputs if isinstance(i, int)} & views
-        if x.primitive.name in _VIEWS and of == {x.inputs[0]}:
+        if x.primitive.name in VIEWS and of == {x.inputs[0]}:
             views.update(x.outputs)
         else:
             read |= of

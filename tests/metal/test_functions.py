@@ -56,6 +56,7 @@ EXACT = {
     "square": lambda x, y, i, j: jnp.square(x),
     "clamp": lambda x, y, i, j: lax.clamp(jnp.float32(-1), x, y),
     "select": lambda x, y, i, j: jnp.where(i > j, x, y),
+    "stop_gradient": lambda x, y, i, j: lax.stop_gradient(x) + y,
     "select_n": lambda x, y, i, j: lax.select_n(jnp.clip(i, 0, 2), x, y, x + 1),
     "is_finite": lambda x, y, i, j: jnp.isfinite(x).astype(jnp.float32),
     "compare": lambda x, y, i, j: ((x < y) + 2 * (x <= y) + 4 * (x == y) + 8 * (x != y) + 16 * (x > y)) * 1.0,
@@ -323,6 +324,25 @@ def test_decoding_with_functions_is_the_references(name):
     ran = plans.run_call(arguments)
     assert any("decode" in kernel for kernel, _ in ran.dispatches) or not ran.dispatches
     assert_equals_reference(ran, arguments, out, gradients)
+
+
+@pytest.mark.parametrize("rows", [1, 20], ids=["decoding", "prefill"])
+@pytest.mark.parametrize("scheme", [None, "int4"])
+def test_functions_of_pages_are_given_logical_positions(on_device, scheme, rows):
+    q, keys, values = harness.arrays((2, rows, 4, 16), (40, 16, 2, 16), (40, 16, 2, 16))
+    pages = [x if scheme is None else jax_mfa.quantize(x, scheme) for x in (keys, values)]
+    tables = np.random.default_rng(0).permutation(40)[:36].reshape(2, 18)
+    table = jnp.asarray(rng.normal(size=(4, 300)), jnp.float32)
+    attend = lambda implementation: jax_mfa.paged_attention(
+        q,
+        *pages,
+        tables,
+        [100, 280],
+        score_mod=lambda x, b, n, t, s: x + table[n, abs(t - s)] * (b + 1),
+        mask_mod=lambda b, n, t, s: (s + b) % 3 != 1,
+        implementation=implementation,
+    )
+    harness.assert_allclose(attend("metal"), attend("reference"), rtol=1e-5, atol=2e-6)
 
 
 def test_functions_beside_bias_cap_and_sixteen_bits():
