@@ -8,6 +8,7 @@
 
 #include "completions.h"
 #include "device.h"
+#include "encode.h"
 #include "gpu_error.h"
 #include "recorder.h"
 #include "statistics.h"
@@ -22,6 +23,7 @@ struct Flight {
   std::shared_ptr<Device> device;
   std::shared_ptr<const Prepared> prepared;
   std::vector<Binding> bindings;
+  std::vector<Place> places;  // of the bindings
   Done done;
   Recorder::Clock::time_point start = Recorder::Clock::now();
 
@@ -90,45 +92,8 @@ void bind_all(Flight& flight, const std::vector<Memory>& operands, const std::ve
     const bool whole = flight.prepared->whole[i];
     flight.bindings.push_back(bind(flight.device->metal(), flight.device->staging(), memory.data, buffer.bytes, use,
                                    flight.prepared->markers[i].get(), whole));
+    flight.places.push_back({flight.bindings.back().buffer, flight.bindings.back().offset});
   }
-}
-
-GridBytes grid_bytes(const DispatchPlan& dispatch, const Piece& piece) {
-  GridBytes out{};
-  for (size_t axis = 0; axis < 3; ++axis) {
-    out[axis] = static_cast<uint32_t>(piece.origin[axis]);
-    out[3 + axis] = static_cast<uint32_t>(dispatch.threadgroups[axis]);
-  }
-  return out;
-}
-
-void encode(const Flight& flight, const Piece& piece, MTL::ComputeCommandEncoder* encoder) {
-  const DispatchPlan& dispatch = flight.prepared->plan.dispatches[piece.dispatch];
-  if (piece.barrier) {
-    encoder->memoryBarrier(MTL::BarrierScopeBuffers);
-    count(statistics().barriers);
-  }
-  encoder->pushDebugGroup(flight.prepared->kernels[piece.dispatch].get());
-  encoder->setComputePipelineState(flight.prepared->pipelines[piece.dispatch]->state.get());
-  for (const ArgumentPlan& argument : dispatch.arguments) {
-    if (argument.index == dispatch.grid_argument) {
-      const GridBytes part = grid_bytes(dispatch, piece);
-      std::string bytes = argument.bytes;
-      std::memcpy(bytes.data(), part.data(), sizeof part);
-      encoder->setBytes(bytes.data(), bytes.size(), argument.index);
-    } else if (argument.buffer == ArgumentPlan::kBytes) {
-      encoder->setBytes(argument.bytes.data(), argument.bytes.size(), argument.index);
-    } else {
-      const Binding& binding = flight.bindings[argument.buffer];
-      encoder->setBuffer(binding.buffer, binding.offset, argument.index);
-    }
-  }
-  for (size_t at = 0; at < dispatch.threadgroup_memory.size(); ++at)
-    if (dispatch.threadgroup_memory[at]) encoder->setThreadgroupMemoryLength(dispatch.threadgroup_memory[at], at);
-  const auto &groups = piece.groups, &threads = dispatch.threads;
-  encoder->dispatchThreadgroups(MTL::Size(groups[0], groups[1], groups[2]), MTL::Size(threads[0], threads[1], threads[2]));
-  encoder->popDebugGroup();
-  count(statistics().dispatches);
 }
 
 // Whether a result lies where an operand does, which is then no longer what it was.
@@ -199,7 +164,7 @@ void commit(Flight* flight, size_t at) {
   // independent dispatches may run side by side
   MTL::ComputeCommandEncoder* encoder = commands->computeCommandEncoder(MTL::DispatchTypeConcurrent);
   if (!encoder) throw Error(Cause::kExecution, place + "the Metal command buffer gave no encoder. " + kReport);
-  for (const Piece& piece : flight->prepared->command_buffers[at]) encode(*flight, piece, encoder);
+  encode(*flight->prepared, at, flight->places, encoder);
   encoder->endEncoding();
   ++flight->holders;
   commands->addCompletedHandler(^(MTL::CommandBuffer* finished) {

@@ -56,9 +56,10 @@ def check_image(image: macos.Image, with_cxx: bool = True) -> None:
     assert all(library.startswith(("/usr/lib/lib", "/System/Library/Frameworks/")) for library in image.libraries)
     # nothing of it is called, so nothing but the load command keeps it: Metal wants it for the default device
     assert any(library.endswith("/CoreGraphics") for library in image.libraries), image.libraries
-    # beside the entry only what is the same in every C++ library or that nanobind shows on purpose
+    # beside the entry and the interface for hosts only what every C++ library has or nanobind shows on purpose
     shown = [name for name in image.exported if not re.match(r"__Z[nd][wla]|__ZNK?8nanobind|__mh_|___dso_handle", name)]
-    assert shown == ["_PyInit__metal"]
+    for_hosts = re.findall(r"^JAX_MFA_HOST_EXPORT .*?(\w+)\(", (ROOT / "csrc" / "host.h").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(["_PyInit__metal", *(f"_{name}" for name in for_hosts)]) and len(for_hosts) == 8
 
 
 def test_module_links_strictly_for_apple_silicon(module: pathlib.Path, with_cxx: bool) -> None:
@@ -149,6 +150,7 @@ def test_wheel_for_other_machines_is_pure_and_has_the_kernels(pure: pathlib.Path
         names = set(archive.namelist())
         for source in filter(pathlib.Path.is_file, (ROOT / "metal").rglob("*")):
             assert archive.read(f"jax_mfa/_msl/{source.relative_to(ROOT / 'metal')}") == source.read_bytes()
+        assert archive.read("jax_mfa/include/host.h") == (ROOT / "csrc" / "host.h").read_bytes()
     assert "jax_mfa/__init__.py" in names
     assert not [name for name in names if name.endswith((".so", ".dylib", ".cc")) or name.startswith("tests/")]
 

@@ -1,0 +1,107 @@
+// The C interface for hosts: checks what they hand in, and lets no exception through.
+#include "host.h"
+
+#include <cstring>
+#include <memory>
+
+#include "encode.h"
+#include "error.h"
+
+struct jax_mfa_plan {
+  std::shared_ptr<const launcher::Prepared> prepared;
+};
+
+namespace {
+
+using launcher::Cause;
+using launcher::Error;
+
+// What `work` returns, or `failed` and a text.
+template <typename Result, typename Work>
+Result guarded(Result failed, char* error, size_t size, Work work) noexcept {
+  const char* text = "an unknown exception";
+  try {
+    launcher::Pool pool;
+    try {
+      return work();
+    } catch (const std::exception& reason) {
+      if (size) std::strncpy(error, reason.what(), size - 1)[size - 1] = '\0';
+      return failed;
+    }
+  } catch (...) {
+    if (size) std::strncpy(error, text, size - 1)[size - 1] = '\0';
+    return failed;
+  }
+}
+
+int role_of(launcher::Role role) {
+  switch (role) {
+    case launcher::Role::kInput: return JAX_MFA_INPUT;
+    case launcher::Role::kOutput: return JAX_MFA_OUTPUT;
+    case launcher::Role::kUpdated: return JAX_MFA_UPDATED;
+    case launcher::Role::kScratch: break;
+  }
+  return JAX_MFA_SCRATCH;
+}
+
+launcher::Place checked(const launcher::Plan& plan, size_t at, const jax_mfa_place& given) {
+  const launcher::BufferPlan& wanted = plan.buffers[at];
+  const std::string place = "plan " + plan.name + ": " + wanted.name + " ";
+  auto* buffer = static_cast<MTL::Buffer*>(given.buffer);
+  if (!buffer) throw Error(Cause::kInvalidPlan, place + "has no buffer");
+  if (given.offset % 16)
+    throw Error(Cause::kInvalidPlan, place + "begins at " + std::to_string(given.offset) + ", no multiple of 16");
+  if (given.offset > buffer->length() || buffer->length() - given.offset < wanted.bytes)
+    throw Error(Cause::kInvalidPlan, place + "has " + std::to_string(wanted.bytes) + " bytes, and its buffer " +
+                                         std::to_string(buffer->length()) + " from " + std::to_string(given.offset) + " on");
+  return {buffer, given.offset};
+}
+
+}  // namespace
+
+extern "C" {
+
+int jax_mfa_host_api(void) { return JAX_MFA_HOST_API; }
+
+void jax_mfa_add_source(const char* hash, const char* text) { launcher::Device::add_source(hash, text); }
+
+jax_mfa_plan* jax_mfa_prepare(const char* plan, size_t length, char* error, size_t size) {
+  return guarded<jax_mfa_plan*>(nullptr, error, size,
+                                [&] { return new jax_mfa_plan{launcher::Device::get()->prepare(std::string_view(plan, length))}; });
+}
+
+void jax_mfa_release(jax_mfa_plan* plan) {
+  launcher::Pool pool;
+  delete plan;
+}
+
+size_t jax_mfa_buffers(const jax_mfa_plan* plan) { return plan->prepared->plan.buffers.size(); }
+
+jax_mfa_buffer jax_mfa_buffer_at(const jax_mfa_plan* plan, size_t at) {
+  const launcher::BufferPlan& buffer = plan->prepared->plan.buffers[at];
+  return {buffer.name.c_str(), role_of(buffer.role), buffer.bytes};
+}
+
+size_t jax_mfa_parts(const jax_mfa_plan* plan) { return plan->prepared->command_buffers.size(); }
+
+int jax_mfa_encode(const jax_mfa_plan* plan, size_t part, void* encoder, const jax_mfa_place* places, size_t count, char* error,
+                   size_t size) {
+  return guarded<int>(1, error, size, [&] {
+    const launcher::Prepared& prepared = *plan->prepared;
+    const std::string place = "plan " + prepared.plan.name + " has ";
+    if (count != prepared.plan.buffers.size())
+      throw Error(Cause::kInvalidPlan,
+                  place + std::to_string(prepared.plan.buffers.size()) + " buffers, got " + std::to_string(count));
+    if (part >= prepared.command_buffers.size())
+      throw Error(Cause::kInvalidPlan,
+                  place + std::to_string(prepared.command_buffers.size()) + " parts, got part " + std::to_string(part));
+    if (!encoder) throw Error(Cause::kInvalidPlan, "the encoder is null");
+    std::vector<launcher::Place> checked_places;
+    checked_places.reserve(count);
+    for (size_t at = 0; at < count; ++at) checked_places.push_back(checked(prepared.plan, at, places[at]));
+    launcher::encode(prepared, part, checked_places, static_cast<MTL::ComputeCommandEncoder*>(encoder));
+    return 0;
+  });
+}
+
+}  // extern "C"
