@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,6 +106,18 @@ def test_all_candidates_compute_the_same(mask, kind):
     expected = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v.repeat(2, 2))
     assert_allclose(results["reference"], expected, rtol=0, atol=1e-5)
     assert bench_report.scores(problem) == 4 * np.broadcast_to(problem.visible, (3, *problem.visible.shape[1:])).sum()
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_bias_of_pairs_is_shared_and_gets_its_gradient(kind):
+    problem = Problem("", 3, 12, 12, 4, 4, 8, pair_bias=True)
+    given = bench_candidates.arrays(problem)
+    assert given[3].shape == (1, 4, 12, 12) and "pair bias" in str(problem)
+    run = lambda name: bench_candidates.of_pass(kind, bench_candidates.attention(problem, name))(*given)
+    results = {name: jax.tree.leaves(run(name)) for name in (STOCK, "blockwise", "reference")}
+    for name, found in results.items():
+        for x, wanted in zip(found, results["reference"], strict=True):
+            assert_allclose(x, wanted, rtol=0, atol=2e-5, err_msg=name)
 
 
 def test_a_candidate_that_fails_is_listed_with_its_reason_and_the_others_go_on(tmp_path, capsys, monkeypatch):

@@ -27,6 +27,7 @@ EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import attention  # noqa: E402
+import pair_attention  # noqa: E402
 import sentence_embeddings  # noqa: E402
 import train_char_lm  # noqa: E402
 
@@ -538,3 +539,47 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(unbroken, tmp_path):
     path.unlink()
     path.mkdir()
     assert f"cannot read {path}" in message()
+
+
+# ------------------------------------------------------------------------------------------------------ pair attention
+
+
+def test_chains_have_the_geometry_of_helices_and_strands():
+    letters, distances = pair_attention.chains(0, 3, 40)
+    assert letters.shape == (3, 40) and set(np.unique(letters)) <= set(range(len(pair_attention.LETTERS)))
+    assert_allclose(np.diagonal(distances, 1, 1, 2), pair_attention.BOND, rtol=1e-9)
+    helix = pair_attention.trace(np.zeros(19, np.int32))
+    assert_allclose(np.linalg.norm(helix[18] - helix[0]) / 18, 1.5, rtol=0.05)  # Å a residue rise
+    strand = pair_attention.trace(np.ones(19, np.int32))
+    assert_allclose(np.linalg.norm(strand[18] - strand[0]) / 18, 3.3, rtol=0.05)
+
+
+def test_a_pair_model_learns_and_draws(tmp_path, capsys):
+    small = ["--steps", "6", "--batch", "1", "--length", "16", "--blocks", "1", "--dtype", "bfloat16"]
+    assert pair_attention.main([*small, "--out", str(tmp_path)]) == 0
+    first, last = re.search(r"loss (\S+) -> (\S+);", capsys.readouterr().out).groups()
+    assert float(last) < float(first)
+    assert picture(tmp_path / "distances.png").std() > 0.1
+
+
+def test_pair_attention_and_stock_have_the_same_gradients():
+    shaped = pair_attention.shapes(6, 2, 8, "float32")
+    given = [np.random.default_rng(i).standard_normal(x.shape).astype(np.float32) for i, x in enumerate(shaped)]
+    for x, wanted in zip(
+        *(pair_attention.triangle(f)(*given) for f in (jax_mfa.dot_product_attention, pair_attention.stock))
+    ):
+        assert_allclose(x, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("table", ["--compare", "--memory"])
+def test_pair_attention_beside_stock_by_length(capsys, table):
+    assert pair_attention.main([table, "--lengths", "8", "128"]) == 0
+    numbers = re.findall(r"[\d.]+", capsys.readouterr().out.splitlines()[-1])
+    stock, ours = numbers[3:5] if table == "--compare" else numbers[1:3]
+    assert numbers[0] == "128" and int(stock) > 2 * int(ours)
+
+
+def test_pair_attention_refuses_what_makes_no_sense(capsys):
+    with pytest.raises(SystemExit):
+        pair_attention.main(["--length", "2"])
+    assert "--length at least 4" in capsys.readouterr().err

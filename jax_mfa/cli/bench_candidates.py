@@ -23,7 +23,7 @@ from jax_mfa.tuning import timing
 STOCK, TORCH, MLX = "jax.nn", "PyTorch", "MLX"
 LAYERS = 24
 Program = Callable[[], Any]
-Attention = Callable[..., Any]  # takes query, key and value
+Attention = Callable[..., Any]  # takes query, key, value, and the bias that there may be
 
 
 def arguments(problem: Problem) -> dict[str, Any]:
@@ -34,13 +34,15 @@ def arguments(problem: Problem) -> dict[str, Any]:
     positions = {"query_offset": of_rows} if p.decodes else {}
     if p.decodes or p.mask == "padding":
         positions["key_value_seq_lengths"] = of_rows
+    bias = {"bias": jax.ShapeDtypeStruct((1, p.N, p.T, p.S), query.dtype)} if p.pair_bias else {}
     causal = {"is_causal": p.is_causal or p.decodes}
-    return {"query": query, "key": key, "value": key, **positions, **_static(p), **causal}
+    return {"query": query, "key": key, "value": key, **bias, **positions, **_static(p), **causal}
 
 
 def arrays(problem: Problem) -> list[jax.Array]:
-    """Query, key, value, and a cotangent of the output which is a tangent of the query too; random."""
-    shaped = [arguments(problem)[name] for name in ("query", "key", "value", "query")]
+    """Query, key, value, bias if any, and a cotangent of the output which is a tangent of the query too; random."""
+    names = ("query", "key", "value", *["bias"] * problem.pair_bias, "query")
+    shaped = [arguments(problem)[name] for name in names]
     keys = jax.random.split(jax.random.key(0), len(shaped))
     return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, shaped)]
 
@@ -70,14 +72,14 @@ def attention(problem: Problem, name: str) -> Attention:
 
 
 def of_pass(kind: str, attention: Attention) -> Callable[..., Any]:
-    """What a pass runs: a function of query, key, value, and a cotangent of the output or tangent of the query."""
+    """What a pass runs: a function of the arrays of `arrays`."""
 
-    def training(q: Any, k: Any, v: Any, d_out: Any) -> Any:
-        out, pullback = jax.vjp(attention, q, k, v)
-        return out, pullback(d_out)
+    def training(*arrays: Any) -> Any:
+        out, pullback = jax.vjp(attention, *arrays[:-1])
+        return out, pullback(arrays[-1])
 
-    forward = lambda q, k, v, _: attention(q, k, v)
-    tangent = lambda q, k, v, d_q: jax.jvp(attention, (q, k, v), (d_q, k, v))
+    forward = lambda *arrays: attention(*arrays[:-1])
+    tangent = lambda *arrays: jax.jvp(attention, arrays[:-1], (arrays[-1], *arrays[1:-1]))
     return {TRAINING: training, TANGENT: tangent}.get(kind, forward)
 
 
@@ -113,23 +115,25 @@ _MASKED = ("window", "padding")  # masks that PyTorch and MLX have no other word
 
 
 def _in_torch(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
-    """The same in PyTorch, on the same [B, T, N, H] arrays."""
+    """The same in PyTorch, on the same arrays."""
     import torch
 
     tensors = [torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, problem.dtype)) for x in arrays]
-    q, k, v, d_out = (x.transpose(1, 2) for x in tensors)
+    q, k, v, d_out = (x.transpose(1, 2) for x in (*tensors[:3], tensors[-1]))
     keywords: dict[str, Any] = {"enable_gqa": True} if problem.K != problem.N else {}
-    if problem.mask in _MASKED:
+    if problem.pair_bias:
+        keywords["is_causal"] = False
+    elif problem.mask in _MASKED:
         keywords["attn_mask"] = torch.from_numpy(problem.visible)
     else:
         keywords["is_causal"] = problem.is_causal
     attend: Any = functools.partial(torch.nn.functional.scaled_dot_product_attention, **keywords)
 
     def training() -> Any:
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        inputs = [x.detach().requires_grad_() for x in (q, k, v, *tensors[3:-1])]
         return torch.autograd.grad(attend(*inputs), inputs, d_out)
 
-    return training if kind == TRAINING else functools.partial(attend, q, k, v)
+    return training if kind == TRAINING else functools.partial(attend, q, k, v, *tensors[3:-1])
 
 
 def _in_mlx(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
@@ -137,12 +141,17 @@ def _in_mlx(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
     import mlx.core as mx
 
     converted = (mx.array(np.array(x, np.float32)).astype(getattr(mx, problem.dtype)) for x in arrays)
-    q, k, v, d_out = (x.transpose(0, 2, 1, 3) for x in converted)
+    *given, d_out = converted
+    q, k, v, d_out = (x.transpose(0, 2, 1, 3) for x in (*given[:3], d_out))
     mask = mx.array(problem.visible) if problem.mask in _MASKED else "causal" if problem.is_causal else None
-    attend = functools.partial(mx.fast.scaled_dot_product_attention, scale=problem.H**-0.5, mask=mask)
+
+    def attend(q: Any, k: Any, v: Any, bias: Any = mask) -> Any:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=problem.H**-0.5, mask=bias)
+
+    inputs = [q, k, v, *given[3:]]
 
     def run() -> Any:
-        results = mx.vjp(attend, [q, k, v], [d_out]) if kind == TRAINING else attend(q, k, v)
+        results = mx.vjp(attend, inputs, [d_out]) if kind == TRAINING else attend(*inputs)
         mx.eval(results)
         return results
 

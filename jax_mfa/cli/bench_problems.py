@@ -29,6 +29,7 @@ class Problem:
     Attributes:
       mask: of `MASKS`. A row of "window" sees `window` columns up to its own; in "padding" the batch entries have from
         half to all of the columns, three quarters on average.
+      pair_bias: whether there is a bias [1, N, T, S], which all batch entries share, with a gradient.
       passes: what is timed; the queries of "decode" stand at the end of what the columns hold.
     """
 
@@ -44,6 +45,7 @@ class Problem:
     passes: tuple[str, ...] = BOTH
     soft_cap: float | None = None
     window: int | None = None
+    pair_bias: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -80,6 +82,7 @@ class Problem:
         length = f"T{self.T}" if self.T == self.S else f"T{self.T} S{self.S}"
         facts = [f"B{self.B}", length, heads, f"H{self.H}"]
         facts += [f"{self.mask}{self.window or ''}"] * (self.mask != "none")
+        facts += ["pair bias"] * self.pair_bias
         facts += ["cap"] * (self.soft_cap is not None) + [self.dtype] * (self.dtype != "float32")
         return " ".join(facts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cost
+import harness
 import plans
 import pytest
 import runners
@@ -156,3 +157,15 @@ def test_counters_are_the_same_in_every_run_and_schedule(variant):
     for name, counters in first.items():
         for field in ("matrix_multiply_accumulates", "device_bytes_loaded", "device_bytes_stored", "barriers"):
             assert getattr(other[name], field) == getattr(counters, field)
+
+
+@pytest.mark.parametrize("h", [8, 16, 24, 32])
+def test_short_heads_with_a_bias_of_pairs_are_hardly_padded(h):
+    """All four gradients of B rows that share a bias [1, N, T, T]."""
+    b, t, n = 3, 128, 2
+    x = {name: a for name, a in zip(("query", "key", "value"), harness.arrays(*[(b, t, n, h)] * 3, dtype="float16"))}
+    ran = plans.run_call({**x, "bias": harness.arrays((1, n, t, t), dtype="float16", seed=3)[0]})
+    assert ran.reports == []
+    unit = b * n * t * t * h / 512
+    for name, products in {**cost.PRODUCTS, "attention_d_bias": 2}.items():
+        assert ran.counters[name].matrix_multiply_accumulates <= 1.5 * products * unit, name
