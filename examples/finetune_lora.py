@@ -4,7 +4,8 @@
     python examples/generate.py --model results/mine "Once upon a time"
     python examples/finetune_lora.py --steps 20              # a small model, trained first for about a minute
     python examples/finetune_lora.py --resume                # go on after an interruption, as if there had been none
-    python examples/finetune_lora.py --compare --steps 0     # a batch with jax_mfa and with stock attention
+    python examples/finetune_lora.py --compare --steps 0     # a batch with jax_mfa and with stock attention, and memory
+    python examples/finetune_lora.py --memory                # by length, of a Llama of 1B's shape: nothing runs
 
 `--model` names a folder in Hugging Face's format (config.json, safetensors, tokenizer.json) of a Llama or Qwen2 (Qwen3
 and Gemma-2 too). Only the thin matrices beside the chosen projections learn; the gradients of `--accumulate` batches
@@ -43,6 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from generation import training, weights
+from generation.config import Config
 from generation.model import Attend, Decoder, whole
 from generation.tokenizer import Text
 
@@ -123,6 +125,14 @@ def stock(layer, q, k, v, *, scale, local_window_size, logits_soft_cap):
     return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=local_window_size)
 
 
+def loss_of(graph, attend: Attend, policy: Any, learnt, frozen, windows):
+    """Of the next tokens, by a decoder whose layers may be computed again in the backward pass."""
+    positions = jnp.broadcast_to(jnp.arange(windows.shape[1] - 1), (windows.shape[0], windows.shape[1] - 1))
+    decoder = nnx.merge(graph, learnt, frozen)
+    logits = decoder.logits(decoder(windows[:, :-1], positions, attend, policy))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
 class Trainer:
     """The model, what of it learns, the optimizer, and how far it is."""
 
@@ -142,14 +152,8 @@ class Trainer:
         self.update = jit(functools.partial(self._update, attend))
 
     def _update(self, attend: Attend, learnt, memory, frozen, windows):
-        positions = jnp.broadcast_to(jnp.arange(windows.shape[1] - 1), (windows.shape[0], windows.shape[1] - 1))
-
-        def loss(learnt):
-            decoder = nnx.merge(self.graph, learnt, frozen)
-            logits = decoder.logits(decoder(windows[:, :-1], positions, attend))
-            return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
-
-        value, gradients = jax.value_and_grad(loss)(learnt)
+        loss = functools.partial(loss_of, self.graph, attend, None)
+        value, gradients = jax.value_and_grad(loss)(learnt, frozen, windows)
         changes, memory = self.optimizer.update(gradients, memory, learnt)
         return optax.apply_updates(learnt, changes), memory, value
 
@@ -265,6 +269,47 @@ def compare(trainer: Trainer, implementation: str | None, rounds: int) -> list[s
     return lines
 
 
+# --- memory, of compiled programs that do not run
+
+# Llama 3.2 1B (huggingface.co/meta-llama/Llama-3.2-1B, config.json)
+LLAMA_1B = Config("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, (None,) * 16, rope_theta=5e5, tied=True)
+# what of a layer is not computed again in the backward pass: the output of attention, and its rows' maxima and sums
+KEPT = jax.checkpoint_policies.save_only_these_names("jax_mfa_out", "jax_mfa_lse")
+
+
+def abstract(config: Config, settings: Settings) -> Decoder:
+    """A decoder with matrices that learn, of shapes alone."""
+
+    def make() -> Decoder:
+        decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype))
+        adapt(decoder, settings)
+        return decoder
+
+    return nnx.eval_shape(make)
+
+
+def memory(decoder: Decoder, batch: int, lengths: Sequence[int], implementation: str | None) -> Iterator[str]:
+    """Lines of a table: temporary memory of the gradient, by length, as the compiler reports it."""
+    graph, learnt, frozen = nnx.split(decoder, LoRA, ...)
+    ours = whole(implementation)
+    ways = {
+        "stock": (stock, None),
+        "jax_mfa": (ours, None),
+        "stock, layers computed again": (stock, jax.checkpoint_policies.nothing_saveable),
+        "jax_mfa, layers but attention computed again": (ours, KEPT),
+    }
+    yield f"| tokens | {' | '.join(ways)} |"
+    yield "|---" * (1 + len(ways)) + "|"
+    for length in lengths:
+        windows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
+        cells = [str(length)]
+        for attend, policy in ways.values():
+            program = jax.jit(jax.grad(functools.partial(loss_of, graph, attend, policy)))
+            report = program.lower(learnt, frozen, windows).compile().memory_analysis()
+            cells.append(f"{report.temp_size_in_bytes / 2**20:,.0f} MiB")
+        yield f"| {' | '.join(cells)} |"
+
+
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, usual = parser.add_argument, Settings()
@@ -277,7 +322,14 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--resume", action="store_true", help="go on from the checkpoint")
     add("--save-every", type=int, default=20, help="steps between checkpoints, default: %(default)s")
     add("--export", type=Path, help="a folder for the whole model, merged")
-    add("--compare", action="store_true", help="time a batch with jax_mfa and with stock attention")
+    add("--compare", action="store_true", help="time a batch with jax_mfa and with stock attention, and their memory")
+    add("--memory", action="store_true", help="print the memory of a Llama of 1B's shape by length, and end")
+    add(
+        "--lengths",
+        type=int,
+        nargs="+",
+        help="of the tables of memory; default: 1024 to 8192, from --context with --compare",
+    )
     add("--implementation", choices=("metal", "blockwise", "reference"), help="default: jax_mfa's choice")
     add("--targets", nargs="+", choices=TARGETS, default=list(usual.targets), help="default: those of attention")
     for name, what in (("rank", "of the matrices"), ("batch", "windows"), ("accumulate", "batches for a step")):
@@ -307,6 +359,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Trains, compares and exports as asked. Raises ValueError, OSError."""
+    if options.memory:
+        settings = Settings(rank=options.rank, targets=tuple(options.targets))
+        print("temporary memory of a gradient, Llama 3.2 1B's shape with LoRA, float32, one sequence")
+        for line in memory(
+            abstract(LLAMA_1B, settings), 1, options.lengths or (1024, 2048, 4096, 8192), options.implementation
+        ):
+            print(line, flush=True)
+        return 0
     folder = options.model
     if folder is None:
         folder = Path("results/generate/model")  # the small one of generate.py
@@ -329,6 +389,10 @@ def run(options: argparse.Namespace) -> int:
     print(f"{learnt} numbers learn, {sum(x.size for x in jax.tree.leaves(trainer.frozen))} stay")
     if options.compare:
         print("\n".join(compare(trainer, options.implementation, 5)))
+        lengths = options.lengths or [options.context * n for n in (1, 4, 16)]
+        print("temporary memory by length")
+        shapes = nnx.merge(trainer.graph, trainer.learnt, trainer.frozen)
+        print("\n".join(memory(shapes, options.batch, lengths, options.implementation)))
     status = _train(trainer, options, checkpoint, of)
     if options.export is not None:
         trainer.export(options.export, folder)

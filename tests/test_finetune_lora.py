@@ -2,8 +2,10 @@
 is the one that it exports."""
 
 import dataclasses
+import functools
 import json
 import pathlib
+import re
 import sys
 
 import jax
@@ -140,6 +142,22 @@ def test_ours_and_stock_are_timed_side_by_side(folder, trained):
     lines = finetune_lora.compare(trained, "blockwise", 1)
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| jax_mfa", "| jax.nn"]
     assert all("tokens/s" in lines[0] and "MiB" in line for line in lines[2:])
+
+
+def test_memory_by_length_needs_no_weights_and_attention_is_not_computed_again():
+    config = dataclasses.replace(
+        finetune_lora.LLAMA_1B, vocabulary=64, width=64, inner=128, layers=2, windows=(None,) * 2
+    )
+    decoder = finetune_lora.abstract(config, finetune_lora.Settings(rank=2))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(decoder)))
+    *_, line = finetune_lora.memory(decoder, 1, [1024], "blockwise")
+    stock, ours, stock_again, ours_again = (int(x) for x in re.findall(r"(\d+) MiB", line.replace(",", "")))
+    assert stock > 4 * ours and stock_again > 2 * ours_again
+    graph, learnt, frozen = nnx.split(decoder, finetune_lora.LoRA, ...)
+    windows = jax.ShapeDtypeStruct((1, 65), np.int32)
+    loss = functools.partial(finetune_lora.loss_of, graph, finetune_lora.whole("blockwise"), finetune_lora.KEPT)
+    text = str(jax.make_jaxpr(jax.grad(loss))(learnt, frozen, windows))
+    assert len(re.findall(r"= jax_mfa_attention\[", text)) == config.layers  # each forward pass once
 
 
 @pytest.mark.sweep

@@ -125,12 +125,18 @@ class Decoder(nnx.Module):
                 config.width, config.vocabulary, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs
             )
 
-    def __call__(self, tokens, positions, attend: Attend):
+    def __call__(self, tokens, positions, attend: Attend, policy: Any = None):
+        """With a policy of `jax.checkpoint`, the backward pass computes again what it does not save of a layer."""
         x = self.embed_tokens(tokens)
         if self.config.gemma:
             x = x * jnp.asarray(self.config.width**0.5, x.dtype)
         for layer in self.layers:
-            x = layer(x, positions, attend)
+            if policy is None:
+                x = layer(x, positions, attend)
+            else:
+                graph, state = nnx.split(layer)
+                run = lambda state, x, graph=graph: nnx.merge(graph, state)(x, positions, attend)
+                x = jax.checkpoint(run, policy=policy)(state, x)
         return self.norm(x)
 
     def logits(self, x):
