@@ -122,9 +122,9 @@ template <
   const int first = group_row + simdgroup * BLOCKS * 8;
   const typename Types::Visibility visibility(features, batch, head, lane_index);
   const typename Types::Score score(features, batch, head, visibility.offset);
-  const OwnRows<typename Types::Query, Operand, BLOCKS, CACHE_Q> q(
+  const OwnRows<typename Types::Query, Operand, BLOCKS, CACHE_Q, (BUFFERS > 0)> q(
       queries_of<Types>(features, query, batch, head, p.queries), first, lane);
-  const OwnRows<typename Types::Cotangent, Operand, BLOCKS, CACHE_DO> d_o(
+  const OwnRows<typename Types::Cotangent, Operand, BLOCKS, CACHE_DO, (BUFFERS > 0)> d_o(
       cotangents_of<Types>(features, d_out, batch, head, p.queries), first, lane);
   Tiles tiles = {
       keys_of<Types>(features, key, batch, key_head, visibility.columns),
@@ -539,9 +539,9 @@ template <
   const typename Types::Visibility visibility(features, batch, first_head, lane_index);
   const typename Types::Score score(features, batch, first_head, visibility.offset);
   const Dropout drop(features, batch, first_head);
-  const OwnRows<typename Types::Key, Operand, BLOCKS, CACHE_K> k(
+  const OwnRows<typename Types::Key, Operand, BLOCKS, CACHE_K, (BUFFERS > 0)> k(
       keys_of<Types>(features, key, batch, key_head, p.keys), first, lane);
-  const OwnRows<typename Types::Value, Operand, BLOCKS, CACHE_V> v(
+  const OwnRows<typename Types::Value, Operand, BLOCKS, CACHE_V, (BUFFERS > 0)> v(
       values_of<Types>(features, value, batch, key_head, p.keys), first, lane);
   const ulong at_batch = ulong(batch) * p.queries * p.heads;
   Tiles tiles = {
@@ -612,9 +612,9 @@ template <typename Types, int COLUMNS>
       const auto keys = keys_of<Types>(features, key, batch, key_head, visibility.columns);
       const auto values = values_of<Types>(features, value, batch, key_head, visibility.columns);
       for (int row = first_row; row <= share.last_row; row += 8) {
-        const OwnRows<typename Types::Query, Operand, 1, false> q(
+        const OwnRows<typename Types::Query, Operand, 1, false, false> q(
             queries_of<Types>(features, query, batch, head, p.queries), row, lane);
-        const OwnRows<typename Types::Cotangent, Operand, 1, false> d_o(
+        const OwnRows<typename Types::Cotangent, Operand, 1, false, false> d_o(
             cotangents_of<Types>(features, d_out, batch, head, p.queries), row, lane);
         const int own_row = row + lane.row;
         const RowState state(row_states, delta, row_place(p, batch, min(own_row, p.queries - 1), head));

@@ -73,7 +73,7 @@ template <
   const typename Types::Visibility visibility(features, batch, head, lane_index);
   const typename Types::Score score(features, batch, head, visibility.offset);
   HeadRows<Types> rows = {visibility, score, Dropout(features, batch, head), first + lane.row, false};
-  const OwnRows<typename Types::Query, Operand, BLOCKS, CACHE_Q> q(
+  const OwnRows<typename Types::Query, Operand, BLOCKS, CACHE_Q, (BUFFERS > 0)> q(
       queries_of<Types>(features, query, batch, head, queries), first, lane);
   Tiles tiles = {
       keys_of<Types>(features, key, batch, key_head, visibility.columns),

@@ -55,15 +55,26 @@ INLINED void rotate(thread Fragment<float> (&x)[BLOCKS][COUNT]) {
 template <int BLOCKS, int COLUMNS, typename Own, typename Reader>
 INLINED void multiply_rows(
     thread Fragment<float> (&result)[BLOCKS][COLUMNS], const thread Own& own, const thread Reader& tile) {
+  constexpr int together = Reader::together;
+  static_assert(Own::together == together, "own rows have their channels in the order of the tile's");
   clear(result);
   UNROLLED
-  for (int i = 0; i < Own::count; ++i) {
+  for (int i = 0; i < Own::count; i += together) {
+    Fragment<typename Own::Element> rows[BLOCKS][together];
+    UNROLLED
+    for (int block = 0; block < BLOCKS; ++block) {
+      own.at(block, i, rows[block]);
+    }
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
-      const auto operand = tile.transposed(c, i);
+      Fragment<typename Own::Element> operands[together];
+      tile.transposed(c, i, operands);
       UNROLLED
-      for (int block = 0; block < BLOCKS; ++block) {
-        simdgroup_multiply_accumulate(result[block][c], own.at(block, i), operand, result[block][c]);
+      for (int k = 0; k < together; ++k) {
+        UNROLLED
+        for (int block = 0; block < BLOCKS; ++block) {
+          simdgroup_multiply_accumulate(result[block][c], rows[block][k], operands[k], result[block][c]);
+        }
       }
     }
   }

@@ -9,6 +9,7 @@
 // Where a tile lies of a dense array.
 template <typename T, int SIZE>
 struct DenseTile {
+  using Element = T;
   device const T* rows;  // the first
   uint stride;
   int last;
@@ -35,6 +36,16 @@ struct DenseTile {
   template <int COUNT>
   INLINED vec<T, 4> fetch(int i, int column) const {
     return load<COUNT>(i, column);
+  }
+
+  // COUNT elements of a row, 4 or 2, from a multiple of as many on.
+  template <int COUNT>
+  INLINED void several(int i, int column, thread T (&result)[COUNT]) const {
+    const vec<T, COUNT> x = *reinterpret_cast<device const vec<T, COUNT>*>(row(i) + column);
+    UNROLLED
+    for (int e = 0; e < COUNT; ++e) {
+      result[e] = x[e];
+    }
   }
 
   template <int COUNT>
@@ -96,6 +107,28 @@ struct Dense {
 
 constexpr int padded(int size) {
   return (size + 7) / 8 * 8;
+}
+
+// A product over channels does not mind their order. Where its tiles come straight from device memory, place p of fragment i holds
+// channel p · size / 8 + i, so that what a lane reads of a row lies side by side, for as many fragments at once as this says; of
+// others, and where it says 1, it holds channel 8 · i + p.
+constexpr int together(bool staged, int size) {
+  return staged || size % 16 != 0 ? 1 : (size % 32 == 0 ? 4 : 2);
+}
+
+// The elements of COUNT fragments from i on that a lane's two places of a row have; `second` is the row of the second place, as far
+// behind the first in its run.
+template <typename Operand, int COUNT, typename Tile>
+INLINED void load_dealt(
+    thread Fragment<Operand> (&result)[COUNT], Tile tile, int row, int start, int second, int second_start, int i) {
+  typename Tile::Element x[COUNT];
+  typename Tile::Element y[COUNT];
+  tile.template several<COUNT>(row, start + i, x);
+  tile.template several<COUNT>(second, second_start + i, y);
+  UNROLLED
+  for (int k = 0; k < COUNT; ++k) {
+    result[k] = fragment_of<Operand>(Operand(x[k]), Operand(y[k]));
+  }
 }
 
 // Which fragments of a tile its readers ask for, as they lie or transposed. Staging does the transposition once for all.
@@ -214,6 +247,7 @@ struct Staged {
   // One tile as its readers see it.
   struct Reader {
     static constant constexpr int fragments = width / 8;  // side by side
+    static constant constexpr int together = 1;
     threadgroup const Operand* straight_lane;
     threadgroup const Operand* transposed_lane;
     threadgroup const Operand* rows;
@@ -226,6 +260,10 @@ struct Staged {
     // Its transpose.
     INLINED Fragment<Operand> transposed(int row, int column) const {
       return load_staged_pair(transposed_lane + (column * 8 * transposed_stride + row * 8));
+    }
+
+    INLINED void transposed(int row, int column, thread Fragment<Operand> (&result)[1]) const {
+      result[0] = transposed(row, column);
     }
 
     // The same from row 8·i on.
@@ -277,12 +315,24 @@ struct Direct {
 
   struct Reader {
     static constant constexpr int fragments = width / 8;
+    static constant constexpr int together = ::together(false, size);
     typename Source::Tile tile;
     int first;  // row of the tile
     Lane lane;
 
     INLINED Fragment<Operand> straight(int row, int column) const {
       return converted<Operand>(tile.pair(first + row * 8 + lane.row, lane.column + column * 8));
+    }
+
+    // `together` fragments from `column` on.
+    INLINED void transposed(int row, int column, thread Fragment<Operand> (&result)[together]) const {
+      if (together == 1) {
+        result[0] = transposed(row, column);
+        return;
+      }
+      const int at = first + row * 8 + lane.column;
+      const int start = lane.row * (width / 8);
+      load_dealt(result, tile, at, start, at + 1, start, column);
     }
 
     INLINED Fragment<Operand> transposed(int row, int column) const {
@@ -328,10 +378,13 @@ struct TileOf<false, Source, Operand, ROWS, THREADS, FORMS> {
   using Type = Direct<Source, Operand, ROWS>;
 };
 
-// A simdgroup's own rows as fragments: kept in registers where CACHED, loaded again at each use where not.
-template <typename Source, typename Operand, int BLOCKS, bool CACHED>
+// A simdgroup's own rows as fragments: kept in registers where CACHED, loaded again at each use where not. Their channels are in the
+// order of the tiles that they are multiplied with, STAGED or not.
+template <typename Source, typename Operand, int BLOCKS, bool CACHED, bool STAGED>
 struct OwnRows {
   static constant constexpr int count = padded(Source::size) / 8;
+  static constant constexpr int together = ::together(STAGED, Source::size);
+  using Element = Operand;
   typename Source::Tile tile;
   Lane lane;
   Fragment<Operand> kept[CACHED ? BLOCKS : 1][CACHED ? count : 1];
@@ -340,20 +393,35 @@ struct OwnRows {
     UNROLLED
     for (int block = 0; block < (CACHED ? BLOCKS : 0); ++block) {
       UNROLLED
-      for (int i = 0; i < (CACHED ? count : 0); ++i) {
-        kept[CACHED ? block : 0][CACHED ? i : 0] = load(block, i);
+      for (int i = 0; i < (CACHED ? count : 0); i += together) {
+        Fragment<Operand> x[together];
+        load(block, i, x);
+        UNROLLED
+        for (int k = 0; k < together; ++k) {
+          kept[CACHED ? block : 0][CACHED ? i + k : 0] = x[k];
+        }
       }
     }
   }
 
-  INLINED Fragment<Operand> load(int block, int i) const {
-    return converted<Operand>(tile.pair(block * 8 + lane.row, lane.column + i * 8));
+  INLINED void load(int block, int i, thread Fragment<Operand> (&result)[together]) const {
+    const int row = block * 8 + lane.row;
+    if (together == 1) {
+      result[0] = converted<Operand>(tile.pair(row, lane.column + i * 8));
+      return;
+    }
+    load_dealt(result, tile, row, lane.column * count, row, (lane.column + 1) * count, i);
   }
 
-  INLINED Fragment<Operand> at(int block, int i) const {
-    if (CACHED) {
-      return kept[CACHED ? block : 0][CACHED ? i : 0];
+  // Fragments i to i + together - 1.
+  INLINED void at(int block, int i, thread Fragment<Operand> (&result)[together]) const {
+    if (!CACHED) {
+      load(block, i, result);
+      return;
     }
-    return load(block, i);
+    UNROLLED
+    for (int k = 0; k < together; ++k) {
+      result[k] = kept[CACHED ? block : 0][CACHED ? i + k : 0];
+    }
   }
 };

@@ -110,6 +110,14 @@ struct StoredTile {
     return load<1>(i, column)[0];
   }
 
+  template <int COUNT>
+  INLINED void several(int i, int column, thread Element (&result)[COUNT]) const {
+    UNROLLED
+    for (int e = 0; e < COUNT; ++e) {
+      result[e] = at(i, column + e);
+    }
+  }
+
   INLINED Fragment<Element> pair(int i, int column) const {
     const bool first = Source::size % 8 == 0 || column < Source::size;
     const bool second = Source::size % 8 == 0 || column + 1 < Source::size;
