@@ -38,10 +38,15 @@ struct DenseTile {
     return load<COUNT>(i, column);
   }
 
-  // COUNT elements of a row, 4 or 2, from a multiple of as many on.
+  // COUNT elements of a row, 4, 2 or 1, from a multiple of as many on.
   template <int COUNT>
   INLINED void several(int i, int column, thread T (&result)[COUNT]) const {
-    const vec<T, COUNT> x = *reinterpret_cast<device const vec<T, COUNT>*>(row(i) + column);
+    constexpr int wide = COUNT == 1 ? 2 : COUNT;  // there are no vectors of one
+    if (COUNT == 1) {
+      result[0] = row(i)[column];
+      return;
+    }
+    const vec<T, wide> x = *reinterpret_cast<device const vec<T, wide>*>(row(i) + column);
     UNROLLED
     for (int e = 0; e < COUNT; ++e) {
       result[e] = x[e];
@@ -112,7 +117,7 @@ constexpr int padded(int size) {
 // A product over channels does not mind their order. Where its tiles come straight from device memory, place p of fragment i holds
 // channel p · size / 8 + i, so that what a lane reads of a row lies side by side, for as many fragments at once as this says; of
 // others, and where it says 1, it holds channel 8 · i + p.
-constexpr int together(bool staged, int size) {
+constexpr int fragments_at_once(bool staged, int size) {
   return staged || size % 16 != 0 ? 1 : (size % 32 == 0 ? 4 : 2);
 }
 
@@ -315,7 +320,7 @@ struct Direct {
 
   struct Reader {
     static constant constexpr int fragments = width / 8;
-    static constant constexpr int together = ::together(false, size);
+    static constant constexpr int together = fragments_at_once(false, size);
     typename Source::Tile tile;
     int first;  // row of the tile
     Lane lane;
@@ -383,7 +388,7 @@ struct TileOf<false, Source, Operand, ROWS, THREADS, FORMS> {
 template <typename Source, typename Operand, int BLOCKS, bool CACHED, bool STAGED>
 struct OwnRows {
   static constant constexpr int count = padded(Source::size) / 8;
-  static constant constexpr int together = ::together(STAGED, Source::size);
+  static constant constexpr int together = fragments_at_once(STAGED, Source::size);
   using Element = Operand;
   typename Source::Tile tile;
   Lane lane;
