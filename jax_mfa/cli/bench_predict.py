@@ -24,6 +24,7 @@ from jax_mfa.cli.command_line import table_lines
 from jax_mfa.metal.plan import Dispatch, Plan
 
 Shares = Callable[[Plan, str], dict[str, tuple[float, float]]]
+BUSY = 12  # simdgroups of a core: no published row says what becomes of fewer
 UNIT = 17 / 16  # cycles of a product in the matrix unit, over those of its multiply-adds: 100 % is no more than that
 _PASSES = {FORWARD: ("forward",), TRAINING: ("forward", "backward")}
 # kernel → multiply-adds for each score and channel, of so many slices; and whether its rows are queries
@@ -34,7 +35,7 @@ _WORK: dict[str, tuple[Callable[[int], int], bool]] = {
 }
 HEADING = (
     "NOT MEASURED: predicted from public figures, never seen on Apple hardware. Milliseconds of the kernels that "
-    "multiply, ± the model's mean error on published times of other kernels that it was not fitted to; then TFLOP/s."
+    "multiply, +- the model's mean error on published times of other kernels that it was not fitted to; then TFLOP/s."
 )
 
 
@@ -89,6 +90,9 @@ def predicted(shares: Shares, problem: Problem, kind: str, name: str) -> tuple[f
             if function in _WORK:
                 if function not in known:
                     return None
+                simdgroups = math.prod(dispatch.threadgroups) * dispatch.kernel.threads // 32
+                if simdgroups < BUSY * chip["cores"]:
+                    return None
                 share, relative = known[function]
                 time = _seconds(problem, dispatch, share, chip)
                 seconds, error = seconds + time, error + relative * time
@@ -106,7 +110,7 @@ def report(shares: Shares, problems: Sequence[Problem], chips: Sequence[str]) ->
                 return None
             seconds, error = found
             tflops = bench_report.figures(*row, seconds, "")["tflops"]
-            return f"{seconds * 1e3:.3g} ± {error * seconds * 1e3:.1g} ms, {tflops:.3g}"
+            return f"{seconds * 1e3:.3g} +- {error * seconds * 1e3:.1g} ms, {tflops:.3g}"
 
         return of
 
@@ -115,4 +119,5 @@ def report(shares: Shares, problems: Sequence[Problem], chips: Sequence[str]) ->
     yield ""
     yield from table_lines({**columns, **{name: cell(name) for name in chips}}, passes)
     yield ""
-    yield "On M5 without its matrix units, which the kernels do not use. -: a kernel of it cannot be predicted."
+    yield "On M5 without its matrix units, which the kernels do not use."
+    yield f"-: a kernel cannot be predicted, or has fewer than {BUSY} simdgroups for each core."

@@ -60,15 +60,16 @@ def test_most_cycles_of_the_interior_are_spent_in_products(h):
 
 def test_bench_predicts_times_of_its_problems(capsys, monkeypatch):
     monkeypatch.setattr(bench_candidates, "measure", None)  # nothing is timed
-    sweep = ["--lengths", "1024", "--heads", "2", "--masks", "none,causal", "--dtypes", "float16"]
+    sweep = ["--lengths", "64,1024", "--heads", "2", "--masks", "none,causal", "--dtypes", "float16"]
     passes = ["--passes", "forward,forward+backward,decode"]
     assert main(["bench", *sweep, *passes, "--chips", "M1,M4", "--predict", "compiled"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("NOT MEASURED")
-    row = r"^\| (?:- \| )?B1 T1024 N2 H64 (causal )?float16 \| (\S+) \| ([\d.]+) ± ([\d.]+) ms, ([\d.]+)"
+    row = r"^\| (?:- \| )?B1 T1024 N2 H64 (causal )?float16 \| (\S+) \| ([\d.]+) \+- ([\d.]+) ms, ([\d.]+)"
     cells = re.findall(row, said, re.M)
     found = {(mask.strip(), kind): tuple(map(float, figures)) for mask, kind, *figures in cells}
     assert len(found) == 4  # decoding waits for memory
+    assert said.count("| B1 T64 N2 H64 float16 | forward | - | - |") == 1  # and a few rows leave cores idle
     (plan, dispatch), *_ = compiled.kernels_of("staged", 64)
     share = compiled.compiled(plan, dispatch).share(7)
     seconds = 4 * 2 * 1024**2 * 64 / 2.6e12 * 17 / 16 / share
