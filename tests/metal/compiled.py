@@ -87,7 +87,7 @@ CONVERSIONS = ("fpext", "fptrunc", "sitofp", "uitofp", "fptosi", "fptoui")
 _BLOCK = re.compile(r"^(?:([\w.]+|\"[^\"]+\"):|define )")
 _TARGET = re.compile(r"label %([\w.]+)")
 _LANES = re.compile(r"<(\d+) x ")
-_LOADED = re.compile(r" = load (?:<(\d+) x )?(?:i(\d+)|half|bfloat|(float))")
+_LOADED = re.compile(r" = load (?:volatile )?(?:<(\d+) x )?(i\d+|half|bfloat|float|ptr)")
 
 
 def text_of(plan: Plan, dispatch: Dispatch) -> str:
@@ -166,6 +166,13 @@ def kind_of(line: str) -> tuple[str, int] | None:
     if name == "br" and body.startswith("br i1"):
         return "branch", 1
     return None
+
+
+def loaded(line: str) -> int:
+    """Bytes that a load brings to a lane."""
+    count, kind = _LOADED.search(line).groups()
+    sizes = {"half": 2, "bfloat": 2, "float": 4, "ptr": 8}
+    return int(count or 1) * (sizes.get(kind) or -(-int(kind[1:]) // 8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,8 +274,7 @@ class Graph:
             if kind and kind[0] == "matrix":
                 found["single"] += "gpu_multiply_f32" in line
             if kind and kind[0] == "load":
-                count, bits, single = _LOADED.search(line).groups()
-                found["bytes"] += int(count or 1) * (int(bits) // 8 if bits else 4 if single else 2) * apple.LANES
+                found["bytes"] += loaded(line) * apple.LANES
         return found
 
 

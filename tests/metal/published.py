@@ -72,10 +72,9 @@ class Row:
         reads, sums = ([x for x in names if x not in kept] for names in OWNED[self.kernel])
         in_sums = products * len(OWNED[self.kernel][1])
         scores = products * (PRODUCTS[self.kernel] - len(OWNED[self.kernel][1]))
-        transposed = scores
         half = item == 2
-        # products with dO and with derivatives of scores, which are float on M1
-        single = 0 if half and (forward or self.family == 9) else PRODUCTS[self.kernel] * products - half * products
+        # the others are with dO and with derivatives of scores, which are float on M1
+        in_half = PRODUCTS[self.kernel] if forward or self.family == 9 else 1
         arithmetic = HALF_ARITHMETIC if half else FLOAT_ARITHMETIC
         if forward:  # maximum, exponent, sum; the sums are rescaled
             scalar = 2 * columns * (1 + 2 * arithmetic + EXP2) + 2 * channels * apple.INDEPENDENT
@@ -84,11 +83,11 @@ class Row:
         row_states = 2 * columns * backward_keys  # loads of log-sum-exp and delta, eight of each at once
         return Work(
             half_sum=products * half,
-            half=(PRODUCTS[self.kernel] - 1) * products * half - single * half,
-            single=single,
+            half=(in_half - 1) * products * half,
+            single=(PRODUCTS[self.kernel] - in_half * half) * products,
             paired=in_sums if min(self.slice, self.head) <= 16 else 0,
             scalar=scalar,
-            loads=transposed * 2 + in_sums + row_states,
+            loads=scores * 2 + in_sums + row_states,
             bytes=(scores + in_sums) * FRAGMENT * item + row_states * 8 * item,
             rows=len(reads) * channels * FRAGMENT * item,
             rows_of_core=RESIDENT * 8 * self.head * item * len(reads) / 1024,

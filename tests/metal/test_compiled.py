@@ -79,6 +79,11 @@ def test_bench_predicts_times_of_its_problems(capsys, monkeypatch):
     assert 0.5 < found["causal", "forward"][0] / time < 0.65 and found["", "forward+backward"][0] > 4 * time
 
 
+def test_bytes_of_loads_are_counted():
+    loads = {"<2 x half>": 4, "half": 2, "i16": 2, "<4 x i32>": 16, "float": 4, "ptr addrspace(1)": 8, "i1": 1}
+    assert {kind: compiled.loaded(f"%1 = load {kind}, ptr %0, align 4") for kind in loads} == loads
+
+
 def test_a_rolled_loop_over_fragments_is_noticed():
     plan, dispatch = compiled.kernels_of("staged", 64)[0]
     text = compiled.text_of(plan, dispatch)
