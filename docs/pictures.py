@@ -184,14 +184,14 @@ def predicted_data() -> list[list[Any]]:
 
 def draw_predicted(data: list[list[Any]]):
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 4.8), layout="constrained", sharex=True, sharey=True)
-    markers = {"fitted": "x", "held out": "o", "default": "."}
+    markers = {"fitted": "x", "held out": "o", "default": ".", "kept": "+"}
     for axis, chip in zip(axes, published.FAMILY):
         axis.axline((70, 70), slope=1, color=INK, linewidth=1)
         for use, marker in markers.items():
             for color, dtype in zip(COLORS, ("float16", "float32")):
                 shown = [x[3:] for x in data if x[:3] == [use, chip, dtype]]
-                label = f"{use}, {dtype}"
-                axis.scatter(*zip(*shown), marker=marker, s=30, color=color, label=label)
+                if shown:
+                    axis.scatter(*zip(*shown), marker=marker, s=30, color=color, label=f"{use}, {dtype}")
         axis.set(title=chip, xlabel="published, % of the time in the matrix unit", aspect="equal")
     axes[0].set_ylabel("predicted")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)

@@ -110,7 +110,7 @@ def report(shares: Shares, problems: Sequence[Problem], chips: Sequence[str]) ->
                 return None
             seconds, error = found
             tflops = bench_report.figures(*row, seconds, "")["tflops"]
-            return f"{seconds * 1e3:.3g} +- {error * seconds * 1e3:.1g} ms, {tflops:.3g}"
+            return f"{seconds * 1e3:.3g} +- {error * seconds * 1e3:.2g} ms, {tflops:.3g}"
 
         return of
 

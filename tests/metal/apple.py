@@ -7,7 +7,8 @@ A core has four schedulers; each issues for one simdgroup of 32 lanes a cycle. O
 instructions of a scheduler add up, and rows that come through threadgroup memory between two barriers add their time.
 On family 9 and later (M3, M4) matrix, scalar and memory instructions of different simdgroups overlap; were they
 perfectly apart, the slowest would decide. Occupancy has no place: forward at 832, 896 and 1024 threads a core ran at
-3935, 3940 and 3942 GINSTR/s (the source of `published.json`, sheet "Mixed Precision Benchmarks").
+3935, 3940 and 3942 GINSTR/s (the source of `published.json`, sheet "Mixed Precision Benchmarks"). Nor has what float32
+rows and sums cost that stay in registers on M1, by which `kept` rows are slower than predicted: no law was found.
 
 Sources: B is github.com/philipturner/metal-benchmarks, A the source of `published.json`, F fitted by `published.py`.
 """

@@ -354,12 +354,10 @@ def compiled(plan: Plan, dispatch: Dispatch, target: str = TARGETS[0]) -> Compil
     return Compiled(dispatch.kernel.name, allocas, instructions, interior, code, scores, rescaled)
 
 
-# what a core has for its simdgroups: from github.com/philipturner/metal-benchmarks
+# what a core has for its simdgroups, and from how many on its arithmetic is busy: from the same benchmarks
 REGISTER_FILE = 208 * 1024
 THREADGROUP_MEMORY = 60 * 1024
-# Simdgroups of a core from which on its matrix units are busy: M1's forward pass worked 86, 85 and 86 % of the time at
-# head sizes of 64, 128 and 256, at 24, 14 and 12 of them (the source of published.json: its README; occupancy).
-BUSY = 12
+BUSY = 24
 OTHERS = 96  # bytes of registers for addresses, row maxima and sums and operands on their way: assumed
 
 
