@@ -9,6 +9,7 @@ import hashlib
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ import numpy as np
 
 matplotlib.use("agg")
 from matplotlib import pyplot
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "metal"))
+import published
 
 from jax_mfa import BlockMask, masks
 from jax_mfa.metal import tiles
@@ -172,12 +176,35 @@ def draw_masks(data: list[Any]):
     return figure
 
 
+def predicted_data() -> list[list[Any]]:
+    """Use, chip, type, published and predicted share of each published row, in percent."""
+    rows = [(use, x) for use, some in published.rows().items() for x in some]
+    return [[use, x.chip, x.dtype, round(x.published, 1), round(x.predicted(), 1)] for use, x in rows]
+
+
+def draw_predicted(data: list[list[Any]]):
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 4.8), layout="constrained", sharex=True, sharey=True)
+    markers = {"fitted": "x", "held out": "o", "default": ".", "kept": "+"}
+    for axis, chip in zip(axes, published.FAMILY):
+        axis.axline((70, 70), slope=1, color=INK, linewidth=1)
+        for use, marker in markers.items():
+            for color, dtype in zip(COLORS, ("float16", "float32")):
+                shown = [x[3:] for x in data if x[:3] == [use, chip, dtype]]
+                if shown:
+                    axis.scatter(*zip(*shown), marker=marker, s=30, color=color, label=f"{use}, {dtype}")
+        axis.set(title=chip, xlabel="published, % of the time in the matrix unit", aspect="equal")
+    axes[0].set_ylabel("predicted")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
 PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "speedup": (speedup_data, draw_speedup),
     "tiles": (tiles_data, draw_tiles),
     "masks": (masks_data, draw_masks),
     "fragment": (fragment_data, draw_fragment),
     "budget": (budget_data, draw_budget),
+    "predicted": (predicted_data, draw_predicted),
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 from harness import assert_allclose
 
 from jax_mfa.__main__ import main
-from jax_mfa.cli import bench, bench_candidates, bench_devices, bench_problems, bench_report
+from jax_mfa.cli import bench, bench_candidates, bench_devices, bench_predict, bench_problems, bench_report
 from jax_mfa.cli.bench_candidates import MLX, STOCK, TORCH
 from jax_mfa.cli.bench_problems import BOTH, COMPILING, DECODE, FORWARD, TANGENT, TRAINING, Problem
 
@@ -348,6 +348,22 @@ def test_the_data_file_has_the_models_with_their_sources():
     named = {p.name: p for p in bench_problems.PROBLEMS}
     assert (named["TinyLlama 1.1B"].N, named["TinyLlama 1.1B"].K, named["TinyLlama 1.1B"].S) == (32, 4, 2048)
     assert named["Gemma 2 2B"].soft_cap == 50.0 and "cap" in str(named["Gemma 2 2B"])
+
+
+def test_chips_are_known_by_family():
+    families = {x["name"].removeprefix("Apple "): x["family"] for x in bench_report.chips().values()}
+    assert {"M1 Ultra", "M2 Ultra", "M3", "M3 Max", "M3 Ultra", "M4", "M5", "M5 Pro", "M5 Max"} < set(families)
+    assert all(family == {"1": 7, "2": 8, "5": 10}.get(name[1], 9) for name, family in families.items())
+
+
+@pytest.mark.parametrize("mask", bench_problems.MASKS)
+def test_predictions_count_the_tiles_in_which_a_pair_counts(mask):
+    problem = bench_problems.Problem("", 2, 75, 75, 3, 3, 64, mask, window=20 if mask == "window" else None)
+    rows, columns = 16, 8
+    seen = np.zeros((2, 80, 80), bool)
+    seen[:, :75, :75] = problem.visible[:, 0]
+    tiles = seen.reshape(2, 80 // rows, rows, 80 // columns, columns).any((2, 4)).sum()
+    assert bench_predict.tiled(problem, rows, columns) == 3 * tiles * rows * columns
 
 
 def test_the_preset_is_48_problems_over_batch_length_and_head_size():

@@ -10,7 +10,6 @@ measuring; the problems that were finished are printed and written.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import pathlib
 import platform
@@ -20,13 +19,10 @@ from typing import Any
 
 import jax
 
-from jax_mfa import choice, metal
-from jax_mfa.arguments import specify_abstract
 from jax_mfa.choice import IMPLEMENTATIONS
-from jax_mfa.cli import bench_candidates, bench_devices, bench_problems, bench_report
-from jax_mfa.cli.bench_problems import BOTH, DECODE, FORWARD, MASKS, SWEEP, TRAINING, Problem
+from jax_mfa.cli import bench_candidates, bench_devices, bench_predict, bench_problems, bench_report
+from jax_mfa.cli.bench_problems import BOTH, DECODE, MASKS, SWEEP, Problem
 from jax_mfa.cli.command_line import INTERRUPTED, errors_of, interruptible, positive, positives, some_of, start_metal
-from jax_mfa.metal.plan import Plan
 from jax_mfa.problem import DTYPES
 
 HELP = "time attention against stock jax.nn, over sweeps or for named models"
@@ -76,10 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     usual = "others are compared with the first; default: metal where it can be used, and blockwise"
     parser.add_argument("--implementations", type=kind, help=f"comma separated, {what}; {usual}")
     predict = (
-        "also print the share of its cycles that an M1 would spend in the matrix unit, for each Metal kernel, as "
-        "matrix_shares(plan) of this module predicts; in a checkout: compiled, with PYTHONPATH=tests:tests/metal"
+        "time nothing: print what the Metal kernels would take on Apple's chips, as this module predicts; in a "
+        "checkout: compiled, with PYTHONPATH=tests:tests/metal"
     )
-    parser.add_argument("--predict", type=_predictor, metavar="MODULE", help=predict)
+    parser.add_argument("--predict", type=bench_predict.model, metavar="MODULE", help=predict)
+    kind, what = some_of(*bench_predict.names())
+    chips = f"of --predict, comma separated, {what}; default: %(default)s"
+    parser.add_argument("--chips", type=kind, default="M1,M1 Max,M1 Ultra,M3,M3 Max,M4 Max,M5 Max", help=chips)
     parser.add_argument("--no-stock", action="store_true", help="leave jax.nn out, for lengths that it cannot hold")
     rounds = "timed turns of each candidate, at least; default: %(default)s"
     parser.add_argument("--rounds", type=positive, default=5, help=rounds)
@@ -111,35 +110,12 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     return bench_problems.sweep(values, options.window)
 
 
-# --- predictions, by a module that the user names, since they take a compiler; a checkout has one in its tests
-
-_PREDICTED = {FORWARD: ("forward",), DECODE: ("forward",), TRAINING: ("forward", "backward")}
-Shares = Callable[[Plan], dict[str, float]]
-
-
-def _predictor(module: str) -> Shares:
-    """`matrix_shares` of a module: by name the share of cycles in the matrix unit, of kernels that it can predict."""
-    try:
-        return importlib.import_module(module).matrix_shares
-    except (ImportError, AttributeError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _predicted(shares: Shares, problem: Problem, kind: str) -> dict[str, float]:
-    """The share of each Metal kernel of a pass, in the tiles of an M1."""
-    abstract = specify_abstract(**bench_candidates.arguments(problem))
-    passes = () if choice.lacking(*abstract) else _PREDICTED.get(kind, ())
-    plans = [metal.plan_of(*abstract, of_pass, "staged") for of_pass in passes]
-    return {name: share for plan in plans for name, share in shares(plan).items()}
-
-
 # --- measuring and reporting
 
 
 def _side_by_side(options: argparse.Namespace, problems: list[Problem], chip: str) -> Iterator[Row]:
     """A row for each problem and pass; the first implementation is compared with the others."""
-    ours, shares = options.implementations[0], options.predict
-    predicted = {(p, kind): _predicted(shares, p, kind) for p in problems for kind in p.passes} if shares else {}
+    ours = options.implementations[0]
     candidates = [bench_candidates.STOCK] * (not options.no_stock) + options.implementations
     for row in bench_candidates.measure(problems, candidates, ours, options.rounds, SHORTEST):
         problem, kind = Problem(**row["sizes"]), row["kind"]
@@ -147,8 +123,6 @@ def _side_by_side(options: argparse.Namespace, problems: list[Problem], chip: st
         if ours in row["seconds"] and kind in (*BOTH, DECODE):
             row["figures"] = bench_report.figures(problem, kind, row["quartiles"][ours][1], chip)
             row["intensity"] = bench_report.intensity(problem, kind)
-        if predicted:
-            row["predicted"] = predicted[problem, kind]
         yield {**row, "resident_bytes": _resident()}
 
 
@@ -166,11 +140,6 @@ def _report(rows: list[Row]) -> list[str]:
     lines = [*bench_report.table(rows), "", *bench_report.summary(rows)]
     if (held := rows[-1]["resident_bytes"]) is not None:
         lines.append(f"the process held {held / 2**20:.0f} MiB of memory at most")
-    predicted = [r for r in rows if r.get("predicted")]
-    if predicted:
-        each = lambda r: ", ".join(f"{name} {share:.0%}" for name, share in r["predicted"].items())
-        heading = "Predicted for an M1 from public figures, never seen on Apple hardware: cycles in the matrix unit"
-        lines += ["", heading, *(f"{r['problem']} {r['kind']}: {each(r)}" for r in predicted)]
     return [*lines, "", *bench_report.failures(rows)]
 
 
@@ -213,6 +182,10 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(lines))
         return 1 if worse else 0
     problems = _problems(options)
+    if options.predict:
+        for line in bench_predict.report(options.predict, problems, options.chips):
+            print(line, flush=True)
+        return 0
     try:
         import matplotlib  # noqa: F401
         from tqdm import tqdm

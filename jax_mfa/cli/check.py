@@ -17,6 +17,7 @@ import functools
 import importlib.metadata
 import itertools
 import os
+import pathlib
 import platform
 import textwrap
 import time
@@ -30,7 +31,7 @@ from jax import Array
 
 from jax_mfa import compat
 from jax_mfa.api import attend_by_name, explain
-from jax_mfa.cli import check_writes
+from jax_mfa.cli import check_compile, check_writes
 from jax_mfa.cli.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, Relative, allowed, problems, quick
 from jax_mfa.cli.command_line import INTERRUPTED, interruptible, named, one_line, start_metal, table_line, table_lines
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
@@ -350,6 +351,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="float16 and the smallest head sizes only")
     calibrate = "instead, measure from which size on Metal pays, and keep it for this chip"
     parser.add_argument("--calibrate", action="store_true", help=calibrate)
+    compile_only = (
+        "instead, put every kernel through Apple's compiler, for which a Mac needs Xcode and no Metal device; native "
+        "code and a report go to this folder, default: %(const)s"
+    )
+    kind: Any = {"nargs": "?", "const": "compiled", "type": pathlib.Path, "metavar": "FOLDER"}
+    parser.add_argument("--compile-only", help=compile_only, **kind)
 
 
 def _calibrate(metal_runtime: runtime.Runtime) -> int:
@@ -374,6 +381,8 @@ def run(options: argparse.Namespace) -> int:
     0: everything passed. 1: something did not, or Metal should be here and cannot be used. 2: nothing could be run.
     130: interrupted.
     """
+    if options.compile_only:
+        return check_compile.run(options.compile_only, options.quick)
     try:
         for name, value in findings():
             print(f"{name:15} {value}", flush=True)

@@ -7,10 +7,10 @@ machine code is made. Counted is one round of the interior loop, whose tiles are
 its blocks once, those of an inner loop as often as the products of a tile say. Loops without products are left out:
 they run only where tiles or heads change. Branches not taken are counted, so shares are estimates from below.
 
-`CYCLES` are public figures for Apple's M1, in cycles of a scheduler for 32 lanes. The predicted share of the matrix
-unit counts issue only: no waiting for memory, no barriers. Not seen on Apple hardware.
+`apple.py` makes cycles of the counts, with constants from public figures; `published.py` says how well that agrees
+with published times of another package's kernels. None of these kernels was seen on Apple hardware.
 
-`PYTHONPATH=tests:tests/metal python -m jax_mfa bench --predict compiled` asks for the share of its problems' kernels.
+`PYTHONPATH=tests:tests/metal python -m jax_mfa bench --predict compiled` asks for the shares of its problems' kernels.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import apple  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import published  # noqa: E402
 from emulator import build  # noqa: E402
 
 from jax_mfa import metal  # noqa: E402
@@ -50,10 +52,10 @@ KERNELS = (
 )
 SCORES = KERNELS[:3]  # kernels whose interior loop is counted
 
-# cycles for 32 lanes; from github.com/philipturner/metal-benchmarks where nothing else is said
+# scalar instructions' cycles of a scheduler; from github.com/philipturner/metal-benchmarks where nothing else is said
 CYCLES = {
-    "matrix": 17,  # an 8×8×8 product, in half and in float alike
-    "float": 1,  # multiply-add, add, maximum, comparison
+    "float": apple.FLOAT_ARITHMETIC,  # multiply-add, add, comparison
+    "maximum": 1,
     "exp2": 4,
     "special": 6,  # division, logarithm, tanh: about
     "integer": 1,  # 32-bit add, logic, comparison
@@ -62,11 +64,11 @@ CYCLES = {
     "select": 1,
     "convert": 1,
     "shuffle": 2,  # and votes
-    "load": 1,  # issue alone, assumed; a lane's pair of elements
-    "store": 1,  # likewise
+    "store": 1,  # issue alone, assumed
     "branch": 1,  # assumed
     "barrier": 2,  # assumed
 }
+FAMILIES = {"staged": 7, "direct": 9}  # the model's family of a tile table
 BYTES = 8  # of an instruction, on average: they have 2 to 14
 CALLS = {
     "multiply": "matrix",
@@ -85,6 +87,7 @@ CONVERSIONS = ("fpext", "fptrunc", "sitofp", "uitofp", "fptosi", "fptoui")
 _BLOCK = re.compile(r"^(?:([\w.]+|\"[^\"]+\"):|define )")
 _TARGET = re.compile(r"label %([\w.]+)")
 _LANES = re.compile(r"<(\d+) x ")
+_LOADED = re.compile(r" = load (?:volatile )?(?:<(\d+) x )?(i\d+|half|bfloat|float|ptr)")
 
 
 def text_of(plan: Plan, dispatch: Dispatch) -> str:
@@ -139,7 +142,9 @@ def kind_of(line: str) -> tuple[str, int] | None:
             return None
         if called[1].startswith("gpu_"):
             return CALLS[called[1].split("_")[1]], 1
-        if re.match(r"llvm\.(fma|fmuladd|maxnum|minnum|maximum|minimum|fabs)", called[1]):
+        if re.match(r"llvm\.(maxnum|minnum|maximum|minimum)", called[1]):
+            return "maximum", lanes
+        if re.match(r"llvm\.(fma|fmuladd|fabs)", called[1]):
             return "float", lanes
         return "integer", lanes
     if name in FLOATS:
@@ -161,6 +166,13 @@ def kind_of(line: str) -> tuple[str, int] | None:
     if name == "br" and body.startswith("br i1"):
         return "branch", 1
     return None
+
+
+def loaded(line: str) -> int:
+    """Bytes that a load brings to a lane."""
+    count, kind = _LOADED.search(line).groups()
+    sizes = {"half": 2, "bfloat": 2, "float": 4, "ptr": 8}
+    return int(count or 1) * (sizes.get(kind) or -(-int(kind[1:]) // 8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +271,10 @@ class Graph:
             kind = kind_of(line)
             if kind and line.split(" = ")[0] not in self.folded:
                 found[kind[0]] += kind[1]
+            if kind and kind[0] == "matrix":
+                found["single"] += "gpu_multiply_f32" in line
+            if kind and kind[0] == "load":
+                found["bytes"] += loaded(line) * apple.LANES
         return found
 
 
@@ -269,9 +285,11 @@ class Compiled:
     Attributes:
       allocas: variables with an address: none may hold a fragment.
       instructions: in all, of intermediate code.
-      interior: by class, of a tile; empty where the kernel has no such loop.
+      interior: by class, of a tile; empty where the kernel has no such loop. Of products also those with an operand in
+        float (`single`), of loads also the bytes of all lanes.
       code: instructions of the interior loop as they stand in the code.
       scores: 8 × 8 of a tile and simdgroup.
+      rescaled: multiplications of the forward pass's sums, all independent of each other.
     """
 
     name: str
@@ -280,20 +298,24 @@ class Compiled:
     interior: collections.Counter
     code: int
     scores: int
+    rescaled: int = 0
 
     @property
-    def cycles(self) -> dict[str, float]:
-        return {kind: CYCLES[kind] * n for kind, n in self.interior.items()}
+    def work(self) -> apple.Work:
+        n = self.interior
+        scalar = sum(cycles * n[kind] for kind, cycles in CYCLES.items())
+        scalar -= (CYCLES["float"] - apple.INDEPENDENT) * self.rescaled
+        return apple.Work(
+            half=n["matrix"] - n["single"], single=n["single"], scalar=scalar, loads=n["load"], bytes=n["bytes"]
+        )
 
-    @property
-    def share(self) -> float:
-        """Predicted, of the cycles that are spent in the matrix unit."""
-        cycles = self.cycles
-        return cycles["matrix"] / sum(cycles.values())
+    def share(self, family: int) -> float:
+        """Predicted, of the time in which the matrix unit works."""
+        return apple.MODEL.share(self.work, family)
 
 
-def tile_of(plan: Plan, dispatch: Dispatch) -> tuple[int, int]:
-    """Scores of a tile for a simdgroup, in fragments, and the products that it takes."""
+def tile_of(dispatch: Dispatch) -> tuple[int, int, int]:
+    """Scores of a tile for a simdgroup, in fragments, the products that it takes, and its multiplications of sums."""
     function, types, blocks, _, others, *rest = dispatch.kernel.template
     sizes = [tiles.padded(int(x)) // 8 for x in re.findall(r"(\d+)>", types)[1:3]]
     slices = rest[-1]
@@ -303,7 +325,8 @@ def tile_of(plan: Plan, dispatch: Dispatch) -> tuple[int, int]:
         "attention_d_key_value": (2, 2),
     }[function]
     scores = blocks * others // 8
-    return scores, round(scores * sum(x * part for x, part in zip(sizes, parts)))
+    rescaled = 2 * blocks * round(sizes[1] / slices) if function == SCORES[0] else 0
+    return scores, round(scores * sum(x * part for x, part in zip(sizes, parts))), rescaled
 
 
 def compiled(plan: Plan, dispatch: Dispatch, target: str = TARGETS[0]) -> Compiled:
@@ -314,7 +337,7 @@ def compiled(plan: Plan, dispatch: Dispatch, target: str = TARGETS[0]) -> Compil
     function = dispatch.kernel.template[0]
     if function not in SCORES or (function == SCORES[2] and dispatch.kernel.template[-1] > 1):
         return Compiled(dispatch.kernel.name, allocas, instructions, collections.Counter(), 0, 0)
-    scores, products = tile_of(plan, dispatch)
+    scores, products, rescaled = tile_of(dispatch)
     loops = graph.loops()
     own = {loop: loop.difference(*(x for x in loops if x < loop)) for loop in loops}
     inner = max(loops, key=lambda loop: graph.counted(own[loop])["matrix"])
@@ -328,7 +351,7 @@ def compiled(plan: Plan, dispatch: Dispatch, target: str = TARGETS[0]) -> Compil
         interior += graph.counted(own[outer])
         blocks |= own[outer]
     code = sum(len(graph.lines[name]) for name in blocks)
-    return Compiled(dispatch.kernel.name, allocas, instructions, interior, code, scores)
+    return Compiled(dispatch.kernel.name, allocas, instructions, interior, code, scores, rescaled)
 
 
 # what a core has for its simdgroups, and from how many on its arithmetic is busy: from the same benchmarks
@@ -349,28 +372,27 @@ def resident(kernel: Kernel, fetched: int) -> int:
     return groups * simdgroups
 
 
-ALTERNATIVES = {
-    "forward": [tiles.ForwardTiles(b, n, k, 1, True) for b in (1, 2) for n in (4, 8) for k in (16, 32, 64)],
-    "d_query": [
-        tiles.QueryTiles(b, n, k, c, 1, True, True) for b in (1, 2) for n in (4, 8) for k in (16, 32) for c in (1, 2)
-    ],
-    "d_key_value": [
-        tiles.KeyTiles(b, n, q, c, 1, True, True) for b in (1, 2) for n in (4, 8) for q in (16, 32) for c in (1, 2)
-    ],
-}
+def alternatives(h: int, dtype: str, variant: str) -> str:
+    """Markdown: tiles of a head size that fit, by the predicted share of the time in which the matrix units work.
 
-
-def alternatives(h: int, dtype: str) -> str:
-    """Markdown: staged tiles of a head size that fit, by the predicted share of a core's cycles in its matrix units."""
-    item = ITEM_SIZES[dtype]
-    chosen = tiles.select("staged", h, h, item)
+    Staged tiles of which a core holds less than `BUSY` simdgroups are marked down; a core of family 9 held 1024 threads
+    in every published row.
+    """
+    item, staged = ITEM_SIZES[dtype], int(variant == "staged")
+    chosen = tiles.select(variant, h, h, item)
+    backward = [(b, n, k, c, staged, True, True) for b in (1, 2) for n in (4, 8) for k in (16, 32) for c in (1, 2)]
+    others = {
+        "forward": [tiles.ForwardTiles(b, n, k, staged, True) for b in (1, 2) for n in (4, 8) for k in (16, 32, 64)],
+        "d_query": [tiles.QueryTiles(*x) for x in backward],
+        "d_key_value": [tiles.KeyTiles(*x) for x in backward],
+    }
     lines = [
-        f"H = V = {h}, {dtype}; `busy`: of {BUSY} simdgroups a core holds so many; predicted: matrix share × busy",
+        f"H = V = {h}, {dtype}, {variant}; predicted: matrix share, times simdgroups / {BUSY} where these are fewer",
         "",
         "| kernel | fragment bytes | threadgroup bytes | matrix share | simdgroups | predicted | |",
         "|---" * 7 + "|",
     ]
-    for i, (name, candidates) in enumerate(ALTERNATIVES.items()):
+    for i, (name, candidates) in enumerate(others.items()):
         own = getattr(chosen, name)
         found = []
         for tile in dict.fromkeys([own, *candidates]):
@@ -381,10 +403,10 @@ def alternatives(h: int, dtype: str) -> str:
             known = compiled(plan, dispatch)
             if not known.interior:
                 continue
-            share = known.share
+            share = known.share(FAMILIES[variant])
             rows = getattr(tile, "keys", None) or tile.queries
             fetched = 2 * rows * h * item // dispatch.kernel.threads if tile.buffers else 0
-            held = resident(dispatch.kernel, fetched)
+            held = resident(dispatch.kernel, fetched) if staged else published.RESIDENT
             predicted = share * min(held / BUSY, 1)
             mark = "chosen" if tile == own else ""
             figures = (dispatch.kernel.name, *sizes, f"{share:.3f}", held, f"{predicted:.3f}", mark)
@@ -393,10 +415,15 @@ def alternatives(h: int, dtype: str) -> str:
     return "\n".join(lines)
 
 
-def matrix_shares(plan: Plan) -> dict[str, float]:
-    """Predicted, of each kernel of a plan whose interior loop is counted."""
-    found = {d.kernel.template[0]: compiled(plan, d) for d in plan.dispatches if d.kernel.template[0] in SCORES}
-    return {name: x.share for name, x in found.items() if x.interior}
+def matrix_shares(plan: Plan, variant: str) -> dict[str, tuple[float, float]]:
+    """Predicted of each kernel of a plan whose interior loop is counted, with the model's relative error on published
+    rows of the same family and size of operands that it was not fitted to."""
+    family, shares = FAMILIES[variant], {}
+    for dispatch in plan.dispatches:
+        if dispatch.kernel.template[0] in SCORES and (found := compiled(plan, dispatch)).interior:
+            item = 4 if found.work.half == 0 else 2
+            shares[dispatch.kernel.template[0]] = found.share(family), published.error(family, item)
+    return shares
 
 
 def kernels_of(variant: str | tiles.Tiles, h: int, dtype: str = "float16", **masks) -> list[tuple[Plan, Dispatch]]:
@@ -415,24 +442,24 @@ def decoding(h: int, dtype: str = "float16", rows: int = 8) -> tuple[Plan, Dispa
 
 def table(target: str) -> str:
     """Markdown: a line for each entry of each table, at its largest head size, and what its interior costs a score."""
-    shown = [x for x in CYCLES if x not in ("special", "convert", "store")]
+    shown = ["matrix", "load", "bytes", *(x for x in CYCLES if x not in ("special", "convert", "store"))]
     lines = [
-        f"{target}; instructions of the interior loop for each score and lane, and cycles by public figures",
+        f"{target}; instructions of the interior loop for each score and lane; share of the matrix unit, predicted",
         "",
         "| kernel | allocas | instructions | interior bytes | " + " | ".join(shown) + " | matrix share |",
         "|---" * (len(shown) + 5) + "|",
     ]
 
-    def add(x: Compiled) -> None:
+    def add(x: Compiled, family: int = 7) -> None:
         figures = [f"{x.interior[kind] * 32 / (64 * x.scores):.2f}" if x.scores else "" for kind in shown]
-        share = f"{x.share:.3f}" if x.scores else ""
+        share = f"{x.share(family):.3f}" if x.scores else ""
         row = (x.name, x.allocas, x.instructions, x.code * BYTES or "", *figures, share)
         lines.append("| " + " | ".join(map(str, row)) + " |")
 
     for variant, entries in tiles.VARIANTS.items():
         for limit, item in entries:
             for plan, dispatch in kernels_of(variant, limit, "float16" if item == 2 else "float32"):
-                add(compiled(plan, dispatch, target))
+                add(compiled(plan, dispatch, target), FAMILIES[variant])
     for h in (64, 128):
         for rows in (2, 8):
             add(compiled(*decoding(h, rows=rows), target))
@@ -442,10 +469,17 @@ def table(target: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", choices=TARGETS, default=TARGETS[0])
-    parser.add_argument("--alternatives", type=int, metavar="H", help="to the staged tiles of a head size, instead")
+    parser.add_argument("--alternatives", type=int, metavar="H", help="to the tiles of a head size, instead")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="of the alternatives")
+    parser.add_argument("--variant", choices=tuple(FAMILIES), default="staged", help="of the alternatives")
+    parser.add_argument("--published", action="store_true", help="published figures and predictions of them, instead")
     options = parser.parse_args()
-    print(alternatives(options.alternatives, options.dtype) if options.alternatives else table(options.target))
+    if options.published:
+        print(published.table())
+    elif options.alternatives:
+        print(alternatives(options.alternatives, options.dtype, options.variant))
+    else:
+        print(table(options.target))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def command(device: str, *arguments: str, **settings: str) -> subprocess.Complet
 
 
 def options(**given: bool) -> argparse.Namespace:
-    return argparse.Namespace(**{"quick": True, "calibrate": False, **given})
+    return argparse.Namespace(**{"quick": True, "calibrate": False, "compile_only": None, **given})
 
 
 @pytest.fixture(autouse=True)

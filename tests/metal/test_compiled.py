@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 
 import compiled
 import pytest
@@ -10,7 +10,7 @@ from serving import Serving
 
 from jax_mfa import Scheme
 from jax_mfa.__main__ import main
-from jax_mfa.cli import bench, bench_candidates
+from jax_mfa.cli import bench_candidates
 from jax_mfa.metal import tiles
 
 ENTRIES = [
@@ -18,7 +18,7 @@ ENTRIES = [
     for variant, entries in tiles.VARIANTS.items()
     for limit, item in entries
 ]
-LEAST = {"attention_forward": 0.85, "attention_d_query": 0.80, "attention_d_key_value": 0.80}  # of cycles in products
+LEAST = {"attention_forward": 0.82, "attention_d_query": 0.85, "attention_d_key_value": 0.85}  # of cycles in products
 
 
 @pytest.mark.parametrize("variant, limit, item", ENTRIES)
@@ -54,23 +54,34 @@ def test_nor_has_it_where_keys_and_values_are_stored(page):
 def test_most_cycles_of_the_interior_are_spent_in_products(h):
     for plan, dispatch in compiled.kernels_of("staged", h):
         found = compiled.compiled(plan, dispatch)
-        assert found.share >= LEAST[dispatch.kernel.template[0]], found
+        assert found.share(7) >= LEAST[dispatch.kernel.template[0]], found
         assert found.code * compiled.BYTES <= 12 * 1024  # what the instruction cache of an M1 holds
 
 
-def test_bench_prints_the_predicted_shares_of_its_problems(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "SHORTEST", 0.0)
-    monkeypatch.setattr(bench_candidates, "OTHERS", {})
-    sweep = ["--lengths", "512", "--heads", "2", "--masks", "causal", "--passes", "forward,forward+backward,decode"]
-    arguments = ["--implementations", "blockwise", "--no-stock", "--rounds", "1", "--out", str(tmp_path)]
-    assert main(["bench", *sweep, *arguments, "--dtypes", "float16", "--predict", "compiled"]) == 0
-    names = [f"attention_{name}" for name in ("forward", "d_query", "d_key_value")]
-    shares = [x.get("predicted") for x in json.loads((tmp_path / "bench.json").read_text())["rows"]]
-    assert [list(x) for x in shares] == [names[:1], names, []]  # decoding waits for memory
-    assert all(LEAST[name] <= share < 1 for x in shares for name, share in x.items())
+def test_bench_predicts_times_of_its_problems(capsys, monkeypatch):
+    monkeypatch.setattr(bench_candidates, "measure", None)  # nothing is timed
+    sweep = ["--lengths", "64,1024", "--heads", "2", "--masks", "none,causal", "--dtypes", "float16"]
+    passes = ["--passes", "forward,forward+backward,decode"]
+    assert main(["bench", *sweep, *passes, "--chips", "M1,M4", "--predict", "compiled"]) == 0
     said = capsys.readouterr().out
-    assert "Predicted for an M1 from public figures, never seen on Apple hardware" in said
-    assert f"B1 T512 N2 H64 causal float16 forward: attention_forward {shares[0][names[0]]:.0%}" in said
+    assert said.startswith("NOT MEASURED")
+    row = r"^\| (?:- \| )?B1 T1024 N2 H64 (causal )?float16 \| (\S+) \| ([\d.]+) \+- ([\d.]+) ms, ([\d.]+)"
+    cells = re.findall(row, said, re.M)
+    found = {(mask.strip(), kind): tuple(map(float, figures)) for mask, kind, *figures in cells}
+    assert len(found) == 4  # decoding waits for memory
+    assert said.count("| B1 T64 N2 H64 float16 | forward | - | - |") == 1  # and a few rows leave cores idle
+    (plan, dispatch), *_ = compiled.kernels_of("staged", 64)
+    share = compiled.compiled(plan, dispatch).share(7)
+    seconds = 4 * 2 * 1024**2 * 64 / 2.6e12 * 17 / 16 / share
+    time, error, tflops = found["", "forward"]
+    assert time == pytest.approx(seconds * 1e3, rel=0.01) and 0 < error < 0.1 * time
+    assert tflops == pytest.approx(2.6 * 16 / 17 * share, rel=0.01)
+    assert 0.5 < found["causal", "forward"][0] / time < 0.65 and found["", "forward+backward"][0] > 4 * time
+
+
+def test_bytes_of_loads_are_counted():
+    loads = {"<2 x half>": 4, "half": 2, "i16": 2, "<4 x i32>": 16, "float": 4, "ptr addrspace(1)": 8, "i1": 1}
+    assert {kind: compiled.loaded(f"%1 = load {kind}, ptr %0, align 4") for kind in loads} == loads
 
 
 def test_a_rolled_loop_over_fragments_is_noticed():
