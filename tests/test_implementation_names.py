@@ -61,7 +61,7 @@ def test_the_default_device_counts_only_where_there_is_another_choice(monkeypatc
     monkeypatch.setattr(choice, "platform_of", lambda arrays: "toaster")
     assert asked(("metal", "reference")) == ["reference"]
     assert asked("metal") == ["metal"]  # perhaps for a device that is named later
-    with pytest.raises(NotImplementedError, match="metal: .* on toaster: for Metal kernels keep"):
+    with pytest.raises(NotImplementedError, match=r"metal: .* on toaster: for Metal kernels keep"):
         jax_mfa.explain(Q, K, V, implementation=("metal",))
 
 
