@@ -404,8 +404,9 @@ def _run(options: argparse.Namespace, report: Report) -> int:
     if options.calibrate:
         return _calibrate(metal_runtime)
     report.platform, report.without_metal = jax.default_backend(), metal_runtime.reason
-    report.found += ["", "implementations", *choices()]
-    print("\nimplementations", *choices(), "", sep="\n", flush=True)
+    chosen = ["", "implementations", *choices()]
+    report.found += chosen
+    print(*chosen, "", sep="\n", flush=True)
     implementation = "blockwise" if metal_runtime.reason else "metal"
     variants = ["blockwise"] if metal_runtime.reason else metal_runtime.variants
     todo = [p for p in problems(variants) if quick(p) or not options.quick]
@@ -428,7 +429,8 @@ def _run(options: argparse.Namespace, report: Report) -> int:
             for text, passed in interruptible(_writes()):
                 print(text, end="", flush=True)
                 failed += not passed
-                report.failures += [] if passed else [text]
+                report.failures += [] if passed else [report.running + text]
+                report.running = "" if text.endswith("\n") else text
     except KeyboardInterrupt:
         interrupted = True
         print(" interrupted")

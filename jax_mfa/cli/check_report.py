@@ -23,7 +23,7 @@ class Report:
     Attributes:
       found: lines about the machine, and which implementations it takes.
       failures: the row of each problem, and the line of each other check, that failed.
-      running: the row of a problem that began and has not ended.
+      running: the row of a problem, or the name of another check, that began and has not ended.
       verdict: the last line.
       platform: JAX's platform of the default device.
       without_metal: why Metal cannot be used; empty where it can.

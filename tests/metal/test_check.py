@@ -230,6 +230,24 @@ def test_a_report_of_a_jax_that_cannot_start_says_why():
     assert done.returncode == 2 and "'bogus'" in text[-1] and "Open an issue" in after[1]
 
 
+def test_a_report_names_the_check_of_writes_that_failed(monkeypatch, capsys, passing):
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=Lines(), device={"families": ["apple7"]}))
+    monkeypatch.setattr(check.Kernels, "prepare", lambda self, problem: [])
+    monkeypatch.setattr(check_writes, "differing", lambda: ["int8"])
+    assert check.run(options(report=True)) == 1
+    text, after = pasted(capsys.readouterr().out)
+    assert "pages filled: FAIL pages of int8 differ from what XLA writes" in text
+    assert not any("did not end" in x for x in text) and "Open an issue" in after[1]
+
+
+def test_implementations_name_a_plugin_and_the_way_to_metal(on_device, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "mtl")
+    text = "\n".join(check.choices())
+    assert (
+        "float16: blockwise" in text and "are on mtl: for Metal kernels keep the program on JAX's CPU backend" in text
+    )
+
+
 @pytest.mark.parametrize("backend", ["cpu", "mtl"])
 def test_a_report_of_a_plugin_names_it_and_the_way_to_metal(monkeypatch, capsys, backend):
     report = check_report.Report(platform=backend, verdict="all passed")
