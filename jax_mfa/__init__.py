@@ -12,7 +12,6 @@ from jax_mfa.api import (
     dot_product_attention,
     explain,
     flash_attention,
-    override_jax_nn,
     record,
 )
 from jax_mfa.block_mask import BlockMask
@@ -35,6 +34,7 @@ from jax_mfa.kv_cache.pool import PagedKVCache
 from jax_mfa.kv_cache.quantized import quantize
 from jax_mfa.kv_cache.storage import QuantizedArray, Scheme
 from jax_mfa.metal.runtime import TARGETS, register_targets
+from jax_mfa.override import override_jax_nn
 from jax_mfa.partial import merge
 from jax_mfa.recording import Choice, Recorder
 from jax_mfa.tuning.tune import Tuned, tune

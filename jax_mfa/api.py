@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -381,8 +379,8 @@ def explain(
     return_residual: bool = False,
     **keywords: Unpack[Keywords[AbstractArray]],
 ) -> Explanation:
-    """Which implementation `dot_product_attention` (with score_mod or mask_mod, `flex_attention`) would take on the
-    default device for the same arguments, and why.
+    """Which implementation `dot_product_attention` (with score_mod or mask_mod, `flex_attention`) would take
+    for the same arguments, and why: on the device that an array is bound to (`jax.device_put`), or the default one.
 
     Arguments are checked as there; arrays may be `jax.ShapeDtypeStruct`s, and nothing is computed.
 
@@ -397,55 +395,8 @@ def explain(
     names_of(implementation)  # reject unknown names before checking arrays
     arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **keywords}
     arguments |= {"score_mod": score_mod, "mask_mod": mask_mod}
-    return explained(implementation, *specify_abstract(**with_modifiers(arguments)))
+    platform = choice.platform_of(arguments)
+    return explained(implementation, *specify_abstract(**with_modifiers(arguments)), platform)
 
 
 _SPECIFIED = tuple(sorted(Keywords.__optional_keys__))
-
-
-_ARGUMENTS = inspect.signature(dot_product_attention).parameters.keys()
-
-
-@contextlib.contextmanager
-def override_jax_nn(implementation: Implementation | None = None) -> Iterator[None]:
-    """Within this context, or function decorated with it, `jax.nn.dot_product_attention` runs here.
-
-    Models that call it, flax's `nnx.MultiHeadAttention` among them, then gain without an edit. A call that asks for
-    `implementation="cudnn"`, or for what a newer JAX has and this package does not, still gets JAX's own function. Two
-    rules change: a row that sees nothing gives zeros, and nothing that is masked, NaN included, reaches a result.
-
-    What counts is when a function is *traced*: a program that `jax.jit` traced in the context stays as it is
-    afterwards, and one that was traced before is not traced again. The attribute of `jax.nn` is set for the whole
-    process, so other threads see it too; who did `from jax.nn import dot_product_attention` before does not. Contexts
-    nest, and the end of each, also by an exception, puts back what it found.
-
-    Args:
-      implementation: as in `dot_product_attention`, for calls that leave theirs open or say "xla".
-
-    Raises:
-      ValueError: for an implementation that is none.
-    """
-    names_of(implementation)
-    found = jax.nn.dot_product_attention
-    jax.nn.dot_product_attention = _stand_in(found, implementation)
-    try:
-        yield
-    finally:
-        jax.nn.dot_product_attention = found
-
-
-def _stand_in(stock: Callable[..., Any], implementation: Implementation | None) -> Callable[..., Any]:
-    signature = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def attention(*args: Any, **keywords: Any) -> Any:
-        given = signature.bind(*args, **keywords).arguments
-        asked = given.pop("implementation", None)
-        foreign = given.keys() - _ARGUMENTS
-        # by identity, for a default may be compared with an array
-        if asked not in (None, "xla") or any(given[x] is not signature.parameters[x].default for x in foreign):
-            return stock(*args, **keywords)
-        ours = {name: x for name, x in given.items() if name in _ARGUMENTS}
-        return dot_product_attention(**ours, implementation=implementation)
-
-    return attention

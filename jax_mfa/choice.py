@@ -1,12 +1,14 @@
 """Which implementation computes a call, and why not Metal: by name, by what kernels take, by what pays.
 
-`why_not_metal` is asked by lowering, which knows the platform, and by `explain`, which says the same of the default
-device. Knows shapes and static facts, the device, and what calls cost; reads no array and traces nothing.
+`why_not_metal` is asked by lowering, which knows the platform, and by `explain`, which says the same of the platform
+that arrays are bound to, or else of the default device. Knows shapes and static facts, the device, and what calls
+cost; reads no array and traces nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -26,6 +28,13 @@ Implementation: TypeAlias = _Name | tuple[_Name, ...]
 # as reported of hosted runners: kernels that leave zeros (Metal.jl issue 309) or never end (llama.cpp issue 8617), and
 # other results than an M2's (lattice issue 899)
 _VIRTUAL = "of a virtual machine, or older than Apple silicon: there are reports of wrong results from such GPUs"
+
+# platforms without an Apple GPU; a Mac's are those of plugins, by whatever name
+_NO_MACS = frozenset({"cpu", "cuda", "gpu", "rocm", "tpu"})
+HOW_TO_STAY = (
+    "for Metal kernels keep the program on JAX's CPU backend (JAX_PLATFORMS=cpu, or jax.default_device), or attention "
+    "alone (jax.device_put its arrays to jax.devices('cpu')[0])"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +71,12 @@ def names_of(implementation: Implementation | None) -> tuple[str, ...]:
 
 
 def explained(
-    implementation: Implementation | None, spec: Specification, o: Operands, on_default_device: bool = True
+    implementation: Implementation | None, spec: Specification, o: Operands, platform: str = "cpu"
 ) -> Explanation:
-    """The implementation that a problem takes, and why. Raises `NotImplementedError` where none can."""
+    """The implementation that a problem takes on a platform, and why. Raises `NotImplementedError` where none can."""
     choices = names_of(implementation)
-    elsewhere = _other_platform() if on_default_device else ""
+    found = f"it runs on JAX's platform cpu, and the arrays or the default backend are on {platform}: {HOW_TO_STAY}"
+    elsewhere = "" if platform == "cpu" else found
     refused = why_not_metal(spec, o, elsewhere, small_too=choices[:2] != _OPEN)
     reasons = {
         "metal": refused or _expected_of_metal(spec, o),
@@ -87,7 +97,7 @@ def decided(implementation: Implementation | None, spec: Specification, o: Opera
     if choices[0] != "metal":
         return choices[0]
     # alone, Metal may be meant for another device than the default one
-    return explained(implementation, spec, o, on_default_device=len(choices) > 1).implementation
+    return explained(implementation, spec, o, platform_of(o) if len(choices) > 1 else "cpu").implementation
 
 
 def at_lowering(implementation: str | None, spec: Specification, o: Operands) -> str:
@@ -97,7 +107,31 @@ def at_lowering(implementation: str | None, spec: Specification, o: Operands) ->
     """
     if implementation is not None:
         return "" if implementation == "metal" else "by name"
-    why_not, found = why_not_metal(spec, o), runtime.get()
+    return _warned(why_not_metal(spec, o))
+
+
+def at_lowering_elsewhere(
+    implementation: str | None, spec: Specification, o: Operands, platforms: Iterable[str]
+) -> str:
+    """Why an attention compiled for other platforms than `cpu` runs as blockwise.
+
+    Warns once for each that a Mac's plugin brings, where Metal was to be expected on the CPU backend. Raises
+    NotImplementedError where Metal was named.
+    """
+    where = ", ".join(platforms)
+    if implementation == "metal":
+        expected = "implementation='metal' runs on JAX's platform cpu of an Apple silicon host"
+        raise NotImplementedError(f"{expected}, and is being compiled for {where}: {HOW_TO_STAY}")
+    plugins = sorted({*platforms} - _NO_MACS)
+    if implementation is None and plugins and not _warned(why_not_metal(spec, o)):
+        for platform in plugins:
+            runtime.warn_once(f"it is compiled for JAX's platform {platform}; {HOW_TO_STAY}")
+    return f"compiled for {where}"
+
+
+def _warned(why_not: str) -> str:
+    """The same; warns once where it is that Metal was to be expected on this host and cannot be used."""
+    found = runtime.get()
     if found.reason and why_not == found.reason and not found.expected:
         runtime.warn_once(found.reason)
     return why_not
@@ -147,12 +181,14 @@ def refusal(spec: Specification, o: Operands) -> str:
     return lacking(spec, o) or runtime.get().reason
 
 
-def _other_platform() -> str:
-    """Why Metal cannot run what is compiled for the default device; empty where it can."""
+def platform_of(arrays: Any) -> str:
+    """JAX's platform for what is computed from these arrays: that which one is bound to, or the default device's."""
+    for x in jax.tree.leaves(arrays):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+            return next(iter(x.devices())).platform
     config: Any = jax.config
     device = config.jax_default_device  # a device, a platform, or None
-    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
-    return "" if platform == "cpu" else f"it runs on JAX's platform cpu, and the default backend is {platform}"
+    return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
 def _small_go_elsewhere() -> bool:

@@ -402,13 +402,10 @@ def _primitive(kind: Kind, fun: Callable[..., Any], shapes: Any, on_metal: Any =
         return lowered(ctx, *args, call=call)
 
     def elsewhere(ctx: Any, *args: Any, call: Call) -> Any:
-        platforms = ", ".join(getattr(ctx, "platforms", None) or ctx.module_context.platforms)
-        if call.implementation == "metal":
-            raise NotImplementedError(
-                "implementation='metal' runs on JAX's platform cpu of an Apple silicon host, and is being compiled for "
-                f"{platforms}"
-            )
-        return portable(ctx, *args, call=call, why_not_metal=f"compiled for {platforms}")
+        platforms = getattr(ctx, "platforms", None) or ctx.module_context.platforms
+        operands = unpack(ctx.avals_in[: len(call.names)], call.names)
+        why_not = choice.at_lowering_elsewhere(call.implementation, call.spec, operands, platforms)
+        return portable(ctx, *args, call=call, why_not_metal=why_not)
 
     if on_metal is None:
         mlir.register_lowering(primitive, functools.partial(portable, why_not_metal="Metal has no forward mode"))

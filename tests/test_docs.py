@@ -23,21 +23,25 @@ from jax_mfa.__main__ import main
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / x / "README.md" for x in ("csrc", "metal", "tests/emulator"))]
-FIRST = ("README.md", "contract.md", "architecture.md")  # the others run in sweeps: their time is compilation
+# the others run in sweeps: their time is compilation
+FIRST = ("README.md", "contract.md", "architecture.md", "elsewhere.md")
 # a block may have a comment above it: `not run: ` and why, or that it runs in sweeps
 SHELL = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(?:sh|bash|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 IN_SWEEPS = "run in sweeps"
 NOT_RUN = [
     ("README.md", "not run: downloads packages"),
     ("README.md", "not run: downloads packages"),
+    ("elsewhere.md", "not run: downloads packages"),
     ("generation.md", "not run: downloads packages"),
     ("getting-started.md", "not run: downloads packages"),
     ("getting-started.md", "not run: takes minutes"),
     ("testing-kernels.md", "not run: takes minutes"),
     ("CONTRIBUTING.md", "not run: downloads packages"),
 ]
-# a program, and what it prints where a block of text follows
-PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
+# a program, the package that a comment above says it needs, and what it prints where a block of text follows
+PROGRAM = re.compile(
+    r"^(?:<!-- needs (\w+) -->\n)?```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE
+)
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -60,11 +64,16 @@ def with_programs():
 
 @pytest.mark.parametrize("page", with_programs())
 def test_the_programs_of_a_page_run_one_after_another(page):
-    names = prelude()
-    for i, (program, printed) in enumerate(PROGRAM.findall(page.read_text(encoding="utf-8"))):
+    names, missing = prelude(), []
+    for i, (package, program, printed) in enumerate(PROGRAM.findall(page.read_text(encoding="utf-8"))):
+        if package and importlib.util.find_spec(package) is None:
+            missing.append(package)
+            continue
         with contextlib.redirect_stdout(io.StringIO()) as said:
             exec(compile(program, f"{page.name}, program {i + 1}", "exec"), names)
         assert printed in ("", said.getvalue()), f"program {i + 1} prints:\n{said.getvalue()}"
+    if missing:
+        pytest.skip(f"all of {page.name} ran but the programs that need {', '.join(missing)}")
 
 
 def shell_blocks():

@@ -517,6 +517,7 @@ def test_export_lowers_for_any_platform(implementation, platforms):
         close(exported.call(floating, rest), loss(floating, rest))
 
 
+@pytest.mark.filterwarnings("ignore:jax_mfa")
 @pytest.mark.parametrize("platform", ["METAL", "mps"])
 def test_lowers_without_custom_calls_for_other_plugins(implementation, platform):
     if implementation.name == "metal":

@@ -33,6 +33,7 @@ from jax_mfa import compat
 from jax_mfa.api import attend_by_name, explain
 from jax_mfa.cli import check_compile, check_writes
 from jax_mfa.cli.check_problems import BATCH, GRADIENTS, HEADS, KEY_HEADS, Problem, Relative, allowed, problems, quick
+from jax_mfa.cli.check_report import Report
 from jax_mfa.cli.command_line import INTERRUPTED, interruptible, named, one_line, start_metal, table_line, table_lines
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
 from jax_mfa.metal import DTYPES, runtime
@@ -357,6 +358,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kind: Any = {"nargs": "?", "const": "compiled", "type": pathlib.Path, "metavar": "FOLDER"}
     parser.add_argument("--compile-only", help=compile_only, **kind)
+    report = "end with one short text to paste into an issue, and what to do next"
+    parser.add_argument("--report", action="store_true", help=report)
 
 
 def _calibrate(metal_runtime: runtime.Runtime) -> int:
@@ -376,25 +379,44 @@ def _calibrate(metal_runtime: runtime.Runtime) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was found and the tables.
+    """Prints what was found and the tables, and at last the report where one is wanted.
 
     0: everything passed. 1: something did not, or Metal should be here and cannot be used. 2: nothing could be run.
     130: interrupted.
     """
+    if options.report and (options.calibrate or options.compile_only):
+        other = "--calibrate" if options.calibrate else "--compile-only"
+        raise argparse.ArgumentTypeError(f"argument --report: not allowed with argument {other}")
     if options.compile_only:
         return check_compile.run(options.compile_only, options.quick)
+    report = Report()
+    status = _run(options, report)
+    if options.report:
+        print(*report.lines(passed=status == 0), sep="\n")
+    return status
+
+
+def _run(options: argparse.Namespace, report: Report) -> int:
+    def verdict(text: str) -> None:
+        report.verdict = text
+        print(text)
+
     try:
         for name, value in findings():
-            print(f"{name:15} {value}", flush=True)
+            report.found.append(f"{name:15} {value}")
+            print(report.found[-1], flush=True)
         metal_runtime = runtime.get()
     except OSError:  # output that nobody reads
         raise
     except Exception as error:  # report whatever keeps JAX or Metal from starting
-        print(f"{'FAILED':15} {one_line(named(error))}")
+        verdict(f"{'FAILED':15} {one_line(named(error))}")
         return 2
     if options.calibrate:
         return _calibrate(metal_runtime)
-    print("\nimplementations", *choices(), "", sep="\n", flush=True)
+    report.platform, report.without_metal = jax.default_backend(), metal_runtime.reason
+    chosen = ["", "implementations", *choices()]
+    report.found += chosen
+    print(*chosen, "", sep="\n", flush=True)
     implementation = "blockwise" if metal_runtime.reason else "metal"
     variants = ["blockwise"] if metal_runtime.reason else metal_runtime.variants
     todo = [p for p in problems(variants) if quick(p) or not options.quick]
@@ -404,31 +426,37 @@ def run(options: argparse.Namespace) -> int:
         print(*table_lines(dict.fromkeys(HEADING, str), []), sep="\n", flush=True)
         for step in interruptible(_judged(todo, implementation, kernels)):
             if isinstance(step, Problem):
-                print(row_start(step), end="", flush=True)
+                report.running = row_start(step)
+                print(report.running, end="", flush=True)
             else:
                 print(row_end(step), flush=True)
                 done += 1
                 failed += not step.passed
+                report.failures += [] if step.passed else [report.running + row_end(step)]
+                report.running = ""
         if implementation == "metal":
             print()
             for text, passed in interruptible(_writes()):
                 print(text, end="", flush=True)
                 failed += not passed
+                report.failures += [] if passed else [report.running + text]
+                report.running = "" if text.endswith("\n") else text
     except KeyboardInterrupt:
         interrupted = True
         print(" interrupted")
     what = f"{implementation}, {done} problems in {time.perf_counter() - start:.0f} s"
     print(f"\nB = {BATCH}, N/K = {HEADS}/{KEY_HEADS}; errors are relative to the largest entry.")
-    print("To report a problem, paste all of this.")
+    if not options.report:
+        print("To report a problem, paste all of this, or the end of what `--report` prints.")
     if kernels.compiled:
         print("", *kernels.report(), sep="\n")
     if metal_runtime.reason:
         print(f"Metal was not checked ({metal_runtime.reason}); blockwise, which runs in its place, was.")
     if interrupted:
-        print(f"interrupted: {failed} failed of {what}; {len(todo) - done} did not run")
+        verdict(f"interrupted: {failed} failed of {what}; {len(todo) - done} did not run")
         return INTERRUPTED
     if metal_runtime.reason and not metal_runtime.expected:
-        print(f"FAILED: Metal should be here and cannot be used; besides, {failed} of {what}")
+        verdict(f"FAILED: Metal should be here and cannot be used; besides, {failed} of {what}")
         return 1
-    print(f"FAILED: {failed} of {what}" if failed else f"all passed: {what}")
+    verdict(f"FAILED: {failed} of {what}" if failed else f"all passed: {what}")
     return 1 if failed else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import email
 import itertools
 import os
 import pathlib
@@ -19,10 +20,10 @@ from emulator import device
 
 import jax_mfa
 from jax_mfa import BlockMask
-from jax_mfa.__main__ import READER_GONE
+from jax_mfa.__main__ import READER_GONE, main
 from jax_mfa.api import with_modifiers
 from jax_mfa.arguments import specify
-from jax_mfa.cli import check, check_problems, check_writes, show
+from jax_mfa.cli import check, check_problems, check_report, check_writes, show
 from jax_mfa.cli.check_problems import Relative, two_of_three
 from jax_mfa.cli.command_line import INTERRUPTED
 from jax_mfa.kv_cache import pool as paged_cache
@@ -40,7 +41,7 @@ def command(device: str, *arguments: str, **settings: str) -> subprocess.Complet
 
 
 def options(**given: bool) -> argparse.Namespace:
-    return argparse.Namespace(**{"quick": True, "calibrate": False, "compile_only": None, **given})
+    return argparse.Namespace(**{"quick": True, "calibrate": False, "compile_only": None, "report": False, **given})
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +182,91 @@ def test_what_may_have_to_be_built_is_said_before(monkeypatch, capsys, passing):
     monkeypatch.setenv("JAX_MFA_DEVICE", "emulator")
     assert check.run(options()) == 1
     assert said[0].startswith("asking emulator for a native module, which it may have to build")
+
+
+def pasted(printed: str) -> tuple[list[str], list[str]]:
+    """The lines to paste of a report, and those of what to do next."""
+    assert printed.count(check_report.BEGIN) == printed.count(check_report.END) == 1
+    text, after = printed.split(check_report.BEGIN)[1].split(check_report.END)
+    return text.strip().splitlines(), after.strip().splitlines()
+
+
+def test_a_report_ends_with_one_text_of_what_failed_and_what_to_do(monkeypatch, capsys, passing):
+    def judge(problem, implementation):
+        verdict = passing(problem, implementation)
+        return dataclasses.replace(verdict, failure="broken\nkernel") if problem.feature == "causal" else verdict
+
+    monkeypatch.setattr(check, "judge", judge)
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(reason="not here", expected=True))
+    assert check.run(options(report=True)) == 1
+    printed = capsys.readouterr().out
+    text, after = pasted(printed)
+    assert text[0].startswith("machine ") and any(x.startswith("JAX ") for x in text) and "  float32: blockwise" in text
+    failed = [x for x in text if "FAIL broken kernel" in x]
+    assert len(failed) == sum(p.feature == "causal" and check_problems.quick(p) for p in check.problems(["blockwise"]))
+    assert not rows("\n".join(text)) and text[-1].startswith(f"FAILED: {len(failed)} of blockwise")
+    assert after[:2] == [
+        "What to do next:",
+        "1. Open an issue, also where all passed, and paste the text between the two lines.",
+    ]
+    assert "implementation='blockwise'" in after[2] and "not here" in after[3] and len(after) == 4
+
+
+def test_a_report_names_what_was_interrupted(monkeypatch, capsys, passing):
+    def judge(problem, implementation):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "judge", judge)
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(reason="not here", expected=True))
+    assert check.run(options(report=True)) == INTERRUPTED
+    text, _ = pasted(capsys.readouterr().out)
+    first = next(filter(check_problems.quick, check.problems(["blockwise"])))
+    assert text[-2] == f"{check.row_start(first)} did not end" and text[-1].startswith("interrupted: 0 failed")
+
+
+def test_a_report_of_a_jax_that_cannot_start_says_why():
+    done = command("none", "--report", JAX_PLATFORMS="bogus")
+    text, after = pasted(done.stdout)
+    assert done.returncode == 2 and "'bogus'" in text[-1] and "Open an issue" in after[1]
+
+
+def test_a_report_names_the_check_of_writes_that_failed(monkeypatch, capsys, passing):
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(module=Lines(), device={"families": ["apple7"]}))
+    monkeypatch.setattr(check.Kernels, "prepare", lambda self, problem: [])
+    monkeypatch.setattr(check_writes, "differing", lambda: ["int8"])
+    assert check.run(options(report=True)) == 1
+    text, after = pasted(capsys.readouterr().out)
+    assert "pages filled: FAIL pages of int8 differ from what XLA writes" in text
+    assert not any("did not end" in x for x in text) and "Open an issue" in after[1]
+
+
+def test_implementations_name_a_plugin_and_the_way_to_metal(on_device, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "mtl")
+    text = "\n".join(check.choices())
+    assert (
+        "float16: blockwise" in text and "are on mtl: for Metal kernels keep the program on JAX's CPU backend" in text
+    )
+
+
+@pytest.mark.parametrize("backend", ["cpu", "mtl"])
+def test_a_report_of_a_plugin_names_it_and_the_way_to_metal(monkeypatch, capsys, backend):
+    report = check_report.Report(platform=backend, verdict="all passed")
+    _, after = pasted("\n".join(report.lines(passed=True)))
+    assert ("The default backend is mtl" in after[-1] and "JAX_PLATFORMS=cpu" in after[-1]) == (backend == "mtl")
+
+
+def test_a_published_package_says_where_its_issues_are(monkeypatch):
+    known = email.message_from_string(
+        "Project-URL: Source, https://x.org/a\nProject-URL: Issues, https://x.org/a/issues\n"
+    )
+    monkeypatch.setattr(check_report.importlib.metadata, "metadata", lambda name: known)
+    assert any("1. Open an issue at https://x.org/a/issues, also" in x for x in check_report.Report().lines(True))
+
+
+def test_a_report_takes_no_calibration(capsys):
+    with pytest.raises(SystemExit):
+        main(["check", "--report", "--calibrate"])
+    assert "--report: not allowed with argument --calibrate" in capsys.readouterr().err
 
 
 def test_a_row_names_its_problem_before_it_runs(monkeypatch, capsys, passing):

@@ -1,6 +1,7 @@
 """Which implementation runs, and what a caller sees when the device fails: a driver never breaks a user's program."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import subprocess
@@ -70,6 +71,7 @@ def test_none_takes_blockwise_for_what_metal_lacks_and_says_why():
 @pytest.mark.parametrize("how", ["the default backend", "the default device"])
 def test_explain_names_blockwise_where_the_default_device_is_no_cpu(monkeypatch, how):
     x = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.float32)
+    here = jax.device_put(problem(16), jax.devices("cpu")[0])  # a way that it names
     place = contextlib.nullcontext()
     if how == "the default backend":
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -80,18 +82,65 @@ def test_explain_names_blockwise_where_the_default_device_is_no_cpu(monkeypatch,
     with place:
         explanation = jax_mfa.explain(x, x, x)
         assert explanation.implementation == "blockwise"
-        assert "runs on JAX's platform cpu, and the default backend is gpu" in explanation.reasons["metal"]
-        with pytest.raises(NotImplementedError, match=r"implementation='metal' .* default backend is gpu"):
+        assert "the arrays or the default backend are on gpu" in explanation.reasons["metal"]
+        with pytest.raises(NotImplementedError, match=r"implementation='metal' .* are on gpu: for Metal kernels"):
             jax_mfa.explain(x, x, x, implementation="metal")
         assert jax_mfa.explain(x, x, x, implementation="reference").implementation == "reference"
+        assert jax_mfa.explain(*here).implementation == "metal"
 
 
+@pytest.mark.filterwarnings("ignore:jax_mfa")
 def test_a_program_for_several_platforms_is_metal_on_cpu_and_jnp_elsewhere():
     x = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.float32)
     traced = jax.jit(jax_mfa.dot_product_attention).trace(x, x, x)
     assert "jax_mfa_attention_forward" in traced.lower(lowering_platforms=("cpu",)).as_text()
     for platform in ("cuda", "rocm", "tpu", "METAL", "mps"):
         assert "custom_call" not in traced.lower(lowering_platforms=(platform,)).as_text(), platform
+
+
+def lowered_for(platforms, function=jax_mfa.dot_product_attention, h=16):
+    x = jax.ShapeDtypeStruct((1, 8, 2, h), jnp.float32)
+    gradient = jax.jit(jax.grad(lambda *x: function(*x).sum()))
+    return gradient.trace(x, x, x).lower(lowering_platforms=platforms).as_text()
+
+
+@pytest.mark.parametrize("platform", ["mtl", "metal", "mps", "METAL", "toaster"])
+def test_a_plugin_of_a_mac_is_named_once_with_the_way_to_metal(fresh, platform):
+    with pytest.warns(UserWarning) as said:
+        assert "custom_call" not in lowered_for((platform,))
+        jax.clear_caches()
+        lowered_for((platform,))
+    (text,) = [str(x.message) for x in said]
+    assert f"compiled for JAX's platform {platform};" in text
+    assert all(way in text for way in ("JAX_PLATFORMS=cpu", "jax.default_device", "jax.device_put"))
+
+
+def test_platforms_without_an_apple_gpu_and_choices_by_name_are_not_warned_of(fresh):
+    blockwise = functools.partial(jax_mfa.dot_product_attention, implementation="blockwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for platforms in (("cuda",), ("rocm",), ("tpu",), ("cpu", "cuda", "tpu")):
+            lowered_for(platforms)
+        lowered_for(("mtl",), blockwise)
+        lowered_for(("mtl",), h=600)  # nothing for Metal
+
+
+def test_a_host_without_metal_is_not_sent_there(fresh, monkeypatch):
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(reason=runtime.NOT_APPLE, expected=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered_for(("xpu",))
+    jax.clear_caches()
+    monkeypatch.setattr(runtime, "get", lambda: runtime.Runtime(reason="cannot be loaded"))
+    with pytest.warns(UserWarning, match="Metal cannot be used.*: cannot be loaded$"):
+        lowered_for(("mtl",))
+
+
+@pytest.mark.parametrize("platform", ["mtl", "toaster"])
+def test_metal_named_for_a_plugin_is_an_error_that_names_it(platform):
+    metal = functools.partial(jax_mfa.dot_product_attention, implementation="metal")
+    with pytest.raises(NotImplementedError, match=rf"'metal' .* compiled for {platform}: .*JAX_PLATFORMS=cpu"):
+        lowered_for((platform,), metal)
 
 
 @pytest.mark.parametrize("fault", [device.Fault.COMPILE, device.Fault.FUNCTION, device.Fault.PIPELINE], ids=str)
