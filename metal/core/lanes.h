@@ -67,6 +67,16 @@ struct Run {
     return typename Encoding::Word(0);
   }
 
+  // The scale or zero of channel i: chosen, as an index that is not known to the compiler would place the array in memory.
+  INLINED static float of_channel(const thread float (&x)[count], int i) {
+    float result = x[0];
+    UNROLLED
+    for (int k = 1; k < count; ++k) {
+      result = i / per_scale == k ? x[k] : result;
+    }
+    return result;
+  }
+
   // Channel i of the run, element e of a word.
   INLINED float element(typename Encoding::Word word, int i, int e) const {
     if (!kept) {
@@ -76,8 +86,7 @@ struct Run {
       return 0;
     }
     const float mean = Encoding::centred ? float(row.means[first + i]) : 0.0f;
-    return decoded<Encoding>(
-        Encoding::number(word, e), scales[kept ? i / per_scale : 0], zeros[kept ? i / per_scale : 0], mean);
+    return decoded<Encoding>(Encoding::number(word, e), of_channel(scales, i), of_channel(zeros, i), mean);
   }
 
   // The same of any channel, read for itself.
