@@ -143,19 +143,33 @@ class DecodeRows(Tile):
     rows: int
     simdgroups: int
     keys: int
+    lanes: int
     slices: ClassVar[int] = 1
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
-        """Eight lanes share a query and an output, in float32 both."""
-        return self.rows * (-(-h // 32) + -(-v // 32)) * 16 + self.rows * self.keys * 2
+        """So many lanes share a query and an output, in eights of channels and float32 both, and products."""
+        channels = sum(padded(-(-size // self.lanes)) for size in (h, v))
+        return self.rows * (channels + self.keys * self.lanes // 32) * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeTile(Tile):
+    """Template arguments of `attention_merge`, in its order: a threadgroup's simdgroups deal the splits of a row."""
+
+    simdgroups: int = 8
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return self.simdgroups * (v + 2) * 4
 
 
 def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | DecodeRows | None:
     """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit.
 
-    Up to four rows, which would leave half of a fragment empty, do without the matrix unit.
+    Up to four rows, which would leave half of a fragment empty, do without the matrix unit: as many lanes share a key
+    as leave each eight channels.
     """
-    few = DecodeRows(2 if rows <= 2 else 4, 4, 16)
+    lanes = next((x for x in (8, 16) if max(h, v) <= x * 8), 32)
+    few = DecodeRows(1 if rows == 1 else 2 if rows == 2 else 4, 4, 16 if rows <= 2 or lanes == 8 else 8, lanes)
     if rows <= few.rows and few.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET:
         return few
     for blocks in (2, 1):

@@ -260,3 +260,358 @@ INLINED void accumulate(
     }
   }
 }
+
+constexpr int log2_of(int x) {
+  return x > 1 ? 1 + log2_of(x / 2) : 0;
+}
+
+constexpr int least_of(int x, int y) {
+  return x < y ? x : y;
+}
+
+// Without the matrix unit: the channels of one row that a lane has where LANES share it, as they are stored.
+template <typename Source, int LANES>
+struct Share {
+  using Encoding = typename Source::Encoding;
+  using Row = Token<Encoding, Source::size>;
+  static constant constexpr int size = Source::size;
+  static constant constexpr int width = ((size + LANES - 1) / LANES + 7) / 8 * 8;
+  static constant constexpr int bits = Encoding::bits;
+  static constant constexpr int in_word = 32 / bits;
+  static constant constexpr int count = width / in_word;
+  // elements loaded at once, 16 bytes at most
+  static constant constexpr int together = least_of(size % 8 == 0 ? 8 : (size % 4 == 0 ? 4 : (size % 2 == 0 ? 2 : 1)), 128 / bits);
+  static constant constexpr bool ragged = width * LANES != size;
+
+  // How many lanes side by side have the same scale; 0 where a lane has several, or where lanes cannot be halved down to them.
+  static constant constexpr int channels = Encoding::channels;
+  static constant constexpr int sharing =
+      channels == 0 ? LANES : (channels % width != 0 ? 0 : least_of(channels / width, LANES));
+  static constant constexpr bool quick = !Encoding::centred && sharing != 0 && (sharing & (sharing - 1)) == 0;
+  static constant constexpr int late = quick ? log2_of(LANES / sharing) : 0;
+
+  uint words[count];
+
+  Share() = default;
+
+  INLINED Share(Row row, int first) {
+    UNROLLED
+    for (int i = 0; i < count; ++i) {
+      words[i] = 0;
+    }
+    UNROLLED
+    for (int i = 0; i < width; i += together) {
+      if (!ragged || first + i < size) {
+        load(row, first, i);
+      }
+    }
+  }
+
+  INLINED void load(Row row, int first, int i) {
+    constexpr int loaded = together * bits;
+    device const uchar* at = reinterpret_cast<device const uchar*>(row.data) + (first + i) * bits / 8;
+    const int to = i / in_word;
+    if (loaded == 128) {
+      const uint4 x = *reinterpret_cast<device const uint4*>(at);
+      words[to] = x[0];
+      words[(to + 1) % count] = x[1];
+      words[(to + 2) % count] = x[2];
+      words[(to + 3) % count] = x[3];
+    } else if (loaded == 64) {
+      const uint2 x = *reinterpret_cast<device const uint2*>(at);
+      words[to] = x[0];
+      words[(to + 1) % count] = x[1];
+    } else {
+      const uint x = loaded == 32 ? *reinterpret_cast<device const uint*>(at)
+                     : loaded == 16 ? uint(*reinterpret_cast<device const ushort*>(at))
+                     : loaded == 8  ? uint(at[0])
+                                    : (at[0] >> (((first + i) & 1) * 4)) & 15u;
+      words[to] |= x << (i % in_word * bits);
+    }
+  }
+
+  INLINED float unit(int i) const {
+    return Encoding::unit(words[i / in_word], i % in_word);
+  }
+
+  INLINED static constexpr float factor(int i) {
+    return Encoding::factor(i % in_word);
+  }
+
+  INLINED uint not_finite() const {
+    uint result = 0;
+    UNROLLED
+    for (int i = 0; i < count; ++i) {
+      result |= Encoding::not_finite(words[i]);
+    }
+    return result;
+  }
+
+  // Whether no element of such a scale and zero has to be held within its type.
+  INLINED static bool bounded(float scale, float zero) {
+    return fma(fabs(scale), float(Encoding::levels), fabs(zero)) <= largest_number(typename Encoding::Number(0.0f));
+  }
+
+  // Element i with all that lies beside it, divided by its factor.
+  INLINED float decoded_at(Row row, int first, int i) const {
+    const int channel = min(first + i, size - 1);
+    const int group = Row::group(channel);
+    const float x = decoded<Encoding>(
+        Encoding::number(words[i / in_word], i % in_word), Encoding::scaled ? float(row.scales[group]) : 1.0f,
+        Encoding::zeroed ? float(row.zeros[group]) : 0.0f, Encoding::centred ? float(row.means[channel]) : 0.0f);
+    return x * (1.0f / factor(i));
+  }
+};
+
+// How LANES lanes that share rows deal out the sums of their shares' products, of ROWS own rows with STEPS rows each: a step halves
+// what a lane has, as it keeps one half and gives away the other. Of those, what are own rows need no choice, for a lane's own rows
+// stand in an order of its own, `row ^ turn`. LATE last steps unite lanes of different scales; own rows are halved there if possible.
+template <int ROWS, int STEPS, int LANES, int LATE>
+struct Deal {
+  static constant constexpr int count = ROWS * STEPS;
+  static constant constexpr int stages = log2_of(LANES);
+  static constant constexpr int held = count > LANES ? count / LANES : 1;  // what a lane has in the end, of one own row
+  static constant constexpr int halvings = log2_of(count / held);          // further stages sum up what lanes have in common
+  static constant constexpr int row_bits = log2_of(ROWS);
+  static constant constexpr int spare = stages - halvings;
+  static constant constexpr int late = least_of(LATE > spare ? LATE - spare : 0, row_bits);
+  static constant constexpr int early = row_bits - late;
+
+  int part;
+
+  INLINED static constexpr bool of_rows(int stage) {
+    return stage < early || stage >= halvings - late;
+  }
+
+  INLINED static constexpr int index(int row, int step) {
+    return (((((row >> late) * (STEPS / held)) + step / held) << late) | (row & ((1 << late) - 1))) * held + step % held;
+  }
+
+  // The bit of an own row that a stage halves.
+  INLINED static constexpr int row_bit(int stage) {
+    return stage < early ? row_bits - 1 - stage : halvings - 1 - stage;
+  }
+
+  INLINED static constexpr int turn_of(int part) {
+    int result = 0;
+    for (int stage = 0; stage < halvings; ++stage) {
+      result |= of_rows(stage) ? ((part >> stage) & 1) << row_bit(stage) : 0;
+    }
+    return result;
+  }
+
+  // The inverse of it: by what the lanes differ that have own rows which differ by `row`.
+  INLINED static constexpr int lanes_of(int row) {
+    int result = 0;
+    for (int stage = 0; stage < halvings; ++stage) {
+      result |= of_rows(stage) ? ((row >> row_bit(stage)) & 1) << stage : 0;
+    }
+    return result;
+  }
+
+  INLINED int turn() const {
+    return turn_of(part);
+  }
+
+  // Sums that a lane has after so many stages.
+  INLINED static constexpr int left_after(int stage) {
+    return count >> stage > held ? count >> stage : held;
+  }
+
+  // Which step it is of sum i of those.
+  INLINED int step_of(int i, int stage_count) const {
+    int result = 0;
+    UNROLLED
+    for (int stage = early; stage < halvings - late; ++stage) {
+      const int bit = stage < stage_count ? (part >> stage) & 1 : (i >> (log2_of(count) - 1 - stage)) & 1;
+      result = result * 2 + bit;
+    }
+    return result * held + i % held;
+  }
+
+  // And which place in a lane's order its row has.
+  INLINED static constexpr int row_of(int i, int stage_count) {
+    int result = 0;
+    for (int stage = 0; stage < halvings; ++stage) {
+      if (of_rows(stage) && stage >= stage_count) {
+        result |= ((i >> (log2_of(count) - 1 - stage)) & 1) << row_bit(stage);
+      }
+    }
+    return result;
+  }
+
+  INLINED void fold(thread float (&x)[count], int stage) const {
+    const int n = left_after(stage + 1);
+    const bool upper = (part >> stage) & 1;
+    UNROLLED
+    for (int i = 0; i < count; ++i) {
+      if (i >= n) {
+        continue;
+      }
+      if (stage >= halvings) {
+        x[i] += simd_shuffle_xor(x[i], ushort(1 << stage));
+      } else if (of_rows(stage)) {
+        x[i] += simd_shuffle_xor(x[(i + n) % count], ushort(1 << stage));
+      } else {
+        const float other = x[(i + n) % count];
+        const float given = upper ? x[i] : other;
+        x[i] = (upper ? other : x[i]) + simd_shuffle_xor(given, ushort(1 << stage));
+      }
+    }
+  }
+
+  // The way back: lanes tell one another what they have.
+  INLINED void spread(thread float (&x)[count], int stage) const {
+    const int n = left_after(stage + 1);
+    const bool upper = (part >> stage) & 1;
+    UNROLLED
+    for (int i = 0; i < count; ++i) {
+      if (i >= n || stage >= halvings) {
+        continue;
+      }
+      const float own = x[i];
+      const float other = simd_shuffle_xor(own, ushort(1 << stage));
+      x[i] = upper && !of_rows(stage) ? other : own;
+      x[(i + n) % count] = upper && !of_rows(stage) ? own : other;
+    }
+  }
+
+  // Over all lanes that have the same own row, or over all parts and tokens that do.
+  INLINED static float max_of_row(float x) {
+    UNROLLED
+    for (int stage = 0; stage < 5; ++stage) {
+      if (stage >= stages || (stage < halvings && !of_rows(stage))) {
+        x = max(x, simd_shuffle_xor(x, ushort(1 << stage)));
+      }
+    }
+    return x;
+  }
+
+  INLINED static float sum_of_row(float x, int stage_count) {
+    UNROLLED
+    for (int stage = 0; stage < 5; ++stage) {
+      if (stage >= stages || (stage < halvings && stage < stage_count && !of_rows(stage))) {
+        x += simd_shuffle_xor(x, ushort(1 << stage));
+      }
+    }
+    return x;
+  }
+};
+
+// In which row or page each eight of a tile lies, of rows from `begin` on: of those in pages each lane looks up one, for 256 rows.
+template <typename Source, int EIGHTS>
+struct Units {
+  Source source;
+  int begin;
+  int last;
+  ushort lane_index;
+  uint looked_up;
+  uint of[EIGHTS];
+
+  INLINED Units(Source source, int begin, int last, ushort lane_index)
+      : source(source), begin(begin), last(last), lane_index(lane_index), looked_up(0) {}
+
+  INLINED void turn_to(int first) {
+    if (Source::page != 0 && (first - begin) % 256 == 0) {
+      looked_up = source.unit(min(first + lane_index * 8, last));
+    }
+    UNROLLED
+    for (int e = 0; e < EIGHTS; ++e) {
+      of[e] = Source::page != 0 ? simd_shuffle(looked_up, ushort(((first - begin) / 8 + e) & 31)) : source.row;
+    }
+  }
+};
+
+// Rows of a source for STEPS steps of 32 / LANES rows each: a lane's shares, and the scales that it applies to sums, of their steps.
+template <typename Source, typename Deals, int STEPS, int LANES>
+struct Shares {
+  using Part = Share<Source, LANES>;
+  using Row = typename Part::Row;
+  using Encoding = typename Source::Encoding;
+  static constant constexpr int tokens = 32 / LANES;
+  static constant constexpr int eights = STEPS * tokens / 8;
+  static constant constexpr int stages = Deals::stages - Part::late;  // that unite lanes of one scale
+  static constant constexpr int left = Deals::left_after(stages);
+  Source source;
+  Deals deal;
+  int slot;     // which row of a step is the lane's
+  int channel;  // the lane's first
+  Part parts[STEPS];
+  float scales[left];
+  float zeros[left];
+
+  INLINED Shares(Source source, Deals deal, int slot) : source(source), deal(deal), slot(slot), channel(deal.part * Part::width) {}
+
+  INLINED void take(int i, Row row) {
+    const int group = Row::group(min(channel, Source::size - 1));
+    scales[i] = float(row.scales[group]);
+    zeros[i] = Encoding::zeroed ? float(row.zeros[group]) : 0.0f;
+  }
+
+  // The rows from `first` on, a multiple of 8, of which none after `last` is looked at. `units` says in which row or page each
+  // eight lies.
+  INLINED void load(int first, int last, const thread uint (&units)[eights]) {
+    constexpr bool scaled = Encoding::scaled && Part::quick;
+    if (first + STEPS * tokens - 1 <= last) {
+      Row rows[eights];
+      UNROLLED
+      for (int e = 0; e < eights; ++e) {
+        rows[e] = source.token_of(units[e], first + e * 8 + slot);
+      }
+      UNROLLED
+      for (int s = 0; s < STEPS; ++s) {
+        const int e = s * tokens / 8;
+        parts[s] = Part(source.token_after(rows[e], first + e * 8 + slot, s * tokens % 8), channel);
+      }
+      UNROLLED
+      for (int i = 0; i < left; ++i) {
+        if (scaled) {
+          const int at = deal.step_of(i, stages) * tokens;
+          take(i, eights == 1 ? source.token_after(rows[0], first + slot, at) : row_at(first, last, at, units));
+        }
+      }
+      return;
+    }
+    UNROLLED
+    for (int s = 0; s < STEPS; ++s) {
+      parts[s] = Part(row_at(first, last, s * tokens, units), channel);
+    }
+    UNROLLED
+    for (int i = 0; i < left; ++i) {
+      if (scaled) {
+        take(i, row_at(first, last, deal.step_of(i, stages) * tokens, units));
+      }
+    }
+  }
+
+  // The lane's row of the step from row `at` on.
+  INLINED Row row_at(int first, int last, int at, const thread uint (&units)[eights]) const {
+    uint unit = units[0];
+    UNROLLED
+    for (int e = 1; e < eights; ++e) {
+      unit = at >= e * 8 ? units[e] : unit;
+    }
+    return source.token_of(unit, min(first + at + slot, last));
+  }
+
+  // Whether, for the whole simdgroup, units and sums of them do, and elements need not be decoded one by one.
+  INLINED bool quick(bool finite) const {
+    if (!Part::quick) {
+      return false;
+    }
+    bool result = true;
+    UNROLLED
+    for (int i = 0; i < left; ++i) {
+      result = result && (!Encoding::scaled || Part::bounded(scales[i], zeros[i]));
+    }
+    if (!finite) {
+      uint bad = 0;
+      UNROLLED
+      for (int s = 0; s < STEPS; ++s) {
+        bad |= parts[s].not_finite();
+      }
+      result = result && bad == 0;
+    }
+    return (finite && !Encoding::scaled) || simd_all(result);
+  }
+};
