@@ -204,7 +204,7 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
       sums[r][i] = 0;
     }
   }
-  if (Types::Key::Encoding::zeroed) {
+  if (keys_scaled) {
     UNROLLED
     for (int stage = 0; stage < Keys::stages; ++stage) {
       float others[ROWS];
@@ -228,25 +228,21 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
   // columns that all rows see, where positions and lengths tell
   const int whole_begin = visibility.column_begin(p.queries - 1);
   const int whole_end = visibility.by_bands() && p.queries <= visibility.rows ? min(visibility.column_end(0, 0), end) : 0;
-  // keys are loaded a tile ahead, values while keys are multiplied
   Units<typename Types::Key, KEYS / 8> units(keys.source, begin, end - 1, lane_index);
-  if (begin < end) {
-    units.turn_to(begin);
-    keys.load(begin, end - 1, units.of);
-  }
   ROLLED
   for (int tile = begin; tile < end; tile += KEYS) {
     const bool whole = tile >= whole_begin && tile + KEYS <= whole_end;
-    uint key_units[KEYS / 8];
+    units.turn_to(tile);
     uint value_units[KEYS / 8];
     UNROLLED
     for (int e = 0; e < KEYS / 8; ++e) {
-      key_units[e] = units.of[e];
       value_units[e] = Types::Value::page != 0 ? units.of[e] : values.source.row;
     }
+    keys.load(tile, end - 1, units.of);
     values.load(tile, end - 1, value_units);
     float x[Deals::count];
-    if (keys.quick(!keys_scaled)) {
+    const bool keys_factored = keys.factored(!keys_scaled);
+    if (keys_factored) {
       UNROLLED
       for (int i = 0; i < Deals::count; ++i) {
         x[i] = 0;
@@ -265,7 +261,7 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
     } else {
       ROLLED
       for (int s = 0; s < STEPS; ++s) {
-        const auto row = keys.row_at(tile, end - 1, s * Keys::tokens, key_units);
+        const auto row = keys.row_at(tile, end - 1, s * Keys::tokens, units.of);
         const KeyPart found(row, keys.channel);
         float product[ROWS];
         UNROLLED
@@ -288,27 +284,18 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
           }
         }
       }
-      UNROLLED
-      for (int i = 0; i < Keys::left; ++i) {
-        keys.scales[i] = 1;
-        keys.zeros[i] = 0;
-      }
     }
     UNROLLED
     for (int stage = 0; stage <= Deals::stages; ++stage) {
-      if (keys_scaled && stage == Keys::stages) {
+      if (keys_scaled && stage == Keys::stages && keys_factored) {
         UNROLLED
         for (int i = 0; i < Keys::left; ++i) {
-          x[i] = fma(x[i], keys.scales[i], q_sums[Deals::row_of(i, stage)] * keys.zeros[i]);
+          x[i] = fma(x[i], keys.scale(i), q_sums[Deals::row_of(i, stage)] * keys.zero(i));
         }
       }
       if (stage < Deals::stages) {
         deal.fold(x, stage);
       }
-    }
-    if (tile + KEYS < end) {
-      units.turn_to(tile + KEYS);
-      keys.load(tile + KEYS, end - 1, units.of);
     }
 
     bool seen[held];
@@ -322,10 +309,9 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
       seen[i] = visible && score.of(product, own.row, column, x[i]);
       largest = max(largest, x[i]);
     }
-    largest = Deals::max_of_row(largest);
-    const float from = or_zero(largest);
     if (simd_any(largest != row_max)) {  // seldom, after the first tiles
-      const float shrink = weight_of(row_max, from);
+      largest = Deals::max_of_row(largest);
+      const float shrink = weight_of(row_max, or_zero(largest));
       row_sum *= shrink;
       UNROLLED
       for (int r = 0; r < ROWS; ++r) {
@@ -338,6 +324,7 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
       }
       row_max = largest;
     }
+    const float from = or_zero(row_max);
     UNROLLED
     for (int i = 0; i < held; ++i) {
       x[i] = seen[i] ? weight_of(x[i], from) : absent_weight();
@@ -345,21 +332,21 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
     }
 
     // a weight of what is hidden does no harm to what is finite
-    const bool quick = values.quick(!values_scaled && whole && !score.may_be_masked());
+    const bool values_factored = values.factored(!values_scaled && whole && !score.may_be_masked());
     UNROLLED
     for (int stage = Deals::stages; stage >= 0; --stage) {
-      if (values_scaled && stage == Values::stages && quick) {
+      if (values_scaled && stage == Values::stages && values_factored) {
         UNROLLED
         for (int i = 0; i < Values::left; ++i) {
-          zeros[Deals::row_of(i, stage)] = fma(x[i], values.zeros[i], zeros[Deals::row_of(i, stage)]);
-          x[i] *= values.scales[i];
+          zeros[Deals::row_of(i, stage)] = fma(x[i], values.zero(i), zeros[Deals::row_of(i, stage)]);
+          x[i] *= values.scale(i);
         }
       }
       if (stage > 0) {
         deal.spread(x, stage - 1);
       }
     }
-    if (quick) {
+    if (values_factored) {
       UNROLLED
       for (int s = 0; s < STEPS; ++s) {
         UNROLLED
@@ -407,7 +394,7 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
   for (int r = 0; r < ROWS; ++r) {
     const int written = first + (r ^ turn);
     const int of_late = r & ((1 << Deals::late) - 1);
-    const float zero = Types::Value::Encoding::zeroed ? simd_shuffle_xor(zeros[of_late], ushort(Deals::lanes_of(r ^ of_late))) : 0.0f;
+    const float zero = values_scaled ? simd_shuffle_xor(zeros[of_late], ushort(Deals::lanes_of(r ^ of_late))) : 0.0f;
     UNROLLED
     for (int i = 0; i < ValuePart::width; ++i) {
       float y = sums[r][i];

@@ -51,6 +51,7 @@ struct Plain {
   static constant constexpr int tokens = 1;
   static constant constexpr int channels = 0;
   static constant constexpr int center = 1;
+  static constant constexpr float middle = 0.0f;
 
   // Data of a row of so many elements.
   INLINED static constexpr int room(int size) {
@@ -127,6 +128,7 @@ struct Quantized {
   static constant constexpr int tokens = TOKENS;
   static constant constexpr int channels = CHANNELS;
   static constant constexpr int center = CENTER;
+  static constant constexpr float middle = KIND == fp8_kind || SYMMETRIC ? 0.0f : float(1 << (bits - 1));
 
   INLINED static constexpr int room(int size) {
     return KIND == int4_kind ? (size + 1) / 2 : size;
@@ -156,8 +158,9 @@ struct Quantized {
     return float((word >> (bits * e)) & ((1u << bits) - 1));
   }
 
-  // The same in few operations, divided by factor(e), a power of two; of elements that are finite. An integer becomes the low bits
-  // of 2²³, half a word at a time; e4m3 is a half whose exponent has a bias less by 8.
+  // The same less `middle`, in few operations, divided by factor(e), a power of two; of elements that are finite. An integer becomes
+  // low bits of 2¹¹, half a word at a time; e4m3 becomes a half, whose exponent has a bias larger by 8: subnormal numbers of the one
+  // are those of the other.
   INLINED static float unit(uint word, int e) {
     if (KIND == fp8_kind) {
       const uint pair = word >> (8 * (e & 1));
@@ -167,13 +170,13 @@ struct Quantized {
     constexpr int in_half = 16 / bits;
     const int shift = bits * (e % in_half);
     const uint flipped = SYMMETRIC ? word ^ (KIND == int4_kind ? 0x88888888u : 0x80808080u) : word;
-    const uint half_word = (e < in_half ? flipped & 0xFFFFu : flipped >> 16) | 0x4B000000u;
+    const uint half_word = (e < in_half ? flipped & 0xFFFFu : flipped >> 16) | 0x45000000u;
     const uint magic = half_word & (0xFF000000u | (((1u << bits) - 1) << shift));
-    return as_type<float>(magic) - (8388608.0f + (SYMMETRIC ? float(1u << (bits - 1 + shift)) : 0.0f));
+    return as_type<float>(magic) - (2048.0f + float(1u << (bits - 1 + shift)) / 4096.0f);
   }
 
   INLINED static constexpr float factor(int e) {
-    return KIND == fp8_kind ? 256.0f : 1.0f / float(1u << (bits * (e % (16 / bits))));
+    return KIND == fp8_kind ? 256.0f : 4096.0f / float(1u << (bits * (e % (16 / bits))));
   }
 
   // Not 0 where an element of a word is not finite.

@@ -262,7 +262,11 @@ INLINED void accumulate(
 }
 
 constexpr int log2_of(int x) {
-  return x > 1 ? 1 + log2_of(x / 2) : 0;
+  int result = 0;
+  for (; x > 1; x /= 2) {
+    ++result;
+  }
+  return result;
 }
 
 constexpr int least_of(int x, int y) {
@@ -287,8 +291,8 @@ struct Share {
   static constant constexpr int channels = Encoding::channels;
   static constant constexpr int sharing =
       channels == 0 ? LANES : (channels % width != 0 ? 0 : least_of(channels / width, LANES));
-  static constant constexpr bool quick = !Encoding::centred && sharing != 0 && (sharing & (sharing - 1)) == 0;
-  static constant constexpr int late = quick ? log2_of(LANES / sharing) : 0;
+  static constant constexpr bool factored = !Encoding::centred && sharing != 0 && (sharing & (sharing - 1)) == 0;
+  static constant constexpr int late = factored ? log2_of(LANES / sharing) : 0;
 
   uint words[count];
 
@@ -528,6 +532,7 @@ struct Shares {
   using Part = Share<Source, LANES>;
   using Row = typename Part::Row;
   using Encoding = typename Source::Encoding;
+  using Number = typename Encoding::Number;
   static constant constexpr int tokens = 32 / LANES;
   static constant constexpr int eights = STEPS * tokens / 8;
   static constant constexpr int stages = Deals::stages - Part::late;  // that unite lanes of one scale
@@ -537,49 +542,50 @@ struct Shares {
   int slot;     // which row of a step is the lane's
   int channel;  // the lane's first
   Part parts[STEPS];
-  float scales[left];
-  float zeros[left];
+  Number stored_scales[left];  // converted where they are used: there they have arrived
+  Number stored_zeros[left];
 
   INLINED Shares(Source source, Deals deal, int slot) : source(source), deal(deal), slot(slot), channel(deal.part * Part::width) {}
 
   INLINED void take(int i, Row row) {
     const int group = Row::group(min(channel, Source::size - 1));
-    scales[i] = float(row.scales[group]);
-    zeros[i] = Encoding::zeroed ? float(row.zeros[group]) : 0.0f;
+    stored_scales[i] = row.scales[group];
+    if (Encoding::zeroed) {
+      stored_zeros[i] = row.zeros[group];
+    }
+  }
+
+  INLINED float scale(int i) const {
+    return float(stored_scales[i]);
+  }
+
+  // What a unit of 0 stands for.
+  INLINED float zero(int i) const {
+    return fma(scale(i), Encoding::middle, Encoding::zeroed ? float(stored_zeros[i]) : 0.0f);
   }
 
   // The rows from `first` on, a multiple of 8, of which none after `last` is looked at. `units` says in which row or page each
   // eight lies.
   INLINED void load(int first, int last, const thread uint (&units)[eights]) {
-    constexpr bool scaled = Encoding::scaled && Part::quick;
-    if (first + STEPS * tokens - 1 <= last) {
-      Row rows[eights];
-      UNROLLED
-      for (int e = 0; e < eights; ++e) {
-        rows[e] = source.token_of(units[e], first + e * 8 + slot);
-      }
-      UNROLLED
-      for (int s = 0; s < STEPS; ++s) {
-        const int e = s * tokens / 8;
-        parts[s] = Part(source.token_after(rows[e], first + e * 8 + slot, s * tokens % 8), channel);
-      }
-      UNROLLED
-      for (int i = 0; i < left; ++i) {
-        if (scaled) {
-          const int at = deal.step_of(i, stages) * tokens;
-          take(i, eights == 1 ? source.token_after(rows[0], first + slot, at) : row_at(first, last, at, units));
-        }
-      }
-      return;
+    Row rows[eights];
+    int begins[eights];
+    UNROLLED
+    for (int e = 0; e < eights; ++e) {
+      begins[e] = min(first + e * 8, last & ~7);
+      rows[e] = source.token_of(units[e], begins[e]);
     }
     UNROLLED
     for (int s = 0; s < STEPS; ++s) {
-      parts[s] = Part(row_at(first, last, s * tokens, units), channel);
+      const int e = s * tokens / 8;
+      const int by = min(first + s * tokens + slot, last) - begins[e];
+      parts[s] = Part(source.token_after(rows[e], begins[e], by), channel);
     }
     UNROLLED
     for (int i = 0; i < left; ++i) {
-      if (scaled) {
-        take(i, row_at(first, last, deal.step_of(i, stages) * tokens, units));
+      if (Encoding::scaled && Part::factored) {
+        const int at = deal.step_of(i, stages) * tokens;
+        const int by = min(first + at + slot, last) - begins[0];
+        take(i, eights == 1 ? source.token_after(rows[0], begins[0], by) : row_at(first, last, at, units));
       }
     }
   }
@@ -595,14 +601,16 @@ struct Shares {
   }
 
   // Whether, for the whole simdgroup, units and sums of them do, and elements need not be decoded one by one.
-  INLINED bool quick(bool finite) const {
-    if (!Part::quick) {
+  INLINED bool factored(bool finite) const {
+    if (!Part::factored) {
       return false;
     }
     bool result = true;
     UNROLLED
     for (int i = 0; i < left; ++i) {
-      result = result && (!Encoding::scaled || Part::bounded(scales[i], zeros[i]));
+      if (Encoding::scaled) {
+        result = result && Part::bounded(scale(i), Encoding::zeroed ? float(stored_zeros[i]) : 0.0f);
+      }
     }
     if (!finite) {
       uint bad = 0;
