@@ -393,8 +393,8 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
   UNROLLED
   for (int r = 0; r < ROWS; ++r) {
     const int written = first + (r ^ turn);
-    const int of_late = r & ((1 << Deals::late) - 1);
-    const float zero = values_scaled ? simd_shuffle_xor(zeros[of_late], ushort(Deals::lanes_of(r ^ of_late))) : 0.0f;
+    const int at = r & Deals::rows_left_after(Values::stages);
+    const float zero = values_scaled ? simd_shuffle_xor(zeros[at], ushort(Deals::lanes_of(r ^ at))) : 0.0f;
     UNROLLED
     for (int i = 0; i < ValuePart::width; ++i) {
       float y = sums[r][i];

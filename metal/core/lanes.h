@@ -436,10 +436,17 @@ struct Deal {
   // And which place in a lane's order its row has.
   INLINED static constexpr int row_of(int i, int stage_count) {
     int result = 0;
-    for (int stage = 0; stage < halvings; ++stage) {
-      if (of_rows(stage) && stage >= stage_count) {
-        result |= ((i >> (log2_of(count) - 1 - stage)) & 1) << row_bit(stage);
-      }
+    for (int stage = stage_count; stage < halvings; ++stage) {
+      result |= of_rows(stage) ? ((i >> (log2_of(count) - 1 - stage)) & 1) << row_bit(stage) : 0;
+    }
+    return result;
+  }
+
+  // The bits of an own row that are not yet halved.
+  INLINED static constexpr int rows_left_after(int stage_count) {
+    int result = 0;
+    for (int stage = stage_count; stage < halvings; ++stage) {
+      result |= of_rows(stage) ? 1 << row_bit(stage) : 0;
     }
     return result;
   }

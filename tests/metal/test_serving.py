@@ -50,6 +50,7 @@ FEW_ROWS = [
     Serving(T=2, N=2, schemes=(Scheme("fp8", True), Scheme("int8", True, 16, 32)), page=16, H=128, dtype="bfloat16"),
     Serving(T=1, N=3, K=1, schemes=(None, Scheme("fp8", channels=8)), H=24, V=33, dtype="float16", **EVERYTHING),
     Serving(T=2, schemes=(Scheme("int4", True, None, None), Scheme("int4", center=9)), H=64, V=128, dtype="float16"),
+    Serving(T=1, K=1, schemes=(Scheme("fp8"), Scheme("int8", tokens=8, channels=None)), page=16, H=128),
 ]
 
 
