@@ -90,7 +90,7 @@ def decoding(x: LaunchProblem) -> tuple[LaunchProblem, Decoder] | None:
 def splits(x: LaunchProblem, tile: Decoder) -> list[int]:
     """Columns of a split that decoding may take, the usual ones first."""
     groups = x.b * x.k * -(-(x.n // x.k * x.t) // tile.rows) * tile.slices
-    return tiles.splits(x.s, tile.keys, groups)
+    return tiles.splits(x.s, tile.keys, max(groups, 1))
 
 
 def forward(

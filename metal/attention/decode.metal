@@ -145,9 +145,9 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   }
 }
 
-// The same without the matrix unit, for rows too few to fill it: LANES lanes share a key, so that a simdgroup has several at once.
-// What is stored in few bits is multiplied as small integers, and its scales are applied to sums, where they need not be held within
-// their type. Nothing is loaded of what no row sees.
+// The same without the matrix unit, for rows too few to fill it: LANES lanes share a key, and a simdgroup has 32 / LANES at once.
+// Elements in few bits are multiplied as small integers, and scales are applied to sums, unless a tile's elements must be clamped to
+// their type or are not finite: then each element is decoded. Nothing is loaded of what no row sees.
 template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode_rows(
     DECODE_ROWS_OPERANDS,
@@ -183,9 +183,9 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
   const typename Types::Visibility visibility(features, batch, own.head, lane_index);
   const typename Types::Score score(features, batch, own.head, visibility.offset);
   float q[ROWS][KeyPart::width];
-  float q_sums[ROWS];  // over the lanes of one scale
+  float q_sums[ROWS];  // over the channels of one scale
   float sums[ROWS][ValuePart::width];
-  float zeros[ROWS];  // what the zeros of values come to
+  float zeros[ROWS];  // sums of weights times zeros of values
   UNROLLED
   for (int r = 0; r < ROWS; ++r) {
     const GroupRow loaded(p, key_head, first + (r ^ turn));
@@ -331,7 +331,7 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
       row_sum += x[i];
     }
 
-    // a weight of what is hidden does no harm to what is finite
+    // the weight of a hidden pair is 0, which changes no sum of finite values
     const bool values_factored = values.factored(!values_scaled && whole && !score.may_be_masked());
     UNROLLED
     for (int stage = Deals::stages; stage >= 0; --stage) {

@@ -273,7 +273,7 @@ constexpr int least_of(int x, int y) {
   return x < y ? x : y;
 }
 
-// Without the matrix unit: the channels of one row that a lane has where LANES share it, as they are stored.
+// Without the matrix unit: the channels of one row that belong to a lane where LANES share it, as they are stored.
 template <typename Source, int LANES>
 struct Share {
   using Encoding = typename Source::Encoding;
@@ -287,7 +287,7 @@ struct Share {
   static constant constexpr int together = least_of(size % 8 == 0 ? 8 : (size % 4 == 0 ? 4 : (size % 2 == 0 ? 2 : 1)), 128 / bits);
   static constant constexpr bool ragged = width * LANES != size;
 
-  // How many lanes side by side have the same scale; 0 where a lane has several, or where lanes cannot be halved down to them.
+  // Lanes side by side that have the same scale; 0 where one lane has several. Sums are scaled where these are a power of two.
   static constant constexpr int channels = Encoding::channels;
   static constant constexpr int sharing =
       channels == 0 ? LANES : (channels % width != 0 ? 0 : least_of(channels / width, LANES));
@@ -367,15 +367,16 @@ struct Share {
   }
 };
 
-// How LANES lanes that share rows deal out the sums of their shares' products, of ROWS own rows with STEPS rows each: a step halves
-// what a lane has, as it keeps one half and gives away the other. Of those, what are own rows need no choice, for a lane's own rows
-// stand in an order of its own, `row ^ turn`. LATE last steps unite lanes of different scales; own rows are halved there if possible.
+// Sums over LANES lanes that share keys. Each has the products of its channels, of ROWS query rows and STEPS keys, and ends with the
+// sums of one query row. In each stage two lanes, whose numbers differ in one bit, exchange halves of what they have. Where query rows
+// are halved, nobody chooses: place r of a lane is its row `r ^ turn`, so that all keep the first half. The LATE last stages unite lanes
+// of different scales; query rows are halved there if possible, so that a lane's sums before them are of one key.
 template <int ROWS, int STEPS, int LANES, int LATE>
 struct Deal {
   static constant constexpr int count = ROWS * STEPS;
   static constant constexpr int stages = log2_of(LANES);
-  static constant constexpr int held = count > LANES ? count / LANES : 1;  // what a lane has in the end, of one own row
-  static constant constexpr int halvings = log2_of(count / held);          // further stages sum up what lanes have in common
+  static constant constexpr int held = count > LANES ? count / LANES : 1;  // sums of a lane in the end
+  static constant constexpr int halvings = log2_of(count / held);          // in further stages, lanes get the same sum
   static constant constexpr int row_bits = log2_of(ROWS);
   static constant constexpr int spare = stages - halvings;
   static constant constexpr int late = least_of(LATE > spare ? LATE - spare : 0, row_bits);
@@ -391,7 +392,7 @@ struct Deal {
     return (((((row >> late) * (STEPS / held)) + step / held) << late) | (row & ((1 << late) - 1))) * held + step % held;
   }
 
-  // The bit of an own row that a stage halves.
+  // The bit of a query row's number that a stage halves.
   INLINED static constexpr int row_bit(int stage) {
     return stage < early ? row_bits - 1 - stage : halvings - 1 - stage;
   }
@@ -404,7 +405,7 @@ struct Deal {
     return result;
   }
 
-  // The inverse of it: by what the lanes differ that have own rows which differ by `row`.
+  // The inverse: by which bits lanes differ whose query rows differ by those of `row`.
   INLINED static constexpr int lanes_of(int row) {
     int result = 0;
     for (int stage = 0; stage < halvings; ++stage) {
@@ -422,7 +423,7 @@ struct Deal {
     return count >> stage > held ? count >> stage : held;
   }
 
-  // Which step it is of sum i of those.
+  // The step of sum i of those.
   INLINED int step_of(int i, int stage_count) const {
     int result = 0;
     UNROLLED
@@ -433,7 +434,7 @@ struct Deal {
     return result * held + i % held;
   }
 
-  // And which place in a lane's order its row has.
+  // The place of its query row.
   INLINED static constexpr int row_of(int i, int stage_count) {
     int result = 0;
     for (int stage = stage_count; stage < halvings; ++stage) {
@@ -442,7 +443,7 @@ struct Deal {
     return result;
   }
 
-  // The bits of an own row that are not yet halved.
+  // The bits of query rows that are not yet halved.
   INLINED static constexpr int rows_left_after(int stage_count) {
     int result = 0;
     for (int stage = stage_count; stage < halvings; ++stage) {
@@ -471,7 +472,7 @@ struct Deal {
     }
   }
 
-  // The way back: lanes tell one another what they have.
+  // The inverse of a stage: both lanes get what either has.
   INLINED void spread(thread float (&x)[count], int stage) const {
     const int n = left_after(stage + 1);
     const bool upper = (part >> stage) & 1;
@@ -487,7 +488,7 @@ struct Deal {
     }
   }
 
-  // Over all lanes that have the same own row, or over all parts and tokens that do.
+  // Over all lanes that have the same query row.
   INLINED static float max_of_row(float x) {
     UNROLLED
     for (int stage = 0; stage < 5; ++stage) {
@@ -498,6 +499,7 @@ struct Deal {
     return x;
   }
 
+  // The same of what lanes have after so many stages.
   INLINED static float sum_of_row(float x, int stage_count) {
     UNROLLED
     for (int stage = 0; stage < 5; ++stage) {
@@ -509,7 +511,7 @@ struct Deal {
   }
 };
 
-// In which row or page each eight of a tile lies, of rows from `begin` on: of those in pages each lane looks up one, for 256 rows.
+// The row or page in which each eight of a tile lies. Each lane looks up the page of one of 32 eights, from `begin` on.
 template <typename Source, int EIGHTS>
 struct Units {
   Source source;
@@ -533,7 +535,7 @@ struct Units {
   }
 };
 
-// Rows of a source for STEPS steps of 32 / LANES rows each: a lane's shares, and the scales that it applies to sums, of their steps.
+// STEPS times 32 / LANES rows of a source: a lane's shares of them, and the scales of the sums that it has after `stages`.
 template <typename Source, typename Deals, int STEPS, int LANES>
 struct Shares {
   using Part = Share<Source, LANES>;
@@ -607,7 +609,7 @@ struct Shares {
     return source.token_of(unit, min(first + at + slot, last));
   }
 
-  // Whether, for the whole simdgroup, units and sums of them do, and elements need not be decoded one by one.
+  // Whether scales may be applied to sums, in the whole simdgroup: all elements are finite, and within their type.
   INLINED bool factored(bool finite) const {
     if (!Part::factored) {
       return false;
