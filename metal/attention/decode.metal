@@ -290,7 +290,7 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
       if (keys_scaled && stage == Keys::stages && keys_factored) {
         UNROLLED
         for (int i = 0; i < Keys::left; ++i) {
-          x[i] = fma(x[i], keys.scale(i), q_sums[Deals::row_of(i, stage)] * keys.zero(i));
+          x[i] = fma(x[i], keys.scales[i], q_sums[Deals::row_of(i, stage)] * keys.zeros[i]);
         }
       }
       if (stage < Deals::stages) {
@@ -338,8 +338,8 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
       if (values_scaled && stage == Values::stages && values_factored) {
         UNROLLED
         for (int i = 0; i < Values::left; ++i) {
-          zeros[Deals::row_of(i, stage)] = fma(x[i], values.zero(i), zeros[Deals::row_of(i, stage)]);
-          x[i] *= values.scale(i);
+          zeros[Deals::row_of(i, stage)] = fma(x[i], values.zeros[i], zeros[Deals::row_of(i, stage)]);
+          x[i] *= values.scales[i];
         }
       }
       if (stage > 0) {

@@ -551,26 +551,32 @@ struct Shares {
   int slot;     // which row of a step is the lane's
   int channel;  // the lane's first
   Part parts[STEPS];
-  Number stored_scales[left];  // converted where they are used: there they have arrived
+  Number stored_scales[left];  // of lanes of different query rows, the first reads for all
   Number stored_zeros[left];
+  float scales[left];  // known from `factored` on
+  float zeros[left];   // what a unit of 0 stands for
 
   INLINED Shares(Source source, Deals deal, int slot) : source(source), deal(deal), slot(slot), channel(deal.part * Part::width) {}
 
-  INLINED void take(int i, Row row) {
-    const int group = Row::group(min(channel, Source::size - 1));
-    stored_scales[i] = row.scales[group];
-    if (Encoding::zeroed) {
-      stored_zeros[i] = row.zeros[group];
+  // The bits by which lanes differ that have sums of the same key and scale.
+  INLINED static constexpr int alike() {
+    int result = 0;
+    for (int stage = 0; stage < stages; ++stage) {
+      result |= stage >= Deals::halvings || Deals::of_rows(stage) ? 1 << stage : 0;
     }
+    return result;
   }
 
-  INLINED float scale(int i) const {
-    return float(stored_scales[i]);
-  }
-
-  // What a unit of 0 stands for.
-  INLINED float zero(int i) const {
-    return fma(scale(i), Encoding::middle, Encoding::zeroed ? float(stored_zeros[i]) : 0.0f);
+  INLINED void take(int i, Row row) {
+    stored_scales[i] = Number(0.0f);
+    stored_zeros[i] = Number(0.0f);
+    if ((deal.part & alike()) == 0) {
+      const int group = Row::group(min(channel, Source::size - 1));
+      stored_scales[i] = row.scales[group];
+      if (Encoding::zeroed) {
+        stored_zeros[i] = row.zeros[group];
+      }
+    }
   }
 
   // The rows from `first` on, a multiple of 8, of which none after `last` is looked at. `units` says in which row or page each
@@ -610,7 +616,7 @@ struct Shares {
   }
 
   // Whether scales may be applied to sums, in the whole simdgroup: all elements are finite, and within their type.
-  INLINED bool factored(bool finite) const {
+  INLINED bool factored(bool finite) {
     if (!Part::factored) {
       return false;
     }
@@ -618,7 +624,11 @@ struct Shares {
     UNROLLED
     for (int i = 0; i < left; ++i) {
       if (Encoding::scaled) {
-        result = result && Part::bounded(scale(i), Encoding::zeroed ? float(stored_zeros[i]) : 0.0f);
+        const ushort reader = ushort(slot * LANES + (deal.part & ~alike()));
+        scales[i] = simd_shuffle(float(stored_scales[i]), reader);
+        const float zero = Encoding::zeroed ? simd_shuffle(float(stored_zeros[i]), reader) : 0.0f;
+        zeros[i] = fma(scales[i], Encoding::middle, zero);
+        result = result && Part::bounded(scales[i], zero);
       }
     }
     if (!finite) {
