@@ -97,7 +97,7 @@ def candidates(spec: Specification, o: Operands, part: str) -> list[tuple[int, .
     if part in PARTS["forward"]:
         few = plans.decoding(LaunchProblem.of(spec, _launch_shapes(spec, o)))
         if part == "decode":
-            return [(x,) for x in tiles.splits(few[0].s, few[1].keys)] if few else []
+            return [(x,) for x in plans.splits(*few)] if few else []
         if few:
             return []
     if variant in tiles.EMULATED_BFLOAT and o.query.dtype.name == "bfloat16":

@@ -208,5 +208,5 @@ def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, split_k
     name = "decode_rows" if isinstance(tile, tiles.DecodeRows) else "decode"
     grid = (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.b)
     attend = _launch(MATRICES, name, x, tile, grid, x.pairs * (tile.slices * x.h + x.v), numbers=numbers)
-    grid, work = (-(-group // ROWS.rows), x.k, x.b), x.b * x.t * x.n * x.v * splits
-    return attend, _launch(MATRICES, "merge", x, ROWS, grid, work, numbers=numbers)
+    grid, work = (group, x.k, x.b), x.b * x.t * x.n * x.v * splits
+    return attend, _launch(MATRICES, "merge", x, tiles.MergeTile(), grid, work, numbers=numbers)

@@ -87,6 +87,12 @@ def decoding(x: LaunchProblem) -> tuple[LaunchProblem, Decoder] | None:
     return None if tile is None else (wide, tile)
 
 
+def splits(x: LaunchProblem, tile: Decoder) -> list[int]:
+    """Columns of a split that decoding may take, the usual ones first."""
+    groups = x.b * x.k * -(-(x.n // x.k * x.t) // tile.rows) * tile.slices
+    return tiles.splits(x.s, tile.keys, max(groups, 1))
+
+
 def forward(
     spec: Specification, arrays: Mapping[str, Any], *, variant: Variant = "staged", rules: Rules = PLAIN
 ) -> Plan:
@@ -104,7 +110,7 @@ def forward(
     few = decoding(x) if isinstance(variant, str) and variant in tiles.VARIANTS else None
     if few:
         wide, tile = few
-        return _decode(wide, tile, split or tiles.split_keys(wide.s, tile.keys))
+        return _decode(wide, tile, split or splits(wide, tile)[0])
     return _forward(x, _select(variant, x))
 
 

@@ -144,19 +144,33 @@ class DecodeRows(Tile):
     rows: int
     simdgroups: int
     keys: int
+    lanes: int
     slices: ClassVar[int] = 1
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
-        """Eight lanes share a query and an output, in float32 both."""
-        return self.rows * (-(-h // 32) + -(-v // 32)) * 16 + self.rows * self.keys * 2
+        """So many lanes share a query and an output, in eights of channels and float32 both, and products."""
+        channels = sum(padded(-(-size // self.lanes)) for size in (h, v))
+        return self.rows * (channels + self.keys * self.lanes // 32) * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeTile(Tile):
+    """Template arguments of `attention_merge`, in its order: a threadgroup's simdgroups deal the splits of a row."""
+
+    simdgroups: int = 8
+
+    def threadgroup_memory(self, h: int, v: int, item: int) -> int:
+        return self.simdgroups * (v + 2) * 4
 
 
 def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | DecodeRows | None:
     """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit.
 
-    Up to four rows, which would leave half of a fragment empty, do without the matrix unit.
+    Up to four rows, which would leave half of a fragment empty, do without the matrix unit: as many lanes share a key
+    as leave each eight channels.
     """
-    few = DecodeRows(2 if rows <= 2 else 4, 4, 16)
+    lanes = next((x for x in (8, 16) if max(h, v) <= x * 8), 32)
+    few = DecodeRows(1 if rows == 1 else 2 if rows == 2 else 4, 4, 16 if rows <= 2 or lanes == 8 else 8, lanes)
     if rows <= few.rows and few.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET:
         return few
     for blocks in (2, 1):
@@ -168,14 +182,15 @@ def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | DecodeRows | N
     return None
 
 
-def split_keys(keys: int, step: int) -> int:
-    """Columns of a split, a multiple of `step`: enough splits to fill a GPU, none so short that merging costs more."""
-    return -(-max(256, -(-keys // 64)) // step) * step
+def split_keys(keys: int, step: int, groups: int) -> int:
+    """Columns of a split, a multiple of `step`: enough splits to fill a GPU, of which `groups` stand side by side, none
+    so short that merging costs more."""
+    return -(-max(256, -(-keys // max(64, 1024 // groups))) // step) * step
 
 
-def splits(keys: int, step: int) -> list[int]:
+def splits(keys: int, step: int, groups: int) -> list[int]:
     """Columns of a split that `tune` may take: those of `split_keys`, then halves and doubles, the nearest first."""
-    usual = split_keys(keys, step)
+    usual = split_keys(keys, step, groups)
     others = (usual // 2, usual * 2, usual // 4, usual * 4, usual // 8, usual * 8)
     return list(dict.fromkeys(-(-min(x, keys) // step) * step for x in (usual, *others)))
 

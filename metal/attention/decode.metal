@@ -145,18 +145,25 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   }
 }
 
-// The same without the matrix unit, for rows too few to fill it: eight lanes share a key, a simdgroup has four keys at once, and
-// each of its quarters sums up what its own keys come to. Nothing is loaded of what a row does not see.
-template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
+// The same without the matrix unit, for rows too few to fill it: LANES lanes share a key, and a simdgroup has 32 / LANES at once.
+// Elements in few bits are multiplied as small integers, and scales are applied to sums, unless a tile's elements must be clamped to
+// their type or are not finite: then each element is decoded. Nothing is loaded of what no row sees.
+template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode_rows(
     DECODE_ROWS_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (splits / SIMDGROUPS, tile of rows, key head and batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
-  constexpr int H = Types::H;
   constexpr int V = Types::V;
-  using KeyRun = Run<typename Types::Key, 8>;
-  using ValueRun = Run<typename Types::Value, 8>;
+  constexpr int STEPS = KEYS * LANES / 32;
+  using KeyPart = Share<typename Types::Key, LANES>;
+  using ValuePart = Share<typename Types::Value, LANES>;
+  using Deals = Deal<ROWS, STEPS, LANES, (KeyPart::late > ValuePart::late ? KeyPart::late : ValuePart::late)>;
+  using Keys = Shares<typename Types::Key, Deals, STEPS, LANES>;
+  using Values = Shares<typename Types::Value, Deals, STEPS, LANES>;
+  constexpr bool keys_scaled = Types::Key::Encoding::scaled;
+  constexpr bool values_scaled = Types::Value::Encoding::scaled;
+  constexpr int held = Deals::held;
   const Features features = FEATURES;
   const uint3 group = place_in(p.grid, launched);
   const int split = int(group.x) * SIMDGROUPS + simdgroup;
@@ -164,223 +171,335 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS>
   const int key_head = int(group.z) % p.key_heads;
   const int batch = int(group.z) / p.key_heads;
   const int rows = p.heads / p.key_heads * p.queries;
-  const int part = lane_index & 7;
-  const int quarter = lane_index >> 3;
+  const int part = lane_index & (LANES - 1);
+  const int slot = lane_index / LANES;
+  const Deals deal = {part};
+  const int turn = deal.turn();
   if (split >= splits) {
     return;
   }
 
-  const typename Types::Visibility all(features, batch, key_head, lane_index);
-  float q[ROWS][KeyRun::width];
-  float sums[ROWS][ValueRun::width];
-  float row_max[ROWS];
-  float row_sum[ROWS];
-  GroupRules<Types, ROWS> rules;
+  const GroupRow own(p, key_head, first + turn);
+  const typename Types::Visibility visibility(features, batch, own.head, lane_index);
+  const typename Types::Score score(features, batch, own.head, visibility.offset);
+  float q[ROWS][KeyPart::width];
+  float q_sums[ROWS];  // over the channels of one scale
+  float sums[ROWS][ValuePart::width];
+  float zeros[ROWS];  // sums of weights times zeros of values
   UNROLLED
   for (int r = 0; r < ROWS; ++r) {
-    const GroupRow own(p, key_head, first + r);
-    rules.row[r] = own.row;
-    rules.visibility[r] = typename Types::Visibility(features, batch, own.head, lane_index);
-    rules.score[r] = typename Types::Score(features, batch, own.head, all.offset);
-    row_max[r] = -INFINITY;
-    row_sum[r] = absent_weight();
+    const GroupRow loaded(p, key_head, first + (r ^ turn));
+    const auto from = queries_of<Types>(features, query, batch, loaded.head, p.queries).tile(loaded.row);
+    q_sums[r] = 0;
+    zeros[r] = 0;
     UNROLLED
-    for (int i = 0; i < ValueRun::width; ++i) {
+    for (int i = 0; i < KeyPart::width; ++i) {
+      const int channel = part * KeyPart::width + i;
+      const float found = loaded.inside && channel < Types::H ? float(from.at(0, channel)) : 0.0f;
+      q[r][i] = found * KeyPart::factor(i);
+      q_sums[r] += found;
+    }
+    UNROLLED
+    for (int i = 0; i < ValuePart::width; ++i) {
       sums[r][i] = 0;
     }
   }
-  // each quarter loads a row, and all four share it
-  static_assert(ROWS <= 4, "a simdgroup has four quarters");
-  const GroupRow loaded(p, key_head, first + quarter);
-  const auto from = queries_of<Types>(features, query, batch, loaded.head, p.queries).tile(loaded.row);
-  UNROLLED
-  for (int i = 0; i < KeyRun::width; ++i) {
-    const int channel = part * KeyRun::width + i;
-    const float found = quarter < ROWS && loaded.inside && channel < H ? float(from.at(0, channel)) : 0.0f;
+  if (keys_scaled) {
     UNROLLED
-    for (int r = 0; r < ROWS; ++r) {
-      q[r][i] = simd_shuffle(found, ushort(r * 8 + part));
+    for (int stage = 0; stage < Keys::stages; ++stage) {
+      float others[ROWS];
+      UNROLLED
+      for (int r = 0; r < ROWS; ++r) {
+        others[r] = simd_shuffle_xor(q_sums[r ^ Deals::turn_of(1 << stage)], ushort(1 << stage));
+      }
+      UNROLLED
+      for (int r = 0; r < ROWS; ++r) {
+        q_sums[r] += others[r];
+      }
     }
   }
+  float row_max = -INFINITY;
+  float row_sum = absent_weight();
 
-  const auto keys = keys_of<Types>(features, key, batch, key_head, all.columns);
-  const auto values = values_of<Types>(features, value, batch, key_head, all.columns);
-  const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
-  const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
+  Keys keys(keys_of<Types>(features, key, batch, key_head, visibility.columns), deal, slot);
+  Values values(values_of<Types>(features, value, batch, key_head, visibility.columns), deal, slot);
+  const int begin = max(split * split_keys, visibility.column_begin(0) / KEYS * KEYS);
+  const int end = min((split + 1) * split_keys, visibility.column_end(0, p.queries - 1));
   // columns that all rows see, where positions and lengths tell
-  const int whole_begin = all.column_begin(p.queries - 1);
-  const int whole_end = all.by_bands() && p.queries <= all.rows ? min(all.column_end(0, 0), end) : 0;
+  const int whole_begin = visibility.column_begin(p.queries - 1);
+  const int whole_end = visibility.by_bands() && p.queries <= visibility.rows ? min(visibility.column_end(0, 0), end) : 0;
+  Units<typename Types::Key, KEYS / 8> units(keys.source, begin, end - 1, lane_index);
   ROLLED
   for (int tile = begin; tile < end; tile += KEYS) {
     const bool whole = tile >= whole_begin && tile + KEYS <= whole_end;
-    float x[KEYS / 4][ROWS];
-    bool seen[KEYS / 4][ROWS];
-    uint units[KEYS / 8];
+    units.turn_to(tile);
+    uint value_units[KEYS / 8];
     UNROLLED
-    for (int k = 0; k < KEYS / 8; ++k) {
-      units[k] = unit_of_eight(keys, min(tile + k * 8, end - 1), lane_index);
+    for (int e = 0; e < KEYS / 8; ++e) {
+      value_units[e] = Types::Value::page != 0 ? units.of[e] : values.source.row;
     }
-    UNROLLED
-    for (int k = 0; k < KEYS / 4; ++k) {
-      const int column = tile + k * 4 + quarter;
-      const KeyRun run(keys.token_of(units[k / 2], min(column, end - 1)), part, lane_index - part + KeyRun::reader_of(part));
-      float product[ROWS];
+    keys.load(tile, end - 1, units.of);
+    values.load(tile, end - 1, value_units);
+    float x[Deals::count];
+    const bool keys_factored = keys.factored(!keys_scaled);
+    if (keys_factored) {
       UNROLLED
-      for (int r = 0; r < ROWS; ++r) {
-        product[r] = 0;
+      for (int i = 0; i < Deals::count; ++i) {
+        x[i] = 0;
       }
       UNROLLED
-      for (int i = 0; i < KeyRun::width; i += KeyRun::together) {
-        const auto word = run.word(i);
+      for (int s = 0; s < STEPS; ++s) {
         UNROLLED
-        for (int e = 0; e < KeyRun::together; ++e) {
-          const float found = run.element(word, i + e, e);
+        for (int i = 0; i < KeyPart::width; ++i) {
+          const float unit = keys.parts[s].unit(i);
           UNROLLED
           for (int r = 0; r < ROWS; ++r) {
-            product[r] = fma(q[r][i + e], found, product[r]);
+            x[Deals::index(r, s)] = fma(q[r][i], unit, x[Deals::index(r, s)]);
           }
         }
       }
-      UNROLLED
-      for (int r = 0; r < ROWS; ++r) {
-        product[r] += simd_shuffle_xor(product[r], ushort(1));
-        product[r] += simd_shuffle_xor(product[r], ushort(2));
-        product[r] += simd_shuffle_xor(product[r], ushort(4));
-        x[k][r] = -INFINITY;
-        if (whole) {
-          seen[k][r] = rules.template of<false>(r, product[r], column, x[k][r]);
-        } else {
-          seen[k][r] = column < end && rules.template of<true>(r, product[r], column, x[k][r]);
+    } else {
+      ROLLED
+      for (int s = 0; s < STEPS; ++s) {
+        const auto row = keys.row_at(tile, end - 1, s * Keys::tokens, units.of);
+        const KeyPart found(row, keys.channel);
+        float product[ROWS];
+        UNROLLED
+        for (int r = 0; r < ROWS; ++r) {
+          product[r] = 0;
+        }
+        UNROLLED
+        for (int i = 0; i < KeyPart::width; ++i) {
+          const float decoded = found.decoded_at(row, keys.channel, i);
+          UNROLLED
+          for (int r = 0; r < ROWS; ++r) {
+            product[r] = fma(q[r][i], decoded, product[r]);
+          }
+        }
+        UNROLLED
+        for (int i = 0; i < STEPS; ++i) {
+          UNROLLED
+          for (int r = 0; r < ROWS; ++r) {
+            x[Deals::index(r, i)] = i == s || s == 0 ? product[r] : x[Deals::index(r, i)];
+          }
         }
       }
     }
     UNROLLED
-    for (int r = 0; r < ROWS; ++r) {
-      float largest = row_max[r];
-      UNROLLED
-      for (int k = 0; k < KEYS / 4; ++k) {
-        largest = max(largest, x[k][r]);
+    for (int stage = 0; stage <= Deals::stages; ++stage) {
+      if (keys_scaled && stage == Keys::stages && keys_factored) {
+        UNROLLED
+        for (int i = 0; i < Keys::left; ++i) {
+          x[i] = fma(x[i], keys.scales[i], q_sums[Deals::row_of(i, stage)] * keys.zeros[i]);
+        }
       }
-      const float from = or_zero(largest);
-      const float shrink = weight_of(row_max[r], from);
-      row_max[r] = largest;
-      row_sum[r] *= shrink;
-      UNROLLED
-      for (int k = 0; k < KEYS / 4; ++k) {
-        x[k][r] = weight_of(x[k][r], from);
-        row_sum[r] += seen[k][r] ? x[k][r] : absent_weight();
-      }
-      UNROLLED
-      for (int i = 0; i < ValueRun::width; ++i) {
-        sums[r][i] *= shrink;
+      if (stage < Deals::stages) {
+        deal.fold(x, stage);
       }
     }
+
+    bool seen[held];
+    float largest = row_max;
     UNROLLED
-    for (int k = 0; k < KEYS / 4; ++k) {
-      const uint unit = Types::Value::page != 0 ? units[k / 2] : values.row;
-      const int token = min(tile + k * 4 + quarter, end - 1);
-      const ValueRun run(values.token_of(unit, token), part, lane_index - part + ValueRun::reader_of(part));
+    for (int i = 0; i < held; ++i) {
+      const int column = tile + deal.step_of(i, Deals::stages) * Keys::tokens + slot;
+      const float product = x[i];
+      x[i] = -INFINITY;
+      const bool visible = whole || (column < end && visibility.visible(own.row, column));
+      seen[i] = visible && score.of(product, own.row, column, x[i]);
+      largest = max(largest, x[i]);
+    }
+    if (simd_any(largest != row_max)) {  // seldom, after the first tiles
+      largest = Deals::max_of_row(largest);
+      const float shrink = weight_of(row_max, or_zero(largest));
+      row_sum *= shrink;
       UNROLLED
-      for (int i = 0; i < ValueRun::width; i += ValueRun::together) {
-        const auto word = run.word(i);
+      for (int r = 0; r < ROWS; ++r) {
+        const float of_row = simd_shuffle_xor(shrink, ushort(Deals::lanes_of(r)));
+        zeros[r] *= of_row;
         UNROLLED
-        for (int e = 0; e < ValueRun::together; ++e) {
-          const float found = run.element(word, i + e, e);
+        for (int i = 0; i < ValuePart::width; ++i) {
+          sums[r][i] *= of_row;
+        }
+      }
+      row_max = largest;
+    }
+    const float from = or_zero(row_max);
+    UNROLLED
+    for (int i = 0; i < held; ++i) {
+      x[i] = seen[i] ? weight_of(x[i], from) : absent_weight();
+      row_sum += x[i];
+    }
+
+    // the weight of a hidden pair is 0, which changes no sum of finite values
+    const bool values_factored = values.factored(!values_scaled && whole && !score.may_be_masked());
+    UNROLLED
+    for (int stage = Deals::stages; stage >= 0; --stage) {
+      if (values_scaled && stage == Values::stages && values_factored) {
+        UNROLLED
+        for (int i = 0; i < Values::left; ++i) {
+          zeros[Deals::row_of(i, stage)] = fma(x[i], values.zeros[i], zeros[Deals::row_of(i, stage)]);
+          x[i] *= values.scales[i];
+        }
+      }
+      if (stage > 0) {
+        deal.spread(x, stage - 1);
+      }
+    }
+    if (values_factored) {
+      UNROLLED
+      for (int s = 0; s < STEPS; ++s) {
+        UNROLLED
+        for (int i = 0; i < ValuePart::width; ++i) {
+          const float unit = values.parts[s].unit(i);
           UNROLLED
           for (int r = 0; r < ROWS; ++r) {
-            if (seen[k][r]) {
-              sums[r][i + e] = fma(x[k][r], found, sums[r][i + e]);
-            }
+            sums[r][i] = fma(x[Deals::index(r, s)], unit, sums[r][i]);
+          }
+        }
+      }
+    } else {
+      ROLLED
+      for (int s = 0; s < STEPS; ++s) {
+        const auto row = values.row_at(tile, end - 1, s * Values::tokens, value_units);
+        const ValuePart found(row, values.channel);
+        float weights[ROWS];
+        UNROLLED
+        for (int r = 0; r < ROWS; ++r) {
+          weights[r] = x[Deals::index(r, 0)];
+          UNROLLED
+          for (int i = 1; i < STEPS; ++i) {
+            weights[r] = i == s ? x[Deals::index(r, i)] : weights[r];
+          }
+        }
+        UNROLLED
+        for (int i = 0; i < ValuePart::width; ++i) {
+          const float decoded = found.decoded_at(row, values.channel, i);
+          UNROLLED
+          for (int r = 0; r < ROWS; ++r) {
+            sums[r][i] = is_absent(weights[r]) ? sums[r][i] : fma(weights[r], decoded, sums[r][i]);
           }
         }
       }
     }
   }
 
+  const float sum = Deals::sum_of_row(row_sum, Deals::stages);
   const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
   UNROLLED
   for (int r = 0; r < ROWS; ++r) {
-    float largest = max(row_max[r], simd_shuffle_xor(row_max[r], ushort(8)));
-    largest = max(largest, simd_shuffle_xor(largest, ushort(16)));
-    const float shrink = weight_of(row_max[r], or_zero(largest));
-    float sum = row_sum[r] * shrink;
-    sum += simd_shuffle_xor(sum, ushort(8));
-    sum += simd_shuffle_xor(sum, ushort(16));
-    const ulong row = plane * rows + first + r;
-    const bool writes = quarter == 0 && first + r < rows;
+    zeros[r] = Deals::sum_of_row(zeros[r], Values::stages);
+  }
+  UNROLLED
+  for (int r = 0; r < ROWS; ++r) {
+    const int written = first + (r ^ turn);
+    const int at = r & Deals::rows_left_after(Values::stages);
+    const float zero = values_scaled ? simd_shuffle_xor(zeros[at], ushort(Deals::lanes_of(r ^ at))) : 0.0f;
     UNROLLED
-    for (int i = 0; i < ValueRun::width; ++i) {
-      const int channel = part * ValueRun::width + i;
-      float y = sums[r][i] * shrink;
-      y += simd_shuffle_xor(y, ushort(8));
-      y += simd_shuffle_xor(y, ushort(16));
-      if (writes && channel < V) {
-        split_out[row * V + channel] = y;
+    for (int i = 0; i < ValuePart::width; ++i) {
+      float y = sums[r][i];
+      UNROLLED
+      for (int other = LANES; other < 32; other *= 2) {
+        y += simd_shuffle_xor(y, ushort(other));
+      }
+      if (slot == 0 && written < rows && values.channel + i < V) {
+        split_out[(plane * rows + written) * V + values.channel + i] = fma(y, ValuePart::factor(i), zero);
       }
     }
-    if (writes && part == 0) {
-      split_state[row * 2] = largest;
-      split_state[row * 2 + 1] = sum;
-    }
+  }
+  if (slot == 0 && (part & ~Deals::lanes_of(ROWS - 1)) == 0 && first + turn < rows) {
+    device float* state = split_state + (plane * rows + first + turn) * 2;
+    state[0] = row_max;
+    state[1] = sum;
   }
 }
 
-// One simdgroup for each row: its splits become one output, maximum and sum.
+// One threadgroup for each row: its simdgroups deal the splits among them, and merge what each comes to.
 template <typename Types, int SIMDGROUPS>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_merge(
     MERGE_OPERANDS,
-    uint3 group [[threadgroup_position_in_grid]],  // (SIMDGROUPS rows, key head, batch row)
+    uint3 group [[threadgroup_position_in_grid]],  // (row, key head, batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
   using T = typename Types::T;
   constexpr int V = Types::V;
+  constexpr int width = (V + 31) / 32;
+  threadgroup float shared_sums[SIMDGROUPS][V];
+  threadgroup float shared_states[SIMDGROUPS][2];
+  const int r = group.x;
   const int key_head = group.y;
   const int batch = group.z;
   const int rows = p.heads / p.key_heads * p.queries;
-  const int r = int(group.x) * SIMDGROUPS + simdgroup;
-  if (r >= rows) {
-    return;
-  }
-  const GroupRow own(p, key_head, r);
   const ulong first = (ulong(batch) * p.key_heads + key_head) * splits;
   float largest = -INFINITY;
-  for (int split = lane; split < splits; split += 32) {
-    largest = max(largest, split_state[((first + split) * rows + r) * 2]);
-  }
-  largest = simd_max(largest);
-  const float from = or_zero(largest);
-  // a lane reads a split's maximum and sum, for all
-  constexpr int width = (V + 31) / 32;
   float sum = absent_weight();
   float sums[width];
   UNROLLED
   for (int i = 0; i < width; ++i) {
     sums[i] = 0;
   }
-  for (int begin = 0; begin < splits; begin += 32) {
-    const ulong own_split = first + min(begin + int(lane), splits - 1);
-    device const float* state = split_state + (own_split * rows + r) * 2;
+  // a lane reads a split's maximum and sum, for all
+  for (int begin = simdgroup; begin < splits; begin += 32 * SIMDGROUPS) {
+    const int own_split = begin + lane * SIMDGROUPS;
+    device const float* state = split_state + ((first + min(own_split, splits - 1)) * rows + r) * 2;
+    const float before = largest;
+    largest = max(largest, simd_max(state[0]));
+    const float from = or_zero(largest);
     const float own_weight = weight_of(state[0], from);
-    const float own_sum = state[1] * own_weight;
-    for (int k = 0; k < min(splits - begin, 32); ++k) {
+    const float own_sum = own_split < splits ? state[1] * own_weight : absent_weight();
+    const float shrink = weight_of(before, from);
+    sum *= shrink;
+    UNROLLED
+    for (int i = 0; i < width; ++i) {
+      sums[i] *= shrink;
+    }
+    EIGHT
+    for (int k = 0; k < min((splits - begin + SIMDGROUPS - 1) / SIMDGROUPS, 32); ++k) {
       const float weight = simd_shuffle(own_weight, ushort(k));
       sum += simd_shuffle(own_sum, ushort(k));
-      device const float* part = split_out + ((first + begin + k) * rows + r) * V;
+      device const float* part = split_out + ((first + begin + k * SIMDGROUPS) * rows + r) * V;
       UNROLLED
       for (int i = 0; i < width; ++i) {
         sums[i] += i * 32 + lane < V ? part[i * 32 + lane] * weight : 0.0f;
       }
     }
   }
-  const FinishedRow row(largest, sum, sink_of(p, sinks, batch, own.head));
-  const ulong at = (ulong(batch) * p.queries + own.row) * p.heads + own.head;
   UNROLLED
   for (int i = 0; i < width; ++i) {
     if (i * 32 + lane < V) {
-      out[at * V + i * 32 + lane] = T(sums[i] * row.factor);
+      shared_sums[simdgroup][i * 32 + lane] = sums[i];
     }
   }
   if (lane == 0) {
+    shared_states[simdgroup][0] = largest;
+    shared_states[simdgroup][1] = sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float weights[SIMDGROUPS];
+  largest = -INFINITY;
+  UNROLLED
+  for (int i = 0; i < SIMDGROUPS; ++i) {
+    weights[i] = shared_states[i][0];
+    largest = max(largest, weights[i]);
+  }
+  sum = absent_weight();
+  UNROLLED
+  for (int i = 0; i < SIMDGROUPS; ++i) {
+    weights[i] = weight_of(weights[i], or_zero(largest));
+    sum += shared_states[i][1] * weights[i];
+  }
+  const GroupRow own(p, key_head, r);
+  const FinishedRow row(largest, sum, sink_of(p, sinks, batch, own.head));
+  const ulong at = (ulong(batch) * p.queries + own.row) * p.heads + own.head;
+  for (int channel = simdgroup * 32 + lane; channel < V; channel += SIMDGROUPS * 32) {
+    float y = 0;
+    UNROLLED
+    for (int i = 0; i < SIMDGROUPS; ++i) {
+      y += shared_sums[i][channel] * weights[i];
+    }
+    out[at * V + channel] = T(y * row.factor);
+  }
+  if (simdgroup == 0 && lane == 0) {
     row.store(row_max, row_sum, at);
   }
 }

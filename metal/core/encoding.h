@@ -8,6 +8,32 @@
 
 #include "core/fragment.h"
 
+// Element e of a word of 32 bits, of the type of the first argument.
+INLINED float element_of(half, uint word, int e) {
+  return float(as_type<half>(ushort(word >> (16 * e))));
+}
+
+INLINED float element_of(bfloat, uint word, int e) {
+  return as_type<float>(e == 0 ? word << 16 : word & 0xFFFF0000u);
+}
+
+INLINED float element_of(float, uint word, int) {
+  return as_type<float>(word);
+}
+
+// What carries into the sign of each element of a word, without its sign, where all bits of the exponent are set.
+INLINED uint carry_of(half) {
+  return 0x04000400u;
+}
+
+INLINED uint carry_of(bfloat) {
+  return 0x00800080u;
+}
+
+INLINED uint carry_of(float) {
+  return 0x00800000u;
+}
+
 template <typename T>
 struct Plain {
   using Number = T;
@@ -15,6 +41,7 @@ struct Plain {
   using Data = T;
   using Word = vec<T, 4>;
   static constant constexpr int most = 4;
+  static constant constexpr int bits = 8 * sizeof(T);
   static constant constexpr bool scaled = false;
   static constant constexpr bool zeroed = false;
   static constant constexpr bool centred = false;
@@ -24,6 +51,7 @@ struct Plain {
   static constant constexpr int tokens = 1;
   static constant constexpr int channels = 0;
   static constant constexpr int center = 1;
+  static constant constexpr float middle = 0.0f;
 
   // Data of a row of so many elements.
   INLINED static constexpr int room(int size) {
@@ -50,6 +78,24 @@ struct Plain {
   INLINED static float number(Word word, int e) {
     return float(word[e]);
   }
+
+  // The same of 32 bits, as are those below; `Quantized` says what they mean.
+  INLINED static float number(uint word, int e) {
+    return element_of(T(0.0f), word, e);
+  }
+
+  INLINED static float unit(uint word, int e) {
+    return number(word, e);
+  }
+
+  INLINED static constexpr float factor(int) {
+    return 1.0f;
+  }
+
+  INLINED static uint not_finite(uint word) {
+    constexpr uint sign = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
+    return ((word & ~sign) + carry_of(T(0.0f))) & sign;
+  }
 };
 
 constant constexpr int int8_kind = 0;
@@ -72,6 +118,7 @@ struct Quantized {
   using Data = uchar;
   using Word = uint;
   static constant constexpr int most = KIND == int4_kind ? 8 : 4;
+  static constant constexpr int bits = KIND == int4_kind ? 4 : 8;
   static constant constexpr bool scaled = true;
   static constant constexpr bool zeroed = !SYMMETRIC;
   static constant constexpr bool centred = CENTER != 0;
@@ -81,6 +128,7 @@ struct Quantized {
   static constant constexpr int tokens = TOKENS;
   static constant constexpr int channels = CHANNELS;
   static constant constexpr int center = CENTER;
+  static constant constexpr float middle = KIND == fp8_kind || SYMMETRIC ? 0.0f : float(1 << (bits - 1));
 
   INLINED static constexpr int room(int size) {
     return KIND == int4_kind ? (size + 1) / 2 : size;
@@ -104,10 +152,35 @@ struct Quantized {
     if (KIND == fp8_kind) {
       return float_of_e4m3((word >> (8 * e)) & 0xFFu);
     }
-    constexpr int bits = KIND == int4_kind ? 4 : 8;
     if (SYMMETRIC) {
       return float(int(word << (32 - bits - bits * e)) >> (32 - bits));
     }
     return float((word >> (bits * e)) & ((1u << bits) - 1));
+  }
+
+  // The same less `middle`, in few operations, divided by factor(e), a power of two; of elements that are finite. An integer becomes
+  // low bits of 2¹¹, half a word at a time; e4m3 becomes a half, whose exponent has a bias larger by 8: subnormal numbers of the one
+  // are those of the other.
+  INLINED static float unit(uint word, int e) {
+    if (KIND == fp8_kind) {
+      const uint pair = word >> (8 * (e & 1));
+      const uint both = ((pair << 7) & 0x3F803F80u) | ((pair << 8) & 0x80008000u);
+      return float(as_type<half>(ushort(both >> (16 * (e >> 1)))));
+    }
+    constexpr int in_half = 16 / bits;
+    const int shift = bits * (e % in_half);
+    const uint flipped = SYMMETRIC ? word ^ (KIND == int4_kind ? 0x88888888u : 0x80808080u) : word;
+    const uint half_word = (e < in_half ? flipped & 0xFFFFu : flipped >> 16) | 0x45000000u;
+    const uint magic = half_word & (0xFF000000u | (((1u << bits) - 1) << shift));
+    return as_type<float>(magic) - (2048.0f + float(1u << (bits - 1 + shift)) / 4096.0f);
+  }
+
+  INLINED static constexpr float factor(int e) {
+    return KIND == fp8_kind ? 256.0f : 4096.0f / float(1u << (bits * (e % (16 / bits))));
+  }
+
+  // Not 0 where an element of a word is not finite.
+  INLINED static uint not_finite(uint word) {
+    return KIND == fp8_kind ? ((word & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u : 0;
   }
 };

@@ -12,6 +12,7 @@ using namespace metal;
 #define UNROLLED _Pragma("clang loop unroll(full)")
 #define ROLLED _Pragma("clang loop unroll(disable)")
 #define FEW _Pragma("clang loop unroll_count(4)")  // rounds at once, so that loads overlap
+#define EIGHT _Pragma("clang loop unroll_count(8)")
 
 template <typename T>
 using Fragment = simdgroup_matrix<T, 8, 8>;

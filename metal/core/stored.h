@@ -189,6 +189,30 @@ struct Stored {
     return result;
   }
 
+  // How many entries further a token lies, `by` after another of the same eight.
+  template <int PER>
+  INLINED uint further(uint within, uint by) const {
+    constexpr uint per = PER == 0 ? 1 : PER;
+    return PER == 1 ? by : (PER % 8 == 0 ? 0 : (within + by) / per - within / per);
+  }
+
+  // The token `by` after another, of which `from` says where it lies; from a multiple of 8 to the next there are both.
+  INLINED Row token_after(Row from, int token, int by) const {
+    const uint within = PAGE != 0 ? uint(token) % uint(PAGE != 0 ? PAGE : 1) : uint(token);
+    from.data += uint(by) * (heads * uint(Encoding::room(WIDTH)));
+    const uint block = Encoding::whole ? 0 : further<Encoding::tokens>(within, uint(by)) * (heads * uint(from.groups));
+    if (Encoding::scaled) {
+      from.scales += block;
+    }
+    if (Encoding::zeroed) {
+      from.zeros += block;
+    }
+    if (Encoding::centred) {
+      from.means += further<Encoding::center>(within, uint(by)) * (heads * uint(WIDTH));
+    }
+    return from;
+  }
+
   INLINED Row token(int token) const {
     return token_of(unit(token), token);
   }

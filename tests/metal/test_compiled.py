@@ -50,6 +50,16 @@ def test_nor_has_it_where_keys_and_values_are_stored(page):
                 assert " = alloca " not in compiled.representation(text), dispatch.kernel.name
 
 
+@pytest.mark.parametrize("channels", [64, 16])
+def test_nor_has_it_where_decoders_share_a_row_of_stored_values(channels):
+    schemes = Scheme("int8", channels=channels), Scheme("int4", channels=channels)
+    problem = Serving(T=9, key_value_seq_lengths=(1024,), schemes=schemes, H=128, N=1, K=1, dtype="float16")
+    (plan,) = problem.plans()
+    dispatch = plan.dispatches[0]
+    assert dispatch.kernel.template[0] == "attention_decode" and dispatch.kernel.template[-1] == 2  # slices
+    assert " = alloca " not in compiled.representation(compiled.text_of(plan, dispatch)), dispatch.kernel.name
+
+
 @pytest.mark.parametrize("h", [64, 128])
 def test_most_cycles_of_the_interior_are_spent_in_products(h):
     for plan, dispatch in compiled.kernels_of("staged", h):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from runners import needs_core
 from serving import Serving
@@ -41,6 +42,54 @@ FEW = [
 @pytest.mark.parametrize(("problem", "wanted"), FEW, ids=str)
 def test_results_are_those_over_what_is_stored(problem, wanted):
     problem.assert_right(problem.run(wanted))
+
+
+# decoding without the matrix unit: one, two, three and four rows a group; scales applied to sums, or element by element
+FEW_ROWS = [
+    Serving(T=1, N=2, schemes=(Scheme("int8"), Scheme("int4", channels=None)), H=72, V=40, **EVERYTHING),
+    Serving(T=2, N=2, schemes=(Scheme("fp8", True), Scheme("int8", True, 16, 32)), page=16, H=128, dtype="bfloat16"),
+    Serving(T=1, N=3, K=1, schemes=(None, Scheme("fp8", channels=8)), H=24, V=33, dtype="float16", **EVERYTHING),
+    Serving(T=2, schemes=(Scheme("int4", True, None, None), Scheme("int4", center=9)), H=64, V=128, dtype="float16"),
+    Serving(T=1, K=1, schemes=(Scheme("fp8"), Scheme("int8", tokens=8, channels=None)), page=16, H=128),
+]
+
+
+@pytest.mark.parametrize("problem", FEW_ROWS, ids=str)
+def test_few_rows_decode_right(problem):
+    problem = dataclasses.replace(problem, key_value_seq_lengths=(2100, 77))
+    (plan,) = problem.plans()
+    assert plan.dispatches[0].kernel.template[0] == "attention_decode_rows"
+    problem.assert_right(problem.run())
+
+
+def test_values_that_would_leave_their_type_are_held_within_it():
+    schemes = Scheme("int8"), Scheme("int8", channels=None)
+    problem = Serving(T=1, key_value_seq_lengths=(600, 520), schemes=schemes, H=32, dtype="float16")
+    stored, meant = problem.both
+    scales = np.array(stored["value"].scales)
+    scales[:, ::50] *= np.float16(40_000)  # 255 of them are more than 65504
+    stored["value"] = dataclasses.replace(stored["value"], scales=scales)
+    meant["value"] = np.asarray(stored["value"].dequantize(np.float32))
+    assert np.abs(meant["value"]).max() == 65504
+    problem.assert_right(problem.run())
+
+
+def test_an_undefined_element_reaches_its_channel_where_it_is_visible():
+    schemes = Scheme("int8"), Scheme("fp8", True)
+    problem = Serving(T=2, key_value_seq_lengths=(600, 520), schemes=schemes, H=64, dtype="float16")
+    wanted = problem.run().arrays["out"]
+    stored = dataclasses.replace(problem).both[0]
+    data = np.array(stored["value"].data)
+    data[0, 599, 1, 5] = data[1, 300, 0, 7] = 0x7F  # the first is visible to the last row alone
+    data[1, 525] = 0xFF  # beyond the length
+    undefined = dataclasses.replace(problem)
+    undefined.both[0]["value"] = dataclasses.replace(stored["value"], data=data)
+    ran = undefined.run()
+    assert ran.reports == []
+    seen = np.zeros(wanted.shape, bool)
+    seen[0, 1, 2:, 5] = seen[1, :, :2, 7] = True
+    assert np.array_equal(np.isnan(ran.arrays["out"]), seen)
+    assert np.allclose(ran.arrays["out"][~seen], wanted[~seen], rtol=2**-10, atol=2**-14)
 
 
 PAGED = Serving(T=4, page=8)
