@@ -60,9 +60,10 @@ def test_values_and_gradients(implementation, features, dtype):
         assert_close(x, wanted.gradients[name], q.dtype, what=f"d{name}", gradient=True, **common)
 
 
+@pytest.mark.parametrize("heads", [(8, 1), (4, 2)], ids=str)  # many queries of a key head, and few
 @pytest.mark.parametrize("scheme", [None, Scheme("int8"), Scheme("int4", center=16)], ids=["plain", "int8", "int4"])
-def test_decoding(implementation, scheme):
-    q, k, *_ = latent(T=1, S=300, N=8, K=1, dtype="float16")
+def test_decoding(implementation, scheme, heads):
+    q, k, *_ = latent(T=1, S=300, N=heads[0], K=heads[1], dtype="float16")
     lengths = np.array([40, 300])
     key = k if scheme is None else quantize(k, scheme)
     decode = lambda q, key: jax_mfa.decode_attention(
