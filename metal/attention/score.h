@@ -233,7 +233,9 @@ struct Dropout {
       }
       const int i = column[c] & 3;
       const bool second = (i & 2) != 0;
-      const uint4 own = exchanged(words((second ? row[d] : row[c]) + (i & 1), second ? column[d] : column[c]), i);
+      // all are read: a choice of addresses would keep the arrays in memory
+      const int rows[] = {row[c], row[d]}, columns[] = {column[c], column[d]};
+      const uint4 own = exchanged(words((second ? rows[1] : rows[0]) + (i & 1), second ? columns[1] : columns[0]), i);
       const uint beside = simd_shuffle_xor(own.y, ushort(2));
       if (c == d) {
         result[c] = (i & 1) != 0 ? float2(factor(beside), factor(own.x)) : float2(factor(own.x), factor(beside));

@@ -97,7 +97,7 @@ def test_bytes_of_loads_are_counted():
 def test_a_rolled_loop_over_fragments_is_noticed():
     plan, dispatch = compiled.kernels_of("staged", 64)[0]
     text = compiled.text_of(plan, dispatch)
-    loop = "  for (int i = 0; i < Own::count; ++i) {"
+    loop = "  for (int i = 0; i < Own::count; i += together) {"
     assert text.count(f"  UNROLLED\n{loop}") == 1
     graph = compiled.Graph.of(compiled.representation(text.replace(f"  UNROLLED\n{loop}", f"  ROLLED\n{loop}")))
     assert any(" = alloca " in line for body in graph.lines.values() for line in body)
