@@ -62,10 +62,32 @@ def register_with_shard_map(*primitives: Any) -> None:
 
 def bind(primitive: Any, arguments: Any, params: dict[str, Any]) -> list[Any]:
     """The results of a primitive with the parameters of an equation of it."""
+    if primitive.name == "custom_vjp_call_jaxpr":  # before 0.6, of which a mapped equation has no derivative
+        return list(_custom_vjp(params)(*arguments))
     found = primitive.get_bind_params(params)
     functions, params = ((), found) if isinstance(found, dict) else found  # functions apart, before 0.10
     results = primitive.bind(*functions, *arguments, **params)
     return list(results) if primitive.multiple_results else [results]
+
+
+def _custom_vjp(params: dict[str, Any]) -> Any:
+    """The function with a derivative rule that an equation of old has in its parameters."""
+    run = lambda jaxpr, consts, xs: tuple(jax.core.eval_jaxpr(jaxpr, consts, *xs))
+    fun = jax.custom_vjp(lambda *xs: run(params["fun_jaxpr"].jaxpr, params["fun_jaxpr"].consts, xs))
+    closed_over = params["num_consts"]  # of the inputs, the first, which the rule has itself
+
+    def forward(*xs: Any) -> Any:
+        xs = xs[closed_over:]
+        found = run(*params["fwd_jaxpr_thunk"](*(True for _ in xs)), xs)
+        kept = params["out_trees"]()[1].num_leaves
+        return found[kept:], found[:kept]
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        found = params["bwd"](*kept, *cotangents)
+        return (*[None] * closed_over, *(None if type(x).__name__ == "Zero" else x for x in found))
+
+    fun.defvjp(forward, backward)
+    return fun
 
 
 def has_ended(x: Any) -> bool:

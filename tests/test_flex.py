@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mfa
-from jax_mfa import compat
 from jax_mfa.blockwise import tiles as rule
 
 IN_JNP = [BY_NAME_OF_IMPLEMENTATION[name] for name in ("reference", "blockwise")]
@@ -435,16 +434,7 @@ def scaled_with_reverse_rule(factor, slope):
 
 
 @in_jnp
-@pytest.mark.parametrize(
-    "make",
-    [
-        scaled_with_rule,
-        pytest.param(
-            scaled_with_reverse_rule,
-            marks=pytest.mark.skipif(not compat.HAS_TYPES, reason="old JAX cannot bind a traced custom_vjp again"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("make", [scaled_with_rule, scaled_with_reverse_rule])
 def test_derivative_rules_that_close_over_arrays_are_each_their_own(implementation, make, arrays):
     query, key, value, table = arrays
 
