@@ -72,7 +72,7 @@ def bind(primitive: Any, arguments: Any, params: dict[str, Any]) -> list[Any]:
 
 def _custom_vjp(params: dict[str, Any]) -> Any:
     """The function with a derivative rule that an equation of old has in its parameters."""
-    run = lambda jaxpr, consts, xs: tuple(jax.core.eval_jaxpr(jaxpr, consts, *xs))
+    run: Any = lambda jaxpr, consts, xs: tuple(jax.core.eval_jaxpr(jaxpr, consts, *xs))
     fun = jax.custom_vjp(lambda *xs: run(params["fun_jaxpr"].jaxpr, params["fun_jaxpr"].consts, xs))
     closed_over = params["num_consts"]  # of the inputs, the first, which the rule has itself
 
