@@ -108,6 +108,23 @@ def test_a_linen_module_learns_the_table_that_its_function_reads():
     assert (np.abs(gradient)[:, np.unique(distances)] > 0).all()
 
 
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_functions_of_a_module_are_those_of_its_calls(kind):
+    x, table = jax.random.normal(jax.random.key(0), (B, 9, N * H)), jax.random.normal(jax.random.key(3), (B, N, 2 * S))
+    given = functions(table)
+    if kind == "linen":
+        made = lambda **of_module: mfa_linen.FlashMultiHeadAttention(num_heads=N, **of_module)
+        parameters = made().init(jax.random.key(1), x)
+        run = lambda module, **of_call: module.apply(parameters, x, **of_call)
+    else:
+        made = lambda **of_module: mfa_nnx.FlashMultiHeadAttention(N, N * H, **of_module, rngs=nnx.Rngs(0))
+        run = lambda module, **of_call: module(x, **of_call)
+    other = {"score_mod": lambda x, b, n, t, s: 2 * x, "mask_mod": lambda b, n, t, s: t >= s}
+    assert_same(run(made(**given)), run(made(), **given), N * H)
+    assert_same(run(made(**other), **given), run(made(), **given), N * H)
+    assert np.abs(run(made(**given)) - run(made())).max() > 0.01
+
+
 def test_a_decoding_module_takes_functions_of_logical_positions():
     """Tokens one by one give what the whole sequence gives; a ring, whose columns are no positions, refuses."""
     table = jax.random.normal(jax.random.key(3), (B, N, 2 * S))

@@ -226,7 +226,7 @@ def attend(
       cache: what came before, or None.
       mask: as flax means it, of any dtype.
       key_value_seq_lengths: with a cache, how many of the T new tokens count.
-      functions: score_mod and mask_mod, by name.
+      functions: score_mod and mask_mod, by name, which go before those of the module.
       **keywords: for `jax_mfa.flex_attention`, as are the others.
 
     Returns:
@@ -235,6 +235,7 @@ def attend(
     """
     dtype = jnp.result_type(query, key, value)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
+    functions = {name: getattr(module, name) if x is None else x for name, x in functions.items()}
     keywords |= refuse_split(functions, module.sequence_axis) | {
         "mask": None if mask is None else as_bool(mask),
         "local_window_size": module.local_window_size,

@@ -165,6 +165,7 @@ class FlashMultiHeadAttention(nn.Module):
       implementation: as in `jax_mfa.dot_product_attention`.
       sequence_axis: the mesh axis over whose devices sequences are split, within `shard_map`; or a
         `jax_mfa.SequenceSharding`. Rotary positions follow; not while decoding.
+      score_mod, mask_mod: as in `jax_mfa.flex_attention`; those of a call go before them.
     """
 
     num_heads: int
@@ -195,6 +196,8 @@ class FlashMultiHeadAttention(nn.Module):
     num_kv_heads: int | None = None
     ring_cache: bool = False
     sequence_axis: Any = None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
 
     @nn.compact
     def __call__(

@@ -179,6 +179,8 @@ class FlashMultiHeadAttention(nnx.Module):
     sinks_init: Initializer = _ZEROS
     implementation: Implementation | None = None
     sequence_axis: Any = None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
     rngs: nnx.Rngs
     keep_rngs: bool = True
 
