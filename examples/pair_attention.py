@@ -322,11 +322,11 @@ def draw(trainer: Trainer, path: Path) -> float:
         for row, (name, x) in enumerate((("true", true[i]), ("predicted", found[i]))):
             image = axes[row, i].imshow(x, cmap="viridis_r", vmin=0, vmax=EDGES[-1])
             axes[row, i].set_title(f"chain {i + 1}, {name}")
-    figure.colorbar(image, ax=axes[:, 2], label="distance, Å")
+    figure.colorbar(image, ax=axes[:, 2], label="distance, angstrom")
     axes[0, 3].plot(trainer.losses)
     axes[0, 3].set(title="loss", xlabel="step", ylabel="nats for each pair")
     axes[1, 3].plot(true.ravel()[::7], found.ravel()[::7], ".", markersize=1, alpha=0.4)
-    axes[1, 3].set(title="all pairs", xlabel="true distance, Å", ylabel="predicted, Å")
+    axes[1, 3].set(title="all pairs", xlabel="true distance, angstrom", ylabel="predicted, angstrom")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -377,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     error = draw(trainer, options.out / "distances.png")
     print(
-        f"loss {trainer.losses[0]:.3f} -> {trainer.losses[-1]:.3f}; new chains: mean error of distances {error:.2f} Å"
+        f"loss {trainer.losses[0]:.3f} -> {trainer.losses[-1]:.3f}; new chains: mean error of distances {error:.2f} angstrom"
     )
     print(f"wrote {options.out / 'distances.png'}")
     return 0

@@ -242,7 +242,8 @@ def specify(
     builder.add_masks(mask, query_segment_ids, key_value_segment_ids, key_value_ranges, block_mask)
     builder.add_dropout(dropout_rate, dropout_seed)
     batch = math.prod(builder.lead)
-    arrays = {"query": _with_columns(query).reshape(batch, *query.shape[-3:]), **builder.operands}
+    query = _with_columns(query)
+    arrays = {"query": query.reshape(batch, *query.shape[-3:]), **builder.operands}
     for name, x in (("key", key), ("value", value)):
         arrays |= {} if x is None else as_operands(name, _with_columns(x), batch)
     return Specification(**builder.spec), Operands(**arrays)

@@ -54,7 +54,7 @@ def test_text_of_users_prints_too():
     for file in programs:
         mains = [x for x in ast.parse(file.read_text("utf-8")).body if getattr(x, "name", "") == "main"]
         assert ast.unparse(mains[0].body[0]) == "fit_output_to_the_terminal()", file
-    assert len(programs) == 7
+    assert len(programs) == 8
 
 
 def test_choices_records_and_caches_print_where_output_is_ascii():

@@ -277,7 +277,7 @@ def test_check_calibrates_and_the_choice_follows(crossing, monkeypatch, capsys):
     """On the emulated device Metal is slower than anything, which is what calibration must find."""
     monkeypatch.setattr(calibration, "MOST", 256)
     assert jax_mfa.explain(*shapes(512)).implementation == "metal"
-    assert check.run(argparse.Namespace(quick=False, calibrate=True)) == 0
+    assert check.run(argparse.Namespace(quick=False, calibrate=True, compile_only=None, report=False)) == 0
     printed = capsys.readouterr().out
     assert "Metal pays nowhere up to T = S = 256" in printed and f"kept for {crossing} in" in printed
     found = jax_mfa.explain(*shapes(512))
