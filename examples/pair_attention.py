@@ -376,9 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     error = draw(trainer, options.out / "distances.png")
-    print(
-        f"loss {trainer.losses[0]:.3f} -> {trainer.losses[-1]:.3f}; new chains: mean error of distances {error:.2f} angstrom"
-    )
+    print(f"loss {trainer.losses[0]:.3f} -> {trainer.losses[-1]:.3f}; new chains: mean error {error:.2f} angstrom")
     print(f"wrote {options.out / 'distances.png'}")
     return 0
 
