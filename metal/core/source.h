@@ -9,7 +9,6 @@
 // Where a tile lies of a dense array.
 template <typename T, int SIZE>
 struct DenseTile {
-  using Element = T;
   device const T* rows;  // the first
   uint stride;
   int last;
@@ -32,25 +31,10 @@ struct DenseTile {
     return load_within<T, SIZE>(place(i, column), column);
   }
 
-  // COUNT elements of a row, 4 or 1, as they are fetched, and as they are; the others are zero.
+  // COUNT elements of a row, 4, 2 or 1, as they are fetched, and as they are; the others are zero.
   template <int COUNT>
   INLINED vec<T, 4> fetch(int i, int column) const {
     return load<COUNT>(i, column);
-  }
-
-  // COUNT elements of a row, 4, 2 or 1, from a multiple of as many on.
-  template <int COUNT>
-  INLINED void several(int i, int column, thread T (&result)[COUNT]) const {
-    constexpr int wide = COUNT == 1 ? 2 : COUNT;  // there are no vectors of one
-    if (COUNT == 1) {
-      result[0] = row(i)[column];
-      return;
-    }
-    const vec<T, wide> x = *reinterpret_cast<device const vec<T, wide>*>(row(i) + column);
-    UNROLLED
-    for (int e = 0; e < COUNT; ++e) {
-      result[e] = x[e];
-    }
   }
 
   template <int COUNT>
@@ -59,7 +43,13 @@ struct DenseTile {
       return *reinterpret_cast<device const vec<T, 4>*>(rows + column + min(uint(i) * stride, uint(last) * stride));
     }
     vec<T, 4> result = vec<T, 4>(T(0));
-    result[0] = row(i)[column];
+    if (COUNT == 2) {
+      const vec<T, 2> x = *reinterpret_cast<device const vec<T, 2>*>(row(i) + column);
+      result[0] = x[0];
+      result[1] = x[1];
+    } else {
+      result[0] = row(i)[column];
+    }
     return result;
   }
 };
@@ -126,10 +116,8 @@ constexpr int fragments_at_once(bool staged, int size) {
 template <typename Operand, int COUNT, typename Tile>
 INLINED void load_dealt(
     thread Fragment<Operand> (&result)[COUNT], Tile tile, int row, int start, int second, int second_start, int i) {
-  typename Tile::Element x[COUNT];
-  typename Tile::Element y[COUNT];
-  tile.template several<COUNT>(row, start + i, x);
-  tile.template several<COUNT>(second, second_start + i, y);
+  const auto x = tile.template load<COUNT>(row, start + i);
+  const auto y = tile.template load<COUNT>(second, second_start + i);
   UNROLLED
   for (int k = 0; k < COUNT; ++k) {
     result[k] = fragment_of<Operand>(Operand(x[k]), Operand(y[k]));

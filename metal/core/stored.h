@@ -25,9 +25,9 @@ struct Token {
     if (alike || count == 1) {
       return vec<Number, 4>(x[group(channel)]);
     }
-    vec<Number, 4> result;
+    vec<Number, 4> result = vec<Number, 4>(Number(0.0f));
     UNROLLED
-    for (int e = 0; e < 4; ++e) {
+    for (int e = 0; e < count; ++e) {
       result[e] = x[group(channel + e)];
     }
     return result;
@@ -108,14 +108,6 @@ struct StoredTile {
 
   INLINED Element at(int i, int column) const {
     return load<1>(i, column)[0];
-  }
-
-  template <int COUNT>
-  INLINED void several(int i, int column, thread Element (&result)[COUNT]) const {
-    UNROLLED
-    for (int e = 0; e < COUNT; ++e) {
-      result[e] = at(i, column + e);
-    }
   }
 
   INLINED Fragment<Element> pair(int i, int column) const {
