@@ -19,19 +19,22 @@ using launcher::Error;
 // What `work` returns, or `failed` and a text.
 template <typename Result, typename Work>
 Result guarded(Result failed, char* error, size_t size, Work work) noexcept {
-  const char* text = "an unknown exception";
+  auto say = [&](const char* text) {
+    if (size) std::strncpy(error, text, size - 1)[size - 1] = '\0';
+  };
   try {
     launcher::Pool pool;
-    try {
-      return work();
-    } catch (const std::exception& reason) {
-      if (size) std::strncpy(error, reason.what(), size - 1)[size - 1] = '\0';
-      return failed;
-    }
+    return work();
+  } catch (const std::exception& reason) {
+    say(reason.what());
   } catch (...) {
-    if (size) std::strncpy(error, text, size - 1)[size - 1] = '\0';
-    return failed;
+    say("an unknown exception");
   }
+  return failed;
+}
+
+[[noreturn]] void refuse(const launcher::Plan& plan, const std::string& why) {
+  throw Error(Cause::kInvalidPlan, "plan " + plan.name + why);
 }
 
 int role_of(launcher::Role role) {
@@ -46,14 +49,12 @@ int role_of(launcher::Role role) {
 
 launcher::Place checked(const launcher::Plan& plan, size_t at, const jax_mfa_place& given) {
   const launcher::BufferPlan& wanted = plan.buffers[at];
-  const std::string place = "plan " + plan.name + ": " + wanted.name + " ";
   auto* buffer = static_cast<MTL::Buffer*>(given.buffer);
-  if (!buffer) throw Error(Cause::kInvalidPlan, place + "has no buffer");
-  if (given.offset % 16)
-    throw Error(Cause::kInvalidPlan, place + "begins at " + std::to_string(given.offset) + ", no multiple of 16");
+  if (!buffer) refuse(plan, ": " + wanted.name + " has no buffer");
+  if (given.offset % 16) refuse(plan, ": " + wanted.name + " begins at " + std::to_string(given.offset) + ", no multiple of 16");
   if (given.offset > buffer->length() || buffer->length() - given.offset < wanted.bytes)
-    throw Error(Cause::kInvalidPlan, place + "has " + std::to_string(wanted.bytes) + " bytes, and its buffer " +
-                                         std::to_string(buffer->length()) + " from " + std::to_string(given.offset) + " on");
+    refuse(plan, ": " + wanted.name + " has " + std::to_string(wanted.bytes) + " bytes, and its buffer " +
+                     std::to_string(buffer->length()) + " from " + std::to_string(given.offset) + " on");
   return {buffer, given.offset};
 }
 
@@ -88,13 +89,9 @@ int jax_mfa_encode(const jax_mfa_plan* plan, size_t part, void* encoder, const j
                    size_t size) {
   return guarded<int>(1, error, size, [&] {
     const launcher::Prepared& prepared = *plan->prepared;
-    const std::string place = "plan " + prepared.plan.name + " has ";
-    if (count != prepared.plan.buffers.size())
-      throw Error(Cause::kInvalidPlan,
-                  place + std::to_string(prepared.plan.buffers.size()) + " buffers, got " + std::to_string(count));
-    if (part >= prepared.command_buffers.size())
-      throw Error(Cause::kInvalidPlan,
-                  place + std::to_string(prepared.command_buffers.size()) + " parts, got part " + std::to_string(part));
+    const size_t buffers = prepared.plan.buffers.size(), parts = prepared.command_buffers.size();
+    if (count != buffers) refuse(prepared.plan, " has " + std::to_string(buffers) + " buffers, got " + std::to_string(count));
+    if (part >= parts) refuse(prepared.plan, " has " + std::to_string(parts) + " parts, got part " + std::to_string(part));
     if (!encoder) throw Error(Cause::kInvalidPlan, "the encoder is null");
     std::vector<launcher::Place> checked_places;
     checked_places.reserve(count);
