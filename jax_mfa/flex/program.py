@@ -122,31 +122,27 @@ class Program:
         of all scores that read it are summed.
         """
         guard = (lambda x: x) if see is None else functools.partial(_only_where, see)
-        values: list[Any] = [known.get(i, guard(x)) for i, x in enumerate(arguments)]
         of_captured = range(len(arguments), len(arguments) + len(self.captured))
-        narrow: dict[Any, str] = {}  # the dtypes of values that are wider than that
-        for i, array in zip(of_captured, self.captured):
-            if array.kind == "floats" and np.dtype(array.dtype).itemsize == 2 and i not in known:
-                narrow[i] = array.dtype
-                values.append(array.wide(floats))
-            else:
-                values.append(known[i] if i in known else array.read(floats if array.kind == "floats" else integers))
-
-        def given(i: Any, as_it_is: bool) -> Any:
-            if not isinstance(i, int):
-                return i
-            return values[i].astype(narrow[i]) if i in narrow and not as_it_is else values[i]
-
+        of_16_bits = lambda x: x.kind == "floats" and np.dtype(x.dtype).itemsize == 2
+        # the dtypes of values that are wider than that
+        narrow: dict[Any, str] = {
+            i: x.dtype for i, x in zip(of_captured, self.captured) if of_16_bits(x) and i not in known
+        }
+        read = lambda x: x.wide(floats) if of_16_bits(x) else x.read(floats if x.kind == "floats" else integers)
+        values: list[Any] = [known.get(i, x) for i, x in enumerate((*map(guard, arguments), *map(read, self.captured)))]
         for x in self.equations:
             reads = x.reads and any(isinstance(i, int) and i in of_captured for i in x.inputs)
-            view = _is_view(x) and x.inputs[0] in narrow
+            view = _is_view(x) and isinstance(x.inputs[0], int) and x.inputs[0] in narrow
             widens = x.primitive.name == "convert_element_type" and np.dtype(x.params["new_dtype"]).itemsize > 2
             # what is read is guarded, and not the array for each score; a number that all scores read is guarded itself
-            of_inputs = [
-                guard(y) if isinstance(i, int) and i in of_captured and not reads else y
-                for i, y in ((i, given(i, view or widens)) for i in x.inputs)
-            ]
-            found = compat.bind(x.primitive, of_inputs, x.params)
+            given = []
+            for i in x.inputs:
+                y = i
+                if isinstance(i, int):
+                    y = values[i].astype(narrow[i]) if i in narrow and not (view or widens) else values[i]
+                    y = guard(y) if i in of_captured and not reads else y
+                given.append(y)
+            found = compat.bind(x.primitive, given, x.params)
             values += [known.get(i, guard(y) if reads else y) for i, y in zip(x.outputs, found)]
             if view:
                 narrow |= {i: narrow[x.inputs[0]] for i in x.outputs if i not in known}
