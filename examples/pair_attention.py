@@ -21,9 +21,9 @@ import argparse
 import dataclasses
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 try:
     import jax
@@ -36,6 +36,7 @@ try:
 
     import jax_mfa
     from jax_mfa.cli.command_line import fit_output_to_the_terminal
+    from jax_mfa.tuning import timing
 except ModuleNotFoundError as error:
     sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
 
@@ -186,9 +187,7 @@ class Model(nnx.Module):
         self.left, self.right = embed(len(LETTERS), self.PAIR), embed(len(LETTERS), self.PAIR)
         self.place = embed(2 * self.FARTHEST + 1, self.PAIR)
         block = functools.partial(Block, self.SINGLE, self.PAIR, attend, dtype, rngs)
-        self.blocks = (
-            nnx.List([block() for _ in range(blocks)]) if hasattr(nnx, "List") else [block() for _ in range(blocks)]
-        )
+        self.blocks = nnx.List([block() for _ in range(blocks)])
         self.from_single = nnx.Linear(self.SINGLE, 2 * self.PAIR, dtype=dtype, rngs=rngs)
         self.norm = nnx.LayerNorm(self.PAIR, rngs=rngs)
         self.bins = nnx.Linear(self.PAIR, len(EDGES) + 1, rngs=rngs)
@@ -256,7 +255,7 @@ def stock(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -
     return jax.nn.dot_product_attention(query, key, value, bias=bias)
 
 
-def triangle(attend: Attention) -> Callable[..., jax.Array]:
+def triangle(attend: Attention) -> Callable[..., Any]:
     """The gradient of attention whose T rows share a bias, with that of the bias."""
     return jax.jit(jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), argnums=(0, 1, 2, 3)))
 
@@ -266,20 +265,10 @@ def shapes(length: int, heads: int, size: int, dtype: str) -> tuple[jax.ShapeDty
     return (*(shaped(length, length, heads, size) for _ in range(3)), shaped(1, heads, length, length))
 
 
-def temporaries(attend: Attention, *arguments: jax.ShapeDtypeStruct) -> int:
-    """Bytes beside arguments and results, as the compiler reports them; nothing runs."""
-    return triangle(attend).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
-
-
-def milliseconds(run: Callable[..., jax.Array], arrays: Sequence[jax.Array], rounds: int) -> float:
-    """The fastest call of some."""
-    jax.block_until_ready(run(*arrays))
-    taken = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(run(*arrays))
-        taken.append(time.perf_counter() - start)
-    return 1e3 * min(taken)
+def compiled(attend: Attention, arguments: Sequence[jax.ShapeDtypeStruct]) -> tuple[Any, int]:
+    """The program of that, and the bytes that it takes beside arguments and results, as the compiler reports them."""
+    program = triangle(attend).lower(*arguments).compile()
+    return program, program.memory_analysis().temp_size_in_bytes
 
 
 def compare(ours: Attention, lengths: Sequence[int], dtype: str, rounds: int = 3) -> Iterator[str]:
@@ -290,8 +279,10 @@ def compare(ours: Attention, lengths: Sequence[int], dtype: str, rounds: int = 3
         abstract = shapes(length, 4, 32, dtype)
         keys = jax.random.split(jax.random.key(length), 4)
         arrays = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, abstract)]
-        times = [milliseconds(triangle(attend), arrays, rounds) for attend in (stock, ours)]
-        room = [temporaries(attend, *abstract) / 2**20 for attend in (stock, ours)]
+        programs, bytes_taken = zip(*(compiled(attend, abstract) for attend in (stock, ours)))
+        calls = {i: functools.partial(timing.call, program, arrays) for i, program in enumerate(programs)}
+        times = [1e3 * min(x) for x in timing.timed(calls, rounds, 0.0).values()]
+        room = [x / 2**20 for x in bytes_taken]
         yield f"{length:6} {times[0]:10.1f} {times[1]:10.1f} {room[0]:10.0f} {room[1]:11.0f}"
 
 
@@ -302,7 +293,7 @@ def memory(ours: Attention, lengths: Sequence[int], dtype: str) -> Iterator[str]
     for length in lengths:
         abstract = shapes(length, 4, 32, dtype)
         held = sum(x.size * x.dtype.itemsize for x in abstract)
-        room = [temporaries(attend, *abstract) for attend in (stock, ours)]
+        room = [compiled(attend, abstract)[1] for attend in (stock, ours)]
         yield f"| {length} | " + " | ".join(f"{x / 2**20:,.0f} MiB" for x in (*room, held)) + " |"
 
 

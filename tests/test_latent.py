@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from harness import arrays, assert_allclose, assert_close, mesh_of, quick_jit, terms_of
+from harness import arrays, assert_allclose, assert_close, evaluate, mesh_of, quick_jit, terms_of
 from jax.sharding import NamedSharding, PartitionSpec
 from test_quantization import stored_numbers
 
@@ -42,21 +42,14 @@ def expected(q, k, d_out, d_lse, **features):
 @pytest.mark.parametrize(("features", "dtype"), [("dense", "float16"), ("everything", "float32")])
 def test_values_and_gradients(implementation, features, dtype):
     q, k, d_out, d_lse = latent(dtype=dtype)
-    static = {n: x for n, x in FEATURES[features].items() if isinstance(x, (bool, float, tuple))}
-    moving = {n: x for n, x in FEATURES[features].items() if n not in static}
-
-    @quick_jit
-    def run(q, k, moving):
-        attend = lambda q, k: implementation.flash(q, k, None, value_size=V, **moving, **static)
-        (out, lse), pullback = jax.vjp(attend, q, k)
-        return out, lse, pullback((d_out, d_lse.astype(lse.dtype)))
-
-    out, lse, gradients = run(q, k, moving)
+    arguments = {"query": q, "key": k, "value": None, "value_size": V, **FEATURES[features]}
+    out, lse, gradients = evaluate(implementation, arguments, d_out, d_lse)
     wanted = expected(q, k, d_out, d_lse, **FEATURES[features])
     common = {"terms": terms_of({"query": q, "value": k}), "largest_score": wanted.largest_score}
     assert_close(out, wanted.out, q.dtype, what="out", **common)
     assert_close(lse, wanted.lse, lse.dtype, what="lse", **common)
-    for name, x in zip(("query", "key"), gradients):
+    assert set(gradients) == {"query", "key"}
+    for name, x in gradients.items():
         assert_close(x, wanted.gradients[name], q.dtype, what=f"d{name}", gradient=True, **common)
 
 
