@@ -1,5 +1,6 @@
 """A bias of pairs that the rows of a matrix share, as in protein models: [1, N, T, T] for B = T rows of short heads."""
 
+import itertools
 import math
 
 import jax
@@ -41,12 +42,14 @@ def test_the_memory_does_not_know_how_many_rows_share_the_bias():
     assert many.temp_size_in_bytes - few.temp_size_in_bytes < 3 * of_rows
 
 
+@pytest.mark.parametrize("variant", ["staged", "direct", "portable"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("size", [8, 16, 24, 32])
-def test_kernels_hold_nothing_of_the_size_of_all_scores(size):
-    length, heads = 256, 4
-    spec, operands = specify_abstract(**arguments(length, heads, size, jnp.float16))
-    for of_pass in ("forward", "backward"):
-        plan = metal.plan_of(spec, operands, of_pass, "staged")
+def test_kernels_hold_nothing_of_the_size_of_all_scores(size, dtype, variant):
+    heads = 4
+    for length, of_pass in itertools.product((256, 1024, 2048), ("forward", "backward")):
+        spec, operands = specify_abstract(**arguments(length, heads, size, dtype))
+        plan = metal.plan_of(spec, operands, of_pass, variant)
         held = [math.prod(b.shape) for b in plan.buffers]
         assert max(held) <= max(length * length * heads * size, heads * length * length)
         scratch = sum(math.prod(b.shape) for b in plan.buffers if b.role == "scratch")

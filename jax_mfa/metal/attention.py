@@ -175,7 +175,7 @@ def backward(
             x = found["d_captured"].sum(1)
             return x if x.shape[0] == operand.shape[0] else reduce_entries(x, repeat, operand.shape[0])
         if name == "sinks":
-            return partial.sink_gradient(spec, o, row_max, row_sum, found["delta"]).astype(operand.dtype)
+            return partial.sink_gradient(spec, o, row_max, row_sum, found["row_states"][..., 2]).astype(operand.dtype)
         x = _SUMMED[name](found["score_sums"]) if name in _SUMMED else found[f"d_{name}"]
         if name == "key" and spec.value_size is not None:
             x = x.astype(row_max.dtype).at[..., : spec.value_size].add(found["d_value"].astype(row_max.dtype))

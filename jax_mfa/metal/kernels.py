@@ -190,7 +190,7 @@ class Launches:
         x, share = self.x, self.family.d_bias
         rows, heads, t, s = x.shape("bias")
         grid = (-(-s // share.columns), -(-t // share.rows), rows * heads)
-        return _launch(self.family, "d_bias", x, share, grid, x.pairs * (x.h + x.v))
+        return _launch(self.family, "d_bias", x, share, grid, x.pairs * (x.h + x.v), wants_bias=True)
 
     def d_captured(self) -> tuple[Launch, Buffer]:
         """With its result, a table for each share: few where they are large."""

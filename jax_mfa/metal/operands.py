@@ -194,12 +194,16 @@ _OWN = (  # a kernel's signature names them
     Operand(
         "d_lse", "float", _ROWS, "cotangent of the log-sum-exp, row_max + log(row_sum); zeros where that is unused"
     ),
-    Operand("delta", "float", _ROWS, "sum(d_out * out) - d_lse; zero where a row sees nothing"),
-    Operand("row_states", "float2", _ROWS, "row_max, log2(row_sum)"),
+    Operand(
+        "row_states",
+        "float4",
+        _ROWS,
+        "row_max, log2(row_sum), delta = sum(d_out * out) - d_lse, 0; the middle two are 0 where a row sees nothing",
+    ),
     Operand("d_query", "typename Types::T", _QUERY),
     Operand("d_key", "typename Types::T", ("B", "S", "K", "H"), "summed over the N / K query heads of each key head"),
     Operand("d_value", "typename Types::T", ("B", "S", "K", "V"), "summed over the N / K query heads of each key head"),
-    Operand("d_bias", "uchar", _SCORES, "of the dtype of bias; summed over what it was broadcast to"),
+    Operand("d_bias", "uchar", _SCORES, "of the dtype of bias; summed over what it was broadcast to", "wants_bias"),
     Operand(
         "score_sums",
         "float2",
@@ -226,7 +230,7 @@ DTYPES = {"int": "int32", "uint": "uint32", "float": "float32"}  # that carried 
 
 _COLUMNS = ("query", "key", "value", "lists")
 _RESULTS = ("out", "row_max", "row_sum")
-_GRADIENT = (*_COLUMNS, "d_out", "row_states", "delta")
+_GRADIENT = (*_COLUMNS, "d_out", "row_states")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,8 +260,8 @@ SIGNATURES = {
     "decode": _DECODING,
     "decode_rows": _DECODING,
     "merge": Signature(("split_out", "split_state", "splits", "sinks"), _RESULTS, in_parts=False),
-    "delta": Signature(("out", "d_out", "row_max", "row_sum", "d_lse"), ("delta", "row_states"), False, False),
-    "d_query": Signature(_GRADIENT, ("d_query", "score_sums")),
+    "delta": Signature(("out", "d_out", "row_max", "row_sum", "d_lse"), ("row_states",), False, False),
+    "d_query": Signature(_GRADIENT, ("d_query", "score_sums", "d_bias")),
     "d_key_value": Signature(_GRADIENT, ("d_key", "d_value")),
     "d_bias": Signature(_GRADIENT, ("d_bias",)),
     "d_captured": Signature(_GRADIENT, ("d_captured",)),

@@ -4,7 +4,8 @@
 //   attention_delta:       delta = Σ dO·O - d(log-sum-exp) and what probabilities need, three numbers for each row
 //   attention_d_query:     dQ = scale · dS K, parallel over query rows
 //   attention_d_key_value: dK = scale · dSᵀ Q and dV = Pᵀ dO, parallel over key rows, looping over the heads of a group
-//   attention_d_bias:      dS summed over what the bias broadcasts, parallel over its elements
+//   attention_d_bias:      dS summed over what the bias broadcasts, parallel over its elements; of a bias that broadcasts nothing
+//                          attention_d_query stores dS itself
 //
 // with P = exp(score - maximum) / sum computed again and dS = P ∘ (dO Vᵀ - delta). Inputs are matrix operands in their own dtype;
 // P and dS are float32 operands, for the reason given in forward.metal.
@@ -28,7 +29,7 @@ template <typename Types, int SIMDGROUPS>
   const ulong at = group.z * rows + row;
   const float sum = simd_sum(part_of_delta<V, 32>(out + at * V, d_out + at * V, lane));
   if (lane == 0) {
-    store_gradient_row(delta, row_states, at, row_max[at], row_sum[at], sum - d_lse[at]);
+    store_gradient_row(row_states, at, row_max[at], row_sum[at], sum - d_lse[at]);
   }
 }
 
@@ -38,8 +39,10 @@ struct QueryGradient {
   typename Types::Visibility visibility;
   typename Types::Score score;
   Dropout drop;
-  int first;   // the lane's row of the first block
-  bool whole;  // all pairs at hand are visible
+  device uchar* d_bias;
+  bool stores_bias;  // dS is that of the bias, and no other slice stores it
+  int first;         // the lane's row of the first block
+  bool whole;        // all pairs at hand are visible
   RowState row_state[BLOCKS];
   float scale_sum[BLOCKS];  // of the lane's own columns
   float slope_sum[BLOCKS];
@@ -70,6 +73,9 @@ struct QueryGradient {
           if (!MASKED || whole || visibility.visible(row, at)) {
             pair = Pair(score, row, at, product, d_p[block][c].thread_elements()[e], row_state[block], keep[c][e]);
             pair.add_to(scale_sum[block], slope_sum[block], score, row, at, product);
+          }
+          if (stores_bias) {
+            score.store_gradient(d_bias, row, at, pair.d_score + 0.0f);
           }
           s[block][c].thread_elements()[e] = pair.d_score;
         }
@@ -131,17 +137,26 @@ template <
       values_of<Types>(features, value, batch, key_head, visibility.columns),
       typename Tiles::Keys(k_room, thread_index, lane), typename Tiles::Values(v_room, thread_index, lane)};
   QueryGradient<Types, BLOCKS, h_fragments> gradient = {
-      visibility, score, Dropout(features, batch, head), first + lane.row, false, {}, {}, {}, {}};
+      visibility, score, Dropout(features, batch, head), wants_bias ? d_bias : nullptr, wants_bias && slice == 0, first + lane.row, false, {}, {}, {}, {}};
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = min(gradient.first + block * 8, p.queries - 1);
-    gradient.row_state[block] = RowState(row_states, delta, row_place(p, batch, row, head));
+    gradient.row_state[block] = RowState(row_states[row_place(p, batch, row, head)]);
     gradient.scale_sum[block] = 0;
     gradient.slope_sum[block] = 0;
   }
   clear(gradient.sums);
 
   const Walk walk = columns_for<KEYS>(p, visibility, lists, head, group_row, rows_of_group);
+  if (gradient.stores_bias && walk.wholes * KEYS < p.keys) {  // each lane its own pairs, which it may store again
+    for (int column = lane.column; column < p.keys; column += 8) {
+      UNROLLED
+      for (int block = 0; block < BLOCKS; ++block) {
+        score.store_gradient(d_bias, gradient.first + block * 8, column, 0.0f);
+        score.store_gradient(d_bias, gradient.first + block * 8, column + 1, 0.0f);
+      }
+    }
+  }
   Pipeline<Tiles, BUFFERS> pipeline(tiles);
   int column = walk.count > 0 ? walk.tile(0) * KEYS : 0;
   pipeline.start(walk.count > 0, column);
@@ -208,8 +223,7 @@ template <
 template <int QUERIES, int THREADS, bool STAGED>
 struct RowStates {
   static constant constexpr int room = STAGED ? 3 * QUERIES : 0;
-  device const float2* row_states;  // of row 0 of the head
-  device const float* deltas;
+  device const float4* row_states;  // of row 0 of the head
   uint stride;
   int last;
   threadgroup float* tiles;
@@ -217,7 +231,7 @@ struct RowStates {
   RowState fetched;
 
   INLINED RowState load(int row) const {
-    return RowState(row_states, deltas, ulong(uint(min(row, last))) * ulong(stride));
+    return RowState(row_states[ulong(uint(min(row, last))) * ulong(stride)]);
   }
 
   INLINED void fetch(int row) {
@@ -285,7 +299,6 @@ struct QueryTiles {
   INLINED RowStates<QUERIES, THREADS, STAGED> states_at(int head) const {
     RowStates<QUERIES, THREADS, STAGED> result = states;
     result.row_states += head;
-    result.deltas += head;
     return result;
   }
 
@@ -548,7 +561,7 @@ template <
       queries_of<Types>(features, query, batch, 0, visibility.rows),
       cotangents_of<Types>(features, d_out, batch, 0, visibility.rows),
       typename Tiles::Queries(q_room, thread_index, lane), typename Tiles::Cotangents(do_room, thread_index, lane),
-      {row_states + at_batch, delta + at_batch, uint(p.heads), p.queries - 1, state_room, thread_index, {}}};
+      {row_states + at_batch, uint(p.heads), p.queries - 1, state_room, thread_index, {}}};
   const Turn before = {first_head - 1, end_head, 0, {0, 0, 0, 0, nullptr, 0}};
   const Turn turn = before.template next<QUERIES>(p, visibility, lists, group_column, keys_of_group);
 
@@ -617,7 +630,7 @@ template <typename Types, int COLUMNS>
         const OwnRows<typename Types::Cotangent, Operand, 1, false, false> d_o(
             cotangents_of<Types>(features, d_out, batch, head, p.queries), row, lane);
         const int own_row = row + lane.row;
-        const RowState state(row_states, delta, row_place(p, batch, min(own_row, p.queries - 1), head));
+        const RowState state(row_states[row_place(p, batch, min(own_row, p.queries - 1), head)]);
         for (int column = first_column; column <= share.last_column; column += width) {
           if (visibility.of_tile(row, 8, column, width) == none_visible) {
             continue;

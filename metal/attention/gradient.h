@@ -13,12 +13,10 @@ INLINED float part_of_delta(Out out, Cotangent d_out, int thread_index) {
   return sum;
 }
 
-// A row as kernels of gradients are told: delta = Σ dO·O - d(log-sum-exp), and what makes probabilities of its scores.
-INLINED void store_gradient_row(
-    device float* deltas, device float2* row_states, ulong at, float row_max, float row_sum, float delta) {
+// A row as kernels of gradients are told: what makes probabilities of its scores, and delta = Σ dO·O - d(log-sum-exp).
+INLINED void store_gradient_row(device float4* row_states, ulong at, float row_max, float row_sum, float delta) {
   const bool empty = row_sum == 0;  // `sees_nothing`
-  deltas[at] = empty ? 0.0f : delta;
-  row_states[at] = float2(row_max, empty ? 0.0f : precise::log2(row_sum));
+  row_states[at] = float4(row_max, empty ? 0.0f : precise::log2(row_sum), empty ? 0.0f : delta, 0.0f);
 }
 
 // What is known of a query row: its largest score, the logarithm of its sum of weights to base 2, and delta.
@@ -29,12 +27,7 @@ struct RowState {
 
   RowState() = default;
 
-  INLINED RowState(device const float2* row_states, device const float* deltas, ulong at) {
-    const float2 state = row_states[at];
-    row_max = state.x;
-    log2_sum = state.y;
-    delta = deltas[at];
-  }
+  INLINED explicit RowState(float4 state) : row_max(state.x), log2_sum(state.y), delta(state.z) {}
 };
 
 // A probability from its score and its row. Rounding must not lift the score above the largest: where scores are huge, a unit in

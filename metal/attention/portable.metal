@@ -140,7 +140,7 @@ template <typename Types, int THREADS>
   const float own = part_of_delta<V, THREADS>(out + at * V, d_out + at * V, thread_index);
   const float sum = reduce<THREADS, false>(scratch, own, thread_index);
   if (thread_index == 0) {
-    store_gradient_row(delta, row_states, at, row_max[at], row_sum[at], sum - d_lse[at]);
+    store_gradient_row(row_states, at, row_max[at], row_sum[at], sum - d_lse[at]);
   }
 }
 
@@ -182,6 +182,11 @@ template <typename Types, int THREADS, int ROWS>
   const int end = visibility.column_end(row, row);
   const int own_rows = has_lists ? ROWS : 1;
   const Walk walk = columns_for<THREADS>(p, visibility, lists, head, row / own_rows * own_rows, own_rows);
+  if (wants_bias && walk.wholes * THREADS < p.keys) {
+    for (int at = thread_index; at < p.keys; at += THREADS) {
+      score.store_gradient(d_bias, row, at, 0.0f);
+    }
+  }
   for (int turn = 0; turn < walk.count; ++turn) {
     const int column = walk.tile(turn) * THREADS;
     const int at = column + thread_index;
@@ -189,9 +194,12 @@ template <typename Types, int THREADS, int ROWS>
     if (visibility.visible(row, at)) {
       const float product = dot_rows<H>(q_row, keys.tile(at));
       const float d_weight = dot_rows<V>(do_row, values.tile(at));
-      const Pair pair(score, row, at, product, d_weight, RowState(row_states, delta, at_row), drop.factor(row, at));
+      const Pair pair(score, row, at, product, d_weight, RowState(row_states[at_row]), drop.factor(row, at));
       pair.add_to(scale_sum, slope_sum, score, row, at, product);
       d = pair.d_score;
+    }
+    if (wants_bias) {
+      score.store_gradient(d_bias, row, at, d + 0.0f);
     }
     weights[thread_index] = d;
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -275,7 +283,7 @@ template <typename Types, int THREADS, int ROWS>
         const float product = dot_rows<H>(k_row, queries.tile(own_row));
         const float d_weight = dot_rows<V>(v_row, cotangents.tile(own_row));
         pair = Pair(
-            score, own_row, column, product, d_weight, RowState(row_states, delta, at_row), drop.factor(own_row, column));
+            score, own_row, column, product, d_weight, RowState(row_states[at_row]), drop.factor(own_row, column));
       }
       weights[thread_index] = pair.weight;
       d_scores[thread_index] = pair.d_score;
@@ -352,7 +360,7 @@ template <typename Types, int THREADS>
           if (visibility.visible(row, column)) {
             const float product = dot_rows<H>(q_row, keys.tile(column));
             const float d_weight = dot_rows<V>(do_row, values.tile(column));
-            const RowState state(row_states, delta, at_row);
+            const RowState state(row_states[at_row]);
             sum += Pair(score, row, column, product, d_weight, state, drop.factor(row, column)).d_score;
           }
         }
@@ -406,7 +414,7 @@ template <typename Types, int THREADS>
       keep_row<H, THREADS>(q_row, queries_of<Types>(features, query, batch, head, p.queries).tile(row), thread_index);
       keep_row<V, THREADS>(do_row, cotangents_of<Types>(features, d_out, batch, head, p.queries).tile(row), thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      const RowState state(row_states, delta, row_place(p, batch, row, head));
+      const RowState state(row_states[row_place(p, batch, row, head)]);
       const Walk walk = columns_for<THREADS>(p, visibility, nullptr, head, row, 1);
       for (int turn = 0; turn < walk.count; ++turn) {
         const int at = walk.tile(turn) * THREADS + thread_index;

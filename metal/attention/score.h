@@ -5,6 +5,16 @@
 #include "attention/places.h"
 #include "core/product.h"
 
+INLINED void store_bias(device uchar* d_bias, ulong at, float x) {
+  if (bias_type == 1) {
+    reinterpret_cast<device float*>(d_bias)[at] = x;
+  } else if (bias_type == 2) {
+    reinterpret_cast<device half*>(d_bias)[at] = half(x);
+  } else {
+    reinterpret_cast<device bfloat*>(d_bias)[at] = bfloat(x);
+  }
+}
+
 struct Score {
   constant Parameters* p;
   device const float* slopes;
@@ -38,6 +48,13 @@ struct Score {
       return float(reinterpret_cast<device const half*>(bias)[i]);
     }
     return float(reinterpret_cast<device const bfloat*>(bias)[i]);
+  }
+
+  // The gradient of the bias by an element of its own: one that broadcasts nothing.
+  INLINED void store_gradient(device uchar* d_bias, int row, int column, float x) const {
+    if (row < p->queries && column < p->keys) {
+      store_bias(d_bias, bias_offset + broadcast_index(p->bias, row, column), x);
+    }
   }
 
   INLINED float distance(int row, int column) const {
@@ -155,16 +172,6 @@ INLINED void scale_sums(thread Fragment<float> (&sums)[BLOCKS][COUNT], float sca
       sums[block][i].thread_elements()[0] = scaled(sums[block][i].thread_elements()[0], scale);
       sums[block][i].thread_elements()[1] = scaled(sums[block][i].thread_elements()[1], scale);
     }
-  }
-}
-
-INLINED void store_bias(device uchar* d_bias, ulong at, float x) {
-  if (bias_type == 1) {
-    reinterpret_cast<device float*>(d_bias)[at] = x;
-  } else if (bias_type == 2) {
-    reinterpret_cast<device half*>(d_bias)[at] = half(x);
-  } else {
-    reinterpret_cast<device bfloat*>(d_bias)[at] = bfloat(x);
   }
 }
 

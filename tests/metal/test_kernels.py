@@ -14,12 +14,15 @@ import re
 import harness
 import jax
 import numpy as np
+import oracle
 import plans
 import pytest
 from plans import Problem
 from runners import Core, Launcher, needs_core
 
 import jax_mfa
+from jax_mfa import metal
+from jax_mfa.arguments import specify
 from jax_mfa.metal import runtime, source, tiles
 
 HEADS = (1, 7, 16, 32, 33, 64, 72, 80, 96, 128, 192, 256)
@@ -199,7 +202,7 @@ def test_the_launcher_gives_the_bits_that_the_core_gives(on_device, problem, tex
     ran = [plans.evaluate(problem, on=runner, text=text) for runner in (Core(), Launcher())]
     assert [x.reports for x in ran] == [[], []]
     assert _bytes(ran[0]) == _bytes(ran[1])
-    assert {"delta", "row_states"} <= set(ran[1].arrays)
+    assert {"row_states"} <= set(ran[1].arrays)
 
 
 def test_mapped_and_transposed_inputs_through_jit(on_device):
@@ -369,3 +372,45 @@ def test_random_problems_sweep(seed):
         planted=bool(rng.integers(2)),
     )
     plans.check(problem, seed=seed)
+
+
+SLOPES = np.array([0.1, 0.3, 0.2, 0.7], np.float32)
+BIASED = [
+    ("staged", {"H": 16, "dtype": "bfloat16"}, {"is_causal": True, "query_seq_lengths": np.array([31, 0])}),
+    ("staged", {"H": 24, "N": 2}, {"mask": "random", "logits_soft_cap": 2.0}),
+    ("staged", {"H": 264, "T": 9}, {"dropout_rate": 0.3, "dropout_seed": np.array([3, 4], np.uint32)}),  # slices
+    ("direct", {"H": 32, "dtype": "float16"}, {"local_window_size": (9, 2), "alibi_slopes": SLOPES}),
+    ("portable", {"H": 20}, {"is_causal": True, "key_value_seq_lengths": np.array([53, 17])}),
+]
+
+
+@pytest.mark.parametrize("variant,sizes,features", BIASED, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+def test_a_bias_of_each_score_has_its_gradient_from_dq(variant, sizes, features):
+    """In the bits that the kernel of biases gives, some of it minus infinity, with two products of nine less."""
+    q, k, v = harness.qkv(B=2, S=53, **{"T": 37, "N": 4, "K": 2} | sizes)
+    (batch, t, n, _), s = q.shape, k.shape[1]
+    rng = np.random.default_rng(5)
+    bias = rng.normal(size=(batch, n, t, s)).astype(q.dtype)
+    bias[rng.random(bias.shape) < 0.1] = -np.inf
+    drawn = {"mask": rng.random((1, n, t, s)) < 0.7} if "mask" in features else {}
+    arguments = {"query": q, "key": k, "value": v, "bias": bias, **features, **drawn}
+    ran = plans.run_call(arguments, variant=variant)
+    assert ran.reports == []
+    assert not any("d_bias" in name for name, _ in ran.dispatches)
+    spec, operands = specify(**arguments)
+    alone = metal.plan_of(spec, operands, "backward", variant, wrt=("bias",))
+    assert any("d_bias" in d.kernel.name for d in alone.dispatches)
+    found = plans.run(alone, {b.name: ran.arrays[b.name] for b in alone.operands})
+    assert found.reports == []
+    np.testing.assert_array_equal(ran.arrays["d_bias"], found.arrays["d_bias"])
+    d_out, d_lse = harness.cotangents(arguments)
+    wanted = oracle.attention(**arguments, d_out=d_out, d_lse=d_lse)
+    harness.assert_close(
+        ran.arrays["d_bias"],
+        wanted.gradients["bias"],
+        q.dtype,
+        terms=harness.terms_of(arguments),
+        largest_score=wanted.largest_score,
+        gradient=True,
+        what="d_bias",
+    )
