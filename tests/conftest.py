@@ -63,6 +63,10 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(_left_out, yellow=True)
 
 
+# `blockwise` runs all of many cases. The definition compiles longer, and kernels still longer: they run one in so many,
+# drawn by name, and all in sweeps.
+ONE_IN = {"reference": 2, "metal": 4}
+
 # where the definition is held to the oracle and to stock; elsewhere it is jnp like any other, and runs in sweeps
 FILES_OF_THE_DEFINITION = (
     "test_contract.py",
@@ -92,8 +96,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("sweep")
         if implementation == "metal" and item.path.name in OF_STORAGE and item.originalname not in OF_STORAGE_ON_METAL:
             item.add_marker("sweep")
-        share = item.get_closest_marker("share")
-        if share and zlib.crc32(item.name.encode()) % share.args[0]:
+        share, drawn = item.get_closest_marker("share"), zlib.crc32(item.name.encode())
+        if share and drawn % share.args[0]:
+            item.add_marker("sweep")
+        if len(params) > 1 and drawn // 64 % ONE_IN.get(implementation, 1):
             item.add_marker("sweep")
         quick = item.get_closest_marker("first_tier") and not item.get_closest_marker("slow")
         if quick and implementation in ("", "blockwise"):

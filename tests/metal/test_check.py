@@ -426,6 +426,7 @@ def switched(kernels: set[Kernel]) -> set[tuple]:
     return {(x.template[0], name, value) for x in kernels for _, name, _, value in x.constants}
 
 
+@pytest.mark.sweep
 def test_every_kernel_of_every_tile_and_dtype_is_reached():
     found, wanted = reached(tiles.NAMES), {variant: planned(variant) for variant in tiles.NAMES}
     everything = set().union(*wanted.values())
@@ -474,6 +475,7 @@ def test_a_device_gets_what_it_can_run(monkeypatch, capsys, passing, families, v
     assert tuple(dict.fromkeys(line.split("|")[1].strip() for line in table)) == variants
 
 
+@pytest.mark.sweep
 def test_each_way_to_store_keys_and_values_is_reached():
     """By every kernel that reads them, in this and that tile table and without one."""
     kinds = ("int8_kind", "int4_kind", "fp8_kind", f", {check_problems.PAGE}>")

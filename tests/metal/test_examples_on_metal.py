@@ -38,6 +38,7 @@ def needs(*packages: str):
 
 
 @needs("flax", "optax", "matplotlib", "tqdm")
+@pytest.mark.sweep
 def test_a_training_run_has_the_same_losses(native, tmp_path):
     """Grouped heads, a context that fills no tile, and as many steps as an optimiser needs to depart if it can."""
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question:\n" * 60, encoding="utf-8")

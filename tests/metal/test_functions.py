@@ -311,6 +311,7 @@ def assert_equals_reference(ran, arguments, out, gradients):
         )
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", ["staged", "direct", "portable"])
 @pytest.mark.parametrize("name", gallery())
 def test_attention_with_functions_is_the_references(name, variant):
