@@ -39,6 +39,7 @@ def random(*shape, seed=3):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", [*SCORES, *MASKS])
 @pytest.mark.parametrize("implementation", [pytest.param("reference", marks=pytest.mark.sweep), "blockwise"])
 def test_functions_give_the_answers_and_gradients_of_dense_attention(implementation, name):

@@ -210,6 +210,7 @@ def test_a_scale_that_is_a_power_of_two_changes_no_digit(dtype, size, tiles):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
 @pytest.mark.parametrize("offset", [0, 3, -2])
 @pytest.mark.parametrize("name", ["query", "key", "value", "d_out"])

@@ -21,6 +21,7 @@ ENTRIES = [
 LEAST = {"attention_forward": 0.82, "attention_d_query": 0.85, "attention_d_key_value": 0.85}  # of cycles in products
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant, limit, item", ENTRIES)
 def test_no_variable_of_a_kernel_has_an_address(variant, limit, item):
     for plan, dispatch in compiled.kernels_of(variant, limit, "float16" if item == 2 else "float32"):

@@ -454,6 +454,7 @@ SAME = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", ["staged", "portable"])
 @pytest.mark.parametrize("name", SAME)
 def test_a_feature_written_as_a_function_gives_what_the_feature_gives(name, variant):
