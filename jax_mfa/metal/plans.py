@@ -52,21 +52,20 @@ def _backward(x: LaunchProblem, wrt: tuple[str, ...], chosen: tiles.Tiles) -> Pl
         launches.append(launch)
 
     add(all_of.delta(), x.rows("row_states", "output" if "sinks" in wrt else "scratch", 4))
-    wants_sums, wants_query = "scale" in wrt or "alibi_slopes" in wrt, "query" in wrt
-    bias = [Buffer("d_bias", "output", x.by_name["bias"].dtype.name, x.shape("bias"))] if "bias" in wrt else []
-    if wants_query or wants_sums:
-        wants_bias = bool(bias) and x.shape("bias") == (x.b, x.n, x.t, x.s)  # it broadcasts nothing: all of dS
+    d_bias = [Buffer("d_bias", "output", x.by_name["bias"].dtype.name, x.shape("bias"))] if "bias" in wrt else []
+    sums = [x.rows("score_sums", "output", 2)] if "scale" in wrt or "alibi_slopes" in wrt else []
+    if "query" in wrt or sums:
+        # a bias that broadcasts nothing has all of dS for its gradient
+        beside, d_bias = (d_bias, []) if x.shape("bias") == (x.b, x.n, x.t, x.s) else ([], d_bias)
         d_query = x.rows("d_query", "output", x.h, dtype=x.dtype)
-        sums = [x.rows("score_sums", "output", 2)] if wants_sums else []
-        add(all_of.d_query(wants_sums=wants_sums, wants_bias=wants_bias), d_query, *sums, *(bias if wants_bias else []))
-        bias = [] if wants_bias else bias
+        add(all_of.d_query(wants_sums=bool(sums), wants_bias=bool(beside)), d_query, *sums, *beside)
     if "key" in wrt or "value" in wrt:
         columns = lambda name, size: Buffer(name, "output", x.dtype, (x.b, x.s, x.k, size))
         add(all_of.d_key_value(), columns("d_key", x.h), columns("d_value", x.v))
     if "captured_floats" in wrt and x.rules.reads:
         add(*all_of.d_captured())
-    if bias:
-        add(all_of.d_bias(), *bias)
+    if d_bias:
+        add(all_of.d_bias(), *d_bias)
     return _plan("backward", x, buffers, launches)
 
 
