@@ -83,7 +83,8 @@ def decoding(x: LaunchProblem) -> tuple[LaunchProblem, Decoder] | None:
     if x.t > tiles.DECODE_QUERIES or x.s < tiles.DECODE_KEYS or x.spec.dropout_rate:
         return None
     wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
-    tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand])
+    keys = 8 if x.spec.key_storage or x.spec.value_storage else 16  # of few bits the next eight are in registers too
+    tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand], keys)
     return None if tile is None else (wide, tile)
 
 

@@ -163,8 +163,9 @@ class MergeTile(Tile):
         return self.simdgroups * (v + 2) * 4
 
 
-def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | DecodeRows | None:
-    """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit.
+def decode(rows: int, h: int, v: int, item: int, keys: int = 16) -> DecodeTiles | DecodeRows | None:
+    """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit. Fragments
+    take so many `keys` at once.
 
     Up to four rows, which would leave half of a fragment empty, do without the matrix unit: as many lanes share a key
     as leave each eight channels.
@@ -175,7 +176,7 @@ def decode(rows: int, h: int, v: int, item: int) -> DecodeTiles | DecodeRows | N
         return few
     for blocks in (2, 1):
         for slices in (1, 2, 4):
-            tile = DecodeTiles(blocks, 4, 16, slices)
+            tile = DecodeTiles(blocks, 4, keys, slices)
             fits = tile.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET and (slices == 1 or padded(v) % (8 * slices) == 0)
             if fits and (blocks == 1 or rows > 8):
                 return tile

@@ -5,7 +5,8 @@
 // whole group, straight from device memory: nobody else wants it. Nothing beyond a batch row's length is read.
 #include "attention/softmax.h"
 #include "attention/visibility.h"
-#include "core/lanes.h"
+#include "core/scaled.h"
+#include "core/shares.h"
 
 // Row r of a group is query row r % T of head r / T.
 struct GroupRow {
@@ -21,11 +22,39 @@ struct GroupRow {
   }
 };
 
-// The query rows of a simdgroup in registers; those outside are zero, and are not stored.
-template <typename Operand, int H, int BLOCKS>
+// The query rows of a simdgroup in registers; those outside are zero, and are not stored. Where keys are units, their sums over the
+// channels of each span too.
+template <typename Types, typename Operand, int BLOCKS, int SPANS>
 struct GroupRows {
-  static constant constexpr int count = padded(H) / 8;
+  static constant constexpr int count = padded(Types::H) / 8;
   Fragment<Operand> kept[BLOCKS][count];
+  float sums[BLOCKS][SPANS];
+  bool finite;  // all
+  typename Types::Query::Tile rows[BLOCKS];
+  bool inside[BLOCKS];
+
+  INLINED float element(int block, int channel) const {
+    return inside[block] && channel < Types::H ? float(rows[block].at(0, channel)) : 0.0f;
+  }
+
+  INLINED void sum_up() {
+    finite = true;
+    UNROLLED
+    for (int block = 0; block < BLOCKS; ++block) {
+      UNROLLED
+      for (int s = 0; s < SPANS; ++s) {
+        float sum = 0;
+        UNROLLED
+        for (int i = 0; i < count / SPANS; ++i) {
+          const Fragment<Operand> x = kept[block][s * (count / SPANS) + i];
+          sum += float(x.thread_elements()[0]) + float(x.thread_elements()[1]);
+        }
+        sums[block][s] = sum_along_row(sum);
+        finite = finite && is_finite(sums[block][s]);
+      }
+    }
+    finite = simd_all(finite);
+  }
 
   INLINED Fragment<Operand> at(int block, int i) const {
     return kept[block][i];
@@ -58,17 +87,20 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
     uint3 launched [[threadgroup_position_in_grid]],  // of (splits / SIMDGROUPS, tile of rows and slice, key head and batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
-  using Operand = typename Types::Operand;
-  constexpr int H = Types::H;
   constexpr int V = Types::V;
   constexpr int v_fragments = slice_fragments(V, SLICES);
-  using Keys = LaneKeys<typename Types::Key, Operand, KEYS / 8>;
-  using Values = LaneValues<typename Types::Value, Operand, KEYS / 8>;
+  using Keys = KeysInLanes<Types, Spans<typename Types::Key, Types::H>::even>;
+  using Values = ValuesInLanes<Types, v_fragments, Spans<typename Types::Value, v_fragments * 8>::even>;
+  using KeyTile = typename Keys::template Tile<KEYS / 8>;
+  using ValueTile = typename Values::template Tile<KEYS / 8>;
+  using Operand = typename Keys::Operand;
+  constexpr bool ahead = Keys::units && Values::units;  // small tiles are loaded while others are computed
   const Features features = FEATURES;
   const uint3 group = place_in(p.grid, launched);
   const Lane lane(lane_index);
   const int split = int(group.x) * SIMDGROUPS + simdgroup;
   const int slice = int(group.y) % SLICES;
+  const int from = slice * v_fragments;
   const int first = int(group.y) / SLICES * BLOCKS * 8;
   const int key_head = int(group.z) % p.key_heads;
   const int batch = int(group.z) / p.key_heads;
@@ -78,7 +110,7 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   }
 
   const typename Types::Visibility all(features, batch, key_head, lane_index);
-  GroupRows<Operand, H, BLOCKS> q;
+  GroupRows<Types, Operand, BLOCKS, Keys::spans> q;
   GroupRules<Types, BLOCKS> rules;
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
@@ -86,39 +118,61 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
     rules.row[block] = own.row;
     rules.visibility[block] = typename Types::Visibility(features, batch, own.head, lane_index);
     rules.score[block] = typename Types::Score(features, batch, own.head, all.offset);
-    const auto at = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
+    q.rows[block] = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
+    q.inside[block] = own.inside;
     UNROLLED
-    for (int i = 0; i < padded(H) / 8; ++i) {
+    for (int i = 0; i < q.count; ++i) {
       Operand x[2];
       UNROLLED
       for (int e = 0; e < 2; ++e) {
-        const int channel = Keys::channel(i, lane.column + e);
-        x[e] = own.inside && channel < H ? Operand(at.at(0, channel)) : Operand(0);
+        x[e] = Operand(q.element(block, KeyTile::channel(i, lane.column + e)));
       }
       q.kept[block][i] = fragment_of<Operand>(x[0], x[1]);
     }
   }
+  q.finite = true;
+  if (Keys::units) {
+    q.sum_up();
+  }
 
   const auto key_source = keys_of<Types>(features, key, batch, key_head, all.columns);
   const auto value_source = values_of<Types>(features, value, batch, key_head, all.columns);
-  Running<BLOCKS, v_fragments> running;
+  Running<BLOCKS, v_fragments, Values::spans> running;
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
   // columns that all rows see; masks may differ among the rows of a simdgroup
   const int whole_begin = all.column_begin(p.queries - 1);
   const int whole_end = all.by_bands() && p.queries <= all.rows ? min(all.column_end(0, 0), end) : 0;
   int column = begin;
-  for (; column >= whole_begin && column + KEYS <= whole_end; column += KEYS) {
-    const Keys keys(key_source, column, lane_index, lane);
-    const Values values(value_source, column, lane_index, lane);
-    const bool spoilt = rules.may_be_masked() && !values.finite();
-    attend<false, KEYS / 8>(running, q, rules, keys, values, column, slice * v_fragments, spoilt, lane);
+  if (column >= whole_begin && column + KEYS <= whole_end && q.finite) {
+    KeyTile next_keys(key_source, column, lane_index, lane);
+    ValueTile next_values(value_source, column, lane_index, lane, from);
+    ROLLED
+    for (; column + KEYS <= whole_end; column += KEYS) {
+      if (!ahead) {
+        next_keys = KeyTile(key_source, column, lane_index, lane);
+        next_values = ValueTile(value_source, column, lane_index, lane, from);
+      }
+      KeyTile keys = next_keys;
+      ValueTile values = next_values;
+      if (ahead && column + 2 * KEYS <= whole_end) {
+        next_keys = KeyTile(key_source, column + KEYS, lane_index, lane);
+        next_values = ValueTile(value_source, column + KEYS, lane_index, lane, from);
+      }
+      if (!keys.prepare() || !values.prepare()) {
+        break;  // the loop below decodes what it has to
+      }
+      const bool spoilt = rules.may_be_masked() && !values.finite();
+      attend<false, KEYS / 8>(running, q, rules, keys, values, column, from, spoilt, lane);
+    }
   }
   ROLLED
   for (; column < end; column += 8) {
-    const LaneKeys<typename Types::Key, Operand, 1> keys(key_source, column, lane_index, lane);
-    const LaneValues<typename Types::Value, Operand, 1> values(value_source, column, lane_index, lane);
-    attend<true, 1>(running, q, rules, keys, values, column, slice * v_fragments, !values.finite(), lane);
+    typename Keys::template Tile<1> keys(key_source, column, lane_index, lane);
+    typename Values::template Tile<1> values(value_source, column, lane_index, lane, from);
+    keys.decode(!keys.prepare() || !q.finite);
+    values.decode(!values.prepare());
+    attend<true, 1>(running, q, rules, keys, values, column, from, !values.finite(), lane);
   }
 
   const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
@@ -126,14 +180,19 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   for (int block = 0; block < BLOCKS; ++block) {
     const int row = first + block * 8;
     const float sum = sum_along_row(running.row_sum[block]);
+    float zeros[Values::spans];
+    UNROLLED
+    for (int s = 0; s < Values::spans; ++s) {
+      zeros[s] = sum_along_row(running.zeros[block][s]);
+    }
     device float* at = split_out + (plane * rows + row) * V;
     UNROLLED
     for (int i = 0; i < v_fragments; ++i) {
-      const int channel = Values::channel(slice * v_fragments + i, lane);
+      const int channel = ValueTile::channel(from + i, lane);
       UNROLLED
       for (int e = 0; e < 2; ++e) {
         if (row + lane.row < rows && channel + e < V) {
-          at[lane.row * V + channel + e] = running.sums[block][i].thread_elements()[e];
+          at[lane.row * V + channel + e] = running.sums[block][i].thread_elements()[e] + zeros[i * Values::spans / v_fragments];
         }
       }
     }
@@ -146,8 +205,8 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
 }
 
 // The same without the matrix unit, for rows too few to fill it: LANES lanes share a key, and a simdgroup has 32 / LANES at once.
-// Elements in few bits are multiplied as small integers, and scales are applied to sums, unless a tile's elements must be clamped to
-// their type or are not finite: then each element is decoded. Nothing is loaded of what no row sees.
+// Elements in few bits are multiplied as units (core/words.h), and scales are applied to sums, unless a tile's elements must be clamped
+// to their type, or they or queries are not finite: then each element is decoded. Nothing is loaded of what no row sees.
 template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode_rows(
     DECODE_ROWS_OPERANDS,
@@ -156,14 +215,17 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
     ushort lane_index [[thread_index_in_simdgroup]]) {
   constexpr int V = Types::V;
   constexpr int STEPS = KEYS * LANES / 32;
-  using KeyPart = Share<typename Types::Key, LANES>;
-  using ValuePart = Share<typename Types::Value, LANES>;
+  constexpr bool balanced = balanced_keys<typename Types::Key::Encoding>();
+  using KeyPart = Share<typename Types::Key, LANES, balanced>;
+  using ValuePart = Share<typename Types::Value, LANES, true>;
   using Deals = Deal<ROWS, STEPS, LANES, (KeyPart::late > ValuePart::late ? KeyPart::late : ValuePart::late)>;
-  using Keys = Shares<typename Types::Key, Deals, STEPS, LANES>;
-  using Values = Shares<typename Types::Value, Deals, STEPS, LANES>;
+  using Keys = Shares<typename Types::Key, Deals, STEPS, LANES, balanced>;
+  using Values = Shares<typename Types::Value, Deals, STEPS, LANES, true>;
   constexpr bool keys_scaled = Types::Key::Encoding::scaled;
   constexpr bool values_scaled = Types::Value::Encoding::scaled;
   constexpr int held = Deals::held;
+  // small tiles are loaded while others are computed, keys after their last use
+  constexpr bool ahead = Types::Key::Encoding::bits <= 8 && Types::Value::Encoding::bits <= 8;
   const Features features = FEATURES;
   const uint3 group = place_in(p.grid, launched);
   const int split = int(group.x) * SIMDGROUPS + simdgroup;
@@ -196,7 +258,7 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
     for (int i = 0; i < KeyPart::width; ++i) {
       const int channel = part * KeyPart::width + i;
       const float found = loaded.inside && channel < Types::H ? float(from.at(0, channel)) : 0.0f;
-      q[r][i] = found * KeyPart::factor(i);
+      q[r][i] = found;
       q_sums[r] += found;
     }
     UNROLLED
@@ -218,30 +280,39 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
       }
     }
   }
+  bool finite = true;
+  UNROLLED
+  for (int r = 0; r < ROWS; ++r) {
+    finite = finite && is_finite(q_sums[r]);
+  }
+  finite = !keys_scaled || simd_all(finite);
   float row_max = -INFINITY;
   float row_sum = absent_weight();
 
-  Keys keys(keys_of<Types>(features, key, batch, key_head, visibility.columns), deal, slot);
-  Values values(values_of<Types>(features, value, batch, key_head, visibility.columns), deal, slot);
   const int begin = max(split * split_keys, visibility.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, visibility.column_end(0, p.queries - 1));
+  Keys keys(keys_of<Types>(features, key, batch, key_head, visibility.columns), deal, slot, begin);
+  Values next_values(values_of<Types>(features, value, batch, key_head, visibility.columns), deal, slot, begin);
   // columns that all rows see, where positions and lengths tell
   const int whole_begin = visibility.column_begin(p.queries - 1);
   const int whole_end = visibility.by_bands() && p.queries <= visibility.rows ? min(visibility.column_end(0, 0), end) : 0;
   Units<typename Types::Key, KEYS / 8> units(keys.source, begin, end - 1, lane_index);
+  if (ahead && begin < end) {
+    units.turn_to(begin);
+    keys.load(begin, end - 1, units);
+    next_values.load(begin, end - 1, units);
+  }
   ROLLED
   for (int tile = begin; tile < end; tile += KEYS) {
     const bool whole = tile >= whole_begin && tile + KEYS <= whole_end;
-    units.turn_to(tile);
-    uint value_units[KEYS / 8];
-    UNROLLED
-    for (int e = 0; e < KEYS / 8; ++e) {
-      value_units[e] = Types::Value::page != 0 ? units.of[e] : values.source.row;
+    if (!ahead) {
+      units.turn_to(tile);
+      keys.load(tile, end - 1, units);
+      next_values.load(tile, end - 1, units);
     }
-    keys.load(tile, end - 1, units.of);
-    values.load(tile, end - 1, value_units);
+    const auto here = units;
     float x[Deals::count];
-    const bool keys_factored = keys.factored(!keys_scaled);
+    const bool keys_factored = finite && keys.factored(!keys_scaled);
     if (keys_factored) {
       UNROLLED
       for (int i = 0; i < Deals::count; ++i) {
@@ -261,7 +332,7 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
     } else {
       ROLLED
       for (int s = 0; s < STEPS; ++s) {
-        const auto row = keys.row_at(tile, end - 1, s * Keys::tokens, units.of);
+        const auto row = keys.row_at(tile, end - 1, s * Keys::tokens, here);
         const KeyPart found(row, keys.channel);
         float product[ROWS];
         UNROLLED
@@ -285,12 +356,19 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
         }
       }
     }
+    Values values = next_values;
+    if (ahead && tile + KEYS < end) {
+      units.turn_to(tile + KEYS);
+      keys.load(tile + KEYS, end - 1, units);
+      next_values.load(tile + KEYS, end - 1, units);
+    }
     UNROLLED
     for (int stage = 0; stage <= Deals::stages; ++stage) {
       if (keys_scaled && stage == Keys::stages && keys_factored) {
         UNROLLED
         for (int i = 0; i < Keys::left; ++i) {
-          x[i] = fma(x[i], keys.scales[i], q_sums[Deals::row_of(i, stage)] * keys.zeros[i]);
+          const int k = Keys::scale_of(i);
+          x[i] = fma(x[i], keys.scales[k], q_sums[Deals::row_of(i, stage)] * keys.zeros[k]);
         }
       }
       if (stage < Deals::stages) {
@@ -338,8 +416,9 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
       if (values_scaled && stage == Values::stages && values_factored) {
         UNROLLED
         for (int i = 0; i < Values::left; ++i) {
-          zeros[Deals::row_of(i, stage)] = fma(x[i], values.zeros[i], zeros[Deals::row_of(i, stage)]);
-          x[i] *= values.scales[i];
+          const int k = Values::scale_of(i);
+          zeros[Deals::row_of(i, stage)] = fma(x[i], values.zeros[k], zeros[Deals::row_of(i, stage)]);
+          x[i] *= values.scales[k];
         }
       }
       if (stage > 0) {
@@ -361,7 +440,7 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
     } else {
       ROLLED
       for (int s = 0; s < STEPS; ++s) {
-        const auto row = values.row_at(tile, end - 1, s * Values::tokens, value_units);
+        const auto row = values.row_at(tile, end - 1, s * Values::tokens, here);
         const ValuePart found(row, values.channel);
         float weights[ROWS];
         UNROLLED
@@ -402,8 +481,8 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
       for (int other = LANES; other < 32; other *= 2) {
         y += simd_shuffle_xor(y, ushort(other));
       }
-      if (slot == 0 && written < rows && values.channel + i < V) {
-        split_out[(plane * rows + written) * V + values.channel + i] = fma(y, ValuePart::factor(i), zero);
+      if (slot == 0 && written < rows && next_values.channel + i < V) {
+        split_out[(plane * rows + written) * V + next_values.channel + i] = y + zero;
       }
     }
   }

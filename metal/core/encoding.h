@@ -21,6 +21,18 @@ INLINED float element_of(float, uint word, int) {
   return as_type<float>(word);
 }
 
+// A scale and a zero as another lane has them, and both in one word if they fit: converted when they have arrived, for a conversion right
+// after a load would wait for it.
+INLINED float2 passed_on(float x, float y, ushort lane) {
+  return float2(simd_shuffle(x, lane), simd_shuffle(y, lane));
+}
+
+template <typename T>
+INLINED float2 passed_on(T x, T y, ushort lane) {
+  const uint word = simd_shuffle(uint(as_type<ushort>(x)) | uint(as_type<ushort>(y)) << 16, lane);
+  return float2(element_of(x, word, 0), element_of(y, word, 1));
+}
+
 // What carries into the sign of each element of a word, without its sign, where all bits of the exponent are set.
 INLINED uint carry_of(half) {
   return 0x04000400u;
@@ -39,6 +51,7 @@ struct Plain {
   using Number = T;
   using Element = T;
   using Data = T;
+  using Unit = float;
   using Word = vec<T, 4>;
   static constant constexpr int most = 4;
   static constant constexpr int bits = 8 * sizeof(T);
@@ -51,6 +64,7 @@ struct Plain {
   static constant constexpr int tokens = 1;
   static constant constexpr int channels = 0;
   static constant constexpr int center = 1;
+  static constant constexpr float per_unit = 1.0f;
   static constant constexpr float middle = 0.0f;
 
   // Data of a row of so many elements.
@@ -84,12 +98,12 @@ struct Plain {
     return element_of(T(0.0f), word, e);
   }
 
-  INLINED static float unit(uint word, int e) {
-    return number(word, e);
+  INLINED static constexpr float zero_unit(bool) {
+    return 0.0f;
   }
 
-  INLINED static constexpr float factor(int) {
-    return 1.0f;
+  INLINED static float unit(uint word, int e) {
+    return number(word, e);
   }
 
   INLINED static uint not_finite(uint word) {
@@ -116,6 +130,7 @@ struct Quantized {
   using Number = T;
   using Element = float;  // 16 bits would round once more
   using Data = uchar;
+  using Unit = half;
   using Word = uint;
   static constant constexpr int most = KIND == int4_kind ? 8 : 4;
   static constant constexpr int bits = KIND == int4_kind ? 4 : 8;
@@ -128,7 +143,14 @@ struct Quantized {
   static constant constexpr int tokens = TOKENS;
   static constant constexpr int channels = CHANNELS;
   static constant constexpr int center = CENTER;
-  static constant constexpr float middle = KIND == fp8_kind || SYMMETRIC ? 0.0f : float(1 << (bits - 1));
+  static constant constexpr float per_unit = KIND == fp8_kind ? 256.0f : float(1 << bits);
+
+  // the middle of units; one stands for per_unit times itself, `balanced` less the middle, and zero_unit steps of a scale
+  static constant constexpr float middle = KIND == fp8_kind ? 0.0f : 1.5f;
+
+  INLINED static constexpr float zero_unit(bool balanced) {
+    return KIND == fp8_kind ? 0.0f : ((balanced ? 0.5f : -1.0f) - (SYMMETRIC ? 0.5f : 0.0f)) * per_unit;
+  }
 
   INLINED static constexpr int room(int size) {
     return KIND == int4_kind ? (size + 1) / 2 : size;
@@ -158,25 +180,22 @@ struct Quantized {
     return float((word >> (bits * e)) & ((1u << bits) - 1));
   }
 
-  // The same less `middle`, in few operations, divided by factor(e), a power of two; of elements that are finite. An integer becomes
-  // low bits of 2¹¹, half a word at a time; e4m3 becomes a half, whose exponent has a bias larger by 8: subnormal numbers of the one
-  // are those of the other.
-  INLINED static float unit(uint word, int e) {
+  // The same as a unit, exact in 16 bits, two in few operations; of elements that are finite. An integer becomes the first bits of a
+  // half's mantissa, in [1, 2): less the middle where sums are long and cancel. e4m3 becomes a half, whose exponent has a bias larger
+  // by 8: subnormal numbers of the one are those of the other.
+  INLINED static half unit(uint word, int e) {
     if (KIND == fp8_kind) {
-      const uint pair = word >> (8 * (e & 1));
-      const uint both = ((pair << 7) & 0x3F803F80u) | ((pair << 8) & 0x80008000u);
-      return float(as_type<half>(ushort(both >> (16 * (e >> 1)))));
+      const uint pair = e & 1 ? word : word << 8;
+      const uint two = ((pair >> 1) & 0x3F803F80u) | (pair & 0x80008000u);
+      return as_type<vec<half, 2>>(two)[e >> 1];
     }
     constexpr int in_half = 16 / bits;
-    const int shift = bits * (e % in_half);
+    constexpr uint mask = ((1u << bits) - 1) << (10 - bits);
     const uint flipped = SYMMETRIC ? word ^ (KIND == int4_kind ? 0x88888888u : 0x80808080u) : word;
-    const uint half_word = (e < in_half ? flipped & 0xFFFFu : flipped >> 16) | 0x45000000u;
-    const uint magic = half_word & (0xFF000000u | (((1u << bits) - 1) << shift));
-    return as_type<float>(magic) - (2048.0f + float(1u << (bits - 1 + shift)) / 4096.0f);
-  }
-
-  INLINED static constexpr float factor(int e) {
-    return KIND == fp8_kind ? 256.0f : 4096.0f / float(1u << (bits * (e % (16 / bits))));
+    const int up = 10 - bits - bits * (e % in_half);
+    const uint moved = up > 0 ? flipped << (up > 0 ? up : 0) : flipped >> (up > 0 ? 0 : -up);
+    const uint two = (moved & (mask * 0x10001u)) | 0x3C003C00u;
+    return as_type<vec<half, 2>>(two)[e / in_half];
   }
 
   // Not 0 where an element of a word is not finite.

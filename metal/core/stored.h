@@ -191,8 +191,8 @@ struct Stored {
   // The token `by` after another, of which `from` says where it lies; from a multiple of 8 to the next there are both.
   INLINED Row token_after(Row from, int token, int by) const {
     const uint within = PAGE != 0 ? uint(token) % uint(PAGE != 0 ? PAGE : 1) : uint(token);
-    from.data += uint(by) * (heads * uint(Encoding::room(WIDTH)));
-    const uint block = Encoding::whole ? 0 : further<Encoding::tokens>(within, uint(by)) * (heads * uint(from.groups));
+    from.data += ulong(uint(by)) * ulong(heads * uint(Encoding::room(WIDTH)));
+    const ulong block = Encoding::whole ? 0 : ulong(further<Encoding::tokens>(within, uint(by))) * ulong(heads * uint(from.groups));
     if (Encoding::scaled) {
       from.scales += block;
     }
@@ -200,7 +200,7 @@ struct Stored {
       from.zeros += block;
     }
     if (Encoding::centred) {
-      from.means += further<Encoding::center>(within, uint(by)) * (heads * uint(WIDTH));
+      from.means += ulong(further<Encoding::center>(within, uint(by))) * ulong(heads * uint(WIDTH));
     }
     return from;
   }

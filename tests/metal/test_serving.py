@@ -62,9 +62,42 @@ def test_few_rows_decode_right(problem):
     problem.assert_right(problem.run())
 
 
-def test_values_that_would_leave_their_type_are_held_within_it():
+# more rows, with the matrix unit: units as its operands where runs of channels share scales, else element by element
+MORE_ROWS = [
+    Serving(T=3, schemes=(Scheme("int8"), Scheme("int4")), H=128, dtype="float16", **EVERYTHING),
+    Serving(T=8, schemes=(Scheme("int4", True, channels=32), Scheme("fp8")), page=16, H=64, dtype="bfloat16"),
+    Serving(T=4, schemes=(Scheme("fp8", True, 16), Scheme("int8", True, None, None)), H=96, V=64),
+    Serving(T=5, schemes=(Scheme("int8", channels=None), None), H=32, V=40, dtype="float16"),
+    Serving(T=3, schemes=(None, Scheme("int4", channels=32)), page=32, H=40, V=96, dtype="float16", **EVERYTHING),
+    Serving(T=8, schemes=(Scheme("int4"), Scheme("int8", channels=128)), H=256, dtype="float16"),  # slices of values
+    Serving(T=4, schemes=(Scheme("int8", center=9), Scheme("fp8", channels=24)), H=72, dtype="float16"),
+]
+
+
+@pytest.mark.parametrize("problem", MORE_ROWS, ids=str)
+def test_more_rows_decode_right(problem):
+    problem = dataclasses.replace(problem, key_value_seq_lengths=(2100, 77))
+    (plan,) = problem.plans()
+    assert plan.dispatches[0].kernel.template[0] == "attention_decode"
+    problem.assert_right(problem.run())
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_a_capped_score_of_an_infinite_query_is_the_cap(T):
+    """Units and zeros of its keys would come to infinities of both signs."""
+    schemes = Scheme("int8"), Scheme("int8")
+    problem = Serving(T=T, key_value_seq_lengths=(600,), schemes=schemes, H=64, dtype="float16", logits_soft_cap=2.0)
+    for x in problem.both:
+        query = np.array(x["query"])
+        query[0, -1, :, 7] = np.inf
+        x["query"] = query
+    problem.assert_right(problem.run())
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_values_that_would_leave_their_type_are_held_within_it(rows):
     schemes = Scheme("int8"), Scheme("int8", channels=None)
-    problem = Serving(T=1, key_value_seq_lengths=(600, 520), schemes=schemes, H=32, dtype="float16")
+    problem = Serving(T=rows // 2, key_value_seq_lengths=(600, 520), schemes=schemes, H=32, dtype="float16")
     stored, meant = problem.both
     scales = np.array(stored["value"].scales)
     scales[:, ::50] *= np.float16(40_000)  # 255 of them are more than 65504
@@ -74,9 +107,10 @@ def test_values_that_would_leave_their_type_are_held_within_it():
     problem.assert_right(problem.run())
 
 
-def test_an_undefined_element_reaches_its_channel_where_it_is_visible():
+@pytest.mark.parametrize("T", [2, 5])
+def test_an_undefined_element_reaches_its_channel_where_it_is_visible(T):
     schemes = Scheme("int8"), Scheme("fp8", True)
-    problem = Serving(T=2, key_value_seq_lengths=(600, 520), schemes=schemes, H=64, dtype="float16")
+    problem = Serving(T=T, key_value_seq_lengths=(600, 520), schemes=schemes, H=64, dtype="float16")
     wanted = problem.run().arrays["out"]
     stored = dataclasses.replace(problem).both[0]
     data = np.array(stored["value"].data)
@@ -87,7 +121,7 @@ def test_an_undefined_element_reaches_its_channel_where_it_is_visible():
     ran = undefined.run()
     assert ran.reports == []
     seen = np.zeros(wanted.shape, bool)
-    seen[0, 1, 2:, 5] = seen[1, :, :2, 7] = True
+    seen[0, -1, 2:, 5] = seen[1, :, :2, 7] = True
     assert np.array_equal(np.isnan(ran.arrays["out"]), seen)
     assert np.allclose(ran.arrays["out"][~seen], wanted[~seen], rtol=2**-10, atol=2**-14)
 
