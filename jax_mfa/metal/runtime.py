@@ -140,7 +140,8 @@ def _registered(chosen: str) -> Runtime:
         return Runtime(reason=f"the native module speaks FFI API {built}, the installed jaxlib {installed}")
     for target in TARGETS:
         compat.ffi.register_ffi_target(target, module.handler(), platform="cpu")
-    module.add_source(source.base_hash(), source.base())
+    for digest in source.digests():
+        module.add_source(digest, source.text_of(digest))
     module.keep_pipelines(facts.pipelines(by_default=not chosen), _version())
     return Runtime(module)
 

@@ -6,14 +6,22 @@ import functools
 import hashlib
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jax_mfa.metal import operands
 
-ENTRY_FILES = tuple(
-    f"attention/{name}.metal" for name in ("tile_lists", "forward", "decode", "backward", "portable", "append")
+# The files that define kernels, as programs contain them: each is read by Metal again, so a program has few.
+TOGETHER = (
+    ("append",),
+    ("decode",),
+    ("tile_lists", "forward"),
+    ("portable",),
+    ("tile_lists", "backward"),
+    ("tile_lists", "backward", "portable"),  # with the gradient of captured arrays
 )
+ENTRY_FILES = ("tile_lists", "forward", "decode", "backward", "portable", "append")
 GENERATED = {"attention/operands.h": operands.text}
+_KERNEL = re.compile(r"^\[\[kernel\b.*\]\] void (\w+)\(", re.M)
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 
 
@@ -22,7 +30,7 @@ def folder() -> pathlib.Path:
     """Where the sources are: inside an installed package, or beside it in a checkout."""
     package = pathlib.Path(__file__).resolve().parent.parent
     for candidate in (package / "_msl", package.parent / "metal"):
-        if (candidate / ENTRY_FILES[0]).exists():
+        if (candidate / "attention" / f"{ENTRY_FILES[0]}.metal").exists():
             return candidate
     raise FileNotFoundError(f"no MSL sources in {package / '_msl'} or {package.parent / 'metal'}")
 
@@ -41,13 +49,34 @@ def _lines(name: str, seen: set[str]) -> Iterator[str]:
             yield line
 
 
+def _flattened(files: tuple[str, ...]) -> str:
+    seen: set[str] = set()
+    return "\n".join(line for name in files for line in _lines(f"attention/{name}.metal", seen)) + "\n"
+
+
 @functools.cache
 def base() -> str:
-    """All kernels as templates; a plan's instantiations follow it."""
-    seen: set[str] = set()
-    return "\n".join(line for name in ENTRY_FILES for line in _lines(name, seen)) + "\n"
+    """All kernels as templates."""
+    return _flattened(ENTRY_FILES)
 
 
 @functools.cache
-def base_hash() -> str:
-    return hashlib.sha256(base().encode()).hexdigest()
+def _texts() -> dict[str, tuple[str, frozenset[str]]]:
+    """By its SHA-256, each text that a program may begin with, and the names of the kernels in it."""
+    texts = [*map(_flattened, TOGETHER), base()]
+    return {hashlib.sha256(x.encode()).hexdigest(): (x, frozenset(_KERNEL.findall(x))) for x in texts}
+
+
+def digests() -> tuple[str, ...]:
+    return tuple(_texts())
+
+
+def text_of(digest: str) -> str:
+    """The text that a plan's instantiations follow."""
+    return _texts()[digest][0]
+
+
+def digest_for(kernels: Iterable[str]) -> str:
+    """Of the shortest text that has these kernels, as a plan names it."""
+    wanted = set(kernels)
+    return min((x for x, (_, known) in _texts().items() if wanted <= known), key=lambda x: len(text_of(x)))

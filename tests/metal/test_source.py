@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -175,3 +176,12 @@ def test_the_launcher_takes_the_printed_plan_as_it_is(native, metal, tmp_path):
 def test_what_cannot_be_planned_is_refused_with_a_reason(options, word):
     done = command(*options.split())
     assert done.returncode == 2 and word in done.stderr and not done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_program_has_few_kernels_beside_its_own(tmp_path):
+    """Metal reads all of a program's text, so a forward pass brings no backward pass along."""
+    for options, own in (((), "attention_forward"), (("--pass", "backward"), "attention_d_query")):
+        text, plan = write(tmp_path / own, *SIZES, *options)
+        others = {"attention_forward", "attention_d_query", "attention_decode", "portable_forward", "append_tokens"} - {own}
+        assert own in text and not [x for x in others if f"void {x}(" in text]
+        assert {x["kernel"] for x in plan["dispatches"]} <= set(re.findall(r'host_name\("(\w+)"\)', text))
