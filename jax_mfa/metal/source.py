@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from jax_mfa.metal import operands
 
-# The files that define kernels, as programs contain them: each is read by Metal again, so a program has few.
+# The files of kernels that a program may begin with: Metal reads them again for every program, so these are of one pass.
 TOGETHER = (
     ("append",),
     ("decode",),
