@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from jax_mfa.metal import operands
 
-# The files of kernels that a program may begin with: Metal reads them again for every program, so these are of one pass.
+# The files of kernels that a program may begin with: Metal reads them for every program again, so each has one pass.
 TOGETHER = (
     ("append",),
     ("decode",),
