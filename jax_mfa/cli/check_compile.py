@@ -85,7 +85,7 @@ def _ran(*command: object) -> tuple[str, bool]:
 
 def _library(kernel: Kernel, work: pathlib.Path) -> tuple[str, bool]:
     text, library = work / f"{kernel.name}.metal", work / f"{kernel.name}.metallib"
-    base = source.text_of(source.digest_for([kernel.template[0]]))
+    base = source.texts()[source.digest_for([kernel])]
     text.write_text(base + "\n" + kernel.instantiation, encoding="utf-8")
     return _ran(*METAL, text, "-o", library)
 

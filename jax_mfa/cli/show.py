@@ -32,7 +32,7 @@ SEPARATOR = "// ---- plan.json"
 
 def program(plan: Plan) -> str:
     """The text that the launcher compiles for a plan."""
-    return source.text_of(plan.source) + "\n" + plan.instantiations
+    return source.texts()[plan.source] + "\n" + plan.instantiations
 
 
 def _decoded(data: bytes, kind: str) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ def plan(arrays: tuple[tuple[str, Shape], ...], storages: tuple[Storage | None, 
     for name, storage in zip(("key", "value"), storages):
         parts = {part: buffers[f"{name}_{part}"] for part in PARTS if f"{name}_{part}" in buffers}
         dispatches.append(_tokens(buffers[name], parts, storage))
-    text = source.digest_for(dispatch.kernel.template[0] for dispatch in dispatches)
+    text = source.digest_for(dispatch.kernel for dispatch in dispatches)
     return Plan("append", text, tuple(buffers.values()), tuple(dispatches))
 
 

@@ -22,7 +22,7 @@ Decoder = tiles.DecodeTiles | tiles.DecodeRows
 
 def _plan(name: str, x: LaunchProblem, buffers: Iterable[Buffer], launches: Iterable[kernels.Launch]) -> Plan:
     dispatches = tuple(dispatch for launch in launches for dispatch in launch.dispatches)
-    text = source.digest_for(dispatch.kernel.template[0] for dispatch in dispatches)
+    text = source.digest_for(dispatch.kernel for dispatch in dispatches)
     return Plan(f"attention_{name}", text, (*x.inputs, *buffers), dispatches)
 
 

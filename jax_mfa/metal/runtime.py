@@ -140,8 +140,8 @@ def _registered(chosen: str) -> Runtime:
         return Runtime(reason=f"the native module speaks FFI API {built}, the installed jaxlib {installed}")
     for target in TARGETS:
         compat.ffi.register_ffi_target(target, module.handler(), platform="cpu")
-    for digest in source.digests():
-        module.add_source(digest, source.text_of(digest))
+    for digest, text in source.texts().items():
+        module.add_source(digest, text)
     module.keep_pipelines(facts.pipelines(by_default=not chosen), _version())
     return Runtime(module)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import pathlib
 import re
 from collections.abc import Iterable, Iterator
 
 from jax_mfa.metal import operands
+from jax_mfa.metal.plan import Kernel
 
 # The files of kernels that a program may begin with: Metal reads them for every program again, so each has one pass.
 TOGETHER = (
@@ -19,7 +21,7 @@ TOGETHER = (
     ("tile_lists", "backward"),
     ("tile_lists", "backward", "portable"),  # with the gradient of captured arrays
 )
-ENTRY_FILES = ("tile_lists", "forward", "decode", "backward", "portable", "append")
+ENTRY_FILES = tuple(dict.fromkeys(itertools.chain.from_iterable(TOGETHER)))
 GENERATED = {"attention/operands.h": operands.text}
 _KERNEL = re.compile(r"^\[\[kernel\b.*\]\] void (\w+)\(", re.M)
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
@@ -35,13 +37,18 @@ def folder() -> pathlib.Path:
     raise FileNotFoundError(f"no MSL sources in {package / '_msl'} or {package.parent / 'metal'}")
 
 
+@functools.cache
+def _file(name: str) -> list[str]:
+    text = GENERATED[name]() if name in GENERATED else (folder() / name).read_text(encoding="utf-8")
+    return text.splitlines()
+
+
 def _lines(name: str, seen: set[str]) -> Iterator[str]:
     if name in seen:
         return
     seen.add(name)
     yield f"// ---- {name}"
-    text = GENERATED[name]() if name in GENERATED else (folder() / name).read_text(encoding="utf-8")
-    for line in text.splitlines():
+    for line in _file(name):
         include = _INCLUDE.match(line)
         if include:
             yield from _lines(include[1], seen)
@@ -61,22 +68,17 @@ def base() -> str:
 
 
 @functools.cache
-def _texts() -> dict[str, tuple[str, frozenset[str]]]:
-    """By its SHA-256, each text that a program may begin with, and the names of the kernels in it."""
-    texts = [*map(_flattened, TOGETHER), base()]
-    return {hashlib.sha256(x.encode()).hexdigest(): (x, frozenset(_KERNEL.findall(x))) for x in texts}
+def texts() -> dict[str, str]:
+    """By its SHA-256, each text that a plan's instantiations may follow."""
+    return {hashlib.sha256(x.encode()).hexdigest(): x for x in map(_flattened, TOGETHER)}
 
 
-def digests() -> tuple[str, ...]:
-    return tuple(_texts())
+@functools.cache
+def _defined(digest: str) -> frozenset[str]:
+    return frozenset(_KERNEL.findall(texts()[digest]))
 
 
-def text_of(digest: str) -> str:
-    """The text that a plan's instantiations follow."""
-    return _texts()[digest][0]
-
-
-def digest_for(kernels: Iterable[str]) -> str:
-    """Of the shortest text that has these kernels, as a plan names it."""
-    wanted = set(kernels)
-    return min((x for x, (_, known) in _texts().items() if wanted <= known), key=lambda x: len(text_of(x)))
+def digest_for(kernels: Iterable[Kernel]) -> str:
+    """Of the shortest text that has the templates of these kernels, as a plan names it."""
+    wanted = {kernel.template[0] for kernel in kernels}
+    return min((x for x in texts() if wanted <= _defined(x)), key=lambda x: len(texts()[x]))

@@ -65,24 +65,51 @@ struct ScaledRun {
   }
 };
 
+// The scales and zeros of a lane's columns of 8 · COLUMNS keys, span by span, and whether these have to be decoded.
+template <typename Encoding, bool BALANCED, int COLUMNS, int SPANS>
+struct ColumnScales {
+  float scales[COLUMNS][2][SPANS];
+  float zeros[COLUMNS][2][SPANS];
+  bool careful = false;
+
+  INLINED void decode(bool all) {
+    careful = all;
+  }
+
+  // From a tile, whose `entry` i of a column is its scale or, after these, its zero.
+  template <typename Tile>
+  INLINED void take(const thread Tile& tile) {
+    UNROLLED
+    for (int c = 0; c < COLUMNS; ++c) {
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        UNROLLED
+        for (int s = 0; s < SPANS; ++s) {
+          const float zero = Encoding::zeroed ? tile.entry(c, e, SPANS + s) : 0.0f;
+          const Scaling<Encoding, BALANCED> scaling(tile.entry(c, e, s), zero);
+          scales[c][e][s] = scaling.scale;
+          zeros[c][e][s] = scaling.zero;
+        }
+      }
+    }
+  }
+};
+
 // 8 · COLUMNS keys from `first` on, a multiple of 8, as transposed fragments.
 template <typename Source, typename Operand, int COLUMNS>
-struct ScaledKeys {
+struct ScaledKeys
+    : ColumnScales<
+          typename Source::Encoding, balanced_keys<typename Source::Encoding>(), COLUMNS, Spans<Source, Source::size>::count> {
   using Of = Spans<Source, Source::size>;
   using Run = ScaledRun<Source, Of, 8>;
   using Encoding = typename Source::Encoding;
   static constant constexpr bool balanced = balanced_keys<Encoding>();
   Source source;
   int first;
-  int column;
+  Lane lane;
   Run runs[COLUMNS][2];
-  float scales[COLUMNS][2][Of::count];
-  float zeros[COLUMNS][2][Of::count];
-  int part;
-  bool careful;
 
-  INLINED ScaledKeys(Source source, int first, ushort lane_index, Lane lane)
-      : source(source), first(first), column(lane.column), part(lane.row), careful(false) {
+  INLINED ScaledKeys(Source source, int first, ushort lane_index, Lane lane) : source(source), first(first), lane(lane) {
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
       const uint unit = unit_of_eight(source, first + c * 8, lane_index);
@@ -100,29 +127,19 @@ struct ScaledKeys {
     for (int c = 0; c < COLUMNS; ++c) {
       UNROLLED
       for (int e = 0; e < 2; ++e) {
-        bounded = bounded && runs[c][e].bounded(part);
-        UNROLLED
-        for (int s = 0; s < Of::count; ++s) {
-          const Scaling<Encoding, balanced> scaling(entry(c, e, s), Encoding::zeroed ? entry(c, e, Of::count + s) : 0.0f);
-          scales[c][e][s] = scaling.scale;
-          zeros[c][e][s] = scaling.zero;
-        }
+        bounded = bounded && runs[c][e].bounded(lane.row);
       }
     }
+    this->take(*this);
     return simd_all(bounded);
   }
 
-  INLINED void decode(bool all) {
-    careful = all;
-  }
-
   INLINED float entry(int c, int e, int i) const {
-    return simd_shuffle(float(runs[c][e].stored[i / 8]), lane_of(i % 8, column));
+    return simd_shuffle(float(runs[c][e].stored[i / 8]), lane_of(i % 8, lane.column));
   }
 
   INLINED typename Encoding::Unit unit(int c, int e, int s, int i) const {
-    const typename Encoding::Unit x = runs[c][e].words[s].unit(i);
-    return balanced && Encoding::middle != 0 ? x - typename Encoding::Unit(Encoding::middle) : x;
+    return runs[c][e].words[s].template unit<balanced, typename Encoding::Unit>(i);
   }
 
   // The channel of a place in fragment i.
@@ -131,13 +148,13 @@ struct ScaledKeys {
   }
 
   INLINED float alone(int c, int e, int channel) const {
-    return source.tile(min(first + c * 8 + column + e, source.count - 1)).at(0, channel);
+    return source.tile(min(first + c * 8 + lane.column + e, source.count - 1)).at(0, channel);
   }
 };
 
 // As many values, of which COUNT fragments from `from` on, a multiple of COUNT, as fragments that lie straight.
 template <typename Source, typename Operand, int COLUMNS, int COUNT>
-struct ScaledValues {
+struct ScaledValues : ColumnScales<typename Source::Encoding, true, COLUMNS, Spans<Source, COUNT * 8>::count> {
   using Of = Spans<Source, COUNT * 8>;
   using Run = ScaledRun<Source, Of, 4>;
   using Encoding = typename Source::Encoding;
@@ -146,12 +163,8 @@ struct ScaledValues {
   int first;
   Lane lane;
   Run runs[COLUMNS];
-  float scales[COLUMNS][2][Of::count];  // of the keys of a lane's weights
-  float zeros[COLUMNS][2][Of::count];
-  bool careful;
 
-  INLINED ScaledValues(Source source, int first, ushort lane_index, Lane lane, int from)
-      : source(source), first(first), lane(lane), careful(false) {
+  INLINED ScaledValues(Source source, int first, ushort lane_index, Lane lane, int from) : source(source), first(first), lane(lane) {
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
       const uint unit = unit_of_eight(source, first + c * 8, lane_index);
@@ -164,21 +177,9 @@ struct ScaledValues {
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
       bounded = bounded && runs[c].bounded(lane.column / 2);
-      UNROLLED
-      for (int e = 0; e < 2; ++e) {
-        UNROLLED
-        for (int s = 0; s < Of::count; ++s) {
-          const Scaling<Encoding, true> scaling(entry(c, e, s), Encoding::zeroed ? entry(c, e, Of::count + s) : 0.0f);
-          scales[c][e][s] = scaling.scale;
-          zeros[c][e][s] = scaling.zero;
-        }
-      }
     }
+    this->take(*this);
     return simd_all(bounded);
-  }
-
-  INLINED void decode(bool all) {
-    careful = all;
   }
 
   INLINED float entry(int c, int e, int i) const {
@@ -186,8 +187,7 @@ struct ScaledValues {
   }
 
   INLINED typename Encoding::Unit unit(int c, int s, int i) const {
-    const typename Encoding::Unit x = runs[c].words[s].unit(i);
-    return Encoding::middle != 0 ? x - typename Encoding::Unit(Encoding::middle) : x;
+    return runs[c].words[s].template unit<true, typename Encoding::Unit>(i);
   }
 
   // The channel of a lane's first element in fragment i.
@@ -203,7 +203,7 @@ struct ScaledValues {
   }
 
   INLINED bool finite() const {
-    return !careful;
+    return !this->careful;
   }
 };
 

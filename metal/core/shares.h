@@ -51,8 +51,7 @@ struct Share {
   }
 
   INLINED float unit(int i) const {
-    const float x = float(words.unit(i));
-    return BALANCED && Encoding::middle != 0 ? x - Encoding::middle : x;
+    return words.template unit<BALANCED, float>(i);
   }
 
   // Element i with all that lies beside it, of such a row.

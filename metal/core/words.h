@@ -64,8 +64,11 @@ struct Words {
     return Encoding::number(words[i / in_word], i % in_word);
   }
 
-  INLINED typename Encoding::Unit unit(int i) const {
-    return Encoding::unit(words[i / in_word], i % in_word);
+  // Element i as a unit, BALANCED less the middle of units.
+  template <bool BALANCED, typename As>
+  INLINED As unit(int i) const {
+    const As x = As(Encoding::unit(words[i / in_word], i % in_word));
+    return BALANCED && Encoding::middle != 0 ? x - As(Encoding::middle) : x;
   }
 
   // Not 0 where an element is not finite.

@@ -45,8 +45,8 @@ def plan_of(name):
 
 def ran(host, native, text, name, concurrent=True, barriers=True):
     """What the host says, and its result or its error."""
-    for digest in source.digests():
-        native.add_source(digest, source.text_of(digest))
+    for digest, base in source.texts().items():
+        native.add_source(digest, base)
     q, k, v = arrays(SHAPES[name][0], SHAPES[name][1], SHAPES[name][1])
     result, error = np.zeros_like(q), c.create_string_buffer(512)
     q_at, k_at, v_at, result_at = (x.ctypes.data_as(c.c_void_p) for x in (q, k, v, result))

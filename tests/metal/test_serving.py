@@ -54,14 +54,6 @@ FEW_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("problem", FEW_ROWS, ids=str)
-def test_few_rows_decode_right(problem):
-    problem = dataclasses.replace(problem, key_value_seq_lengths=(2100, 77))
-    (plan,) = problem.plans()
-    assert plan.dispatches[0].kernel.template[0] == "attention_decode_rows"
-    problem.assert_right(problem.run())
-
-
 # more rows, with the matrix unit: units as its operands where runs of channels share scales, else element by element
 MORE_ROWS = [
     Serving(T=3, schemes=(Scheme("int8"), Scheme("int4")), H=128, dtype="float16", **EVERYTHING),
@@ -74,11 +66,15 @@ MORE_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("problem", MORE_ROWS, ids=str)
-def test_more_rows_decode_right(problem):
+@pytest.mark.parametrize(
+    ("problem", "kernel"),
+    [*((x, "attention_decode_rows") for x in FEW_ROWS), *((x, "attention_decode") for x in MORE_ROWS)],
+    ids=str,
+)
+def test_decoding_is_right(problem, kernel):
     problem = dataclasses.replace(problem, key_value_seq_lengths=(2100, 77))
     (plan,) = problem.plans()
-    assert plan.dispatches[0].kernel.template[0] == "attention_decode"
+    assert plan.dispatches[0].kernel.template[0] == kernel
     problem.assert_right(problem.run())
 
 
