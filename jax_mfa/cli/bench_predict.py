@@ -27,11 +27,11 @@ Shares = Callable[[Plan, str], dict[str, tuple[float, float]]]
 BUSY = 12  # simdgroups of a core: no published row says what becomes of fewer
 UNIT = 17 / 16  # cycles of a product in the matrix unit, over those of its multiply-adds: 100 % is no more than that
 _PASSES = {FORWARD: ("forward",), TRAINING: ("forward", "backward")}
-# kernel → multiply-adds for each score and channel, of so many slices; and whether its rows are queries
+# kernel → multiply-adds for each score and channel, of so many slices or parts; and whether its rows are queries
 _WORK: dict[str, tuple[Callable[[int], int], bool]] = {
     "attention_forward": (lambda slices: slices + 1, True),
     "attention_d_query": (lambda slices: 2 * slices + 1, True),
-    "attention_d_key_value": (lambda slices: 2 * slices + 2, False),
+    "attention_d_key_value": (lambda parts: 2 * max(parts, 1) + 2, False),
 }
 HEADING = (
     "NOT MEASURED: predicted from public figures, never seen on Apple hardware. Milliseconds of the kernels that "
@@ -64,7 +64,7 @@ def tiled(problem: Problem, rows: int, columns: int) -> int:
 def _seconds(problem: Problem, dispatch: Dispatch, share: float, chip: dict[str, Any]) -> float:
     function, _, blocks, simdgroups, others, *rest = dispatch.kernel.template
     work, rows_are_queries = _WORK[function]
-    own = blocks * simdgroups * 8
+    own = blocks * simdgroups * 8 // (1 if rows_are_queries or not rest[-1] else 2)  # two for the same keys
     scores = tiled(problem, *((own, others) if rows_are_queries else (others, own)))
     groups = math.prod(dispatch.threadgroups)
     idle = -(-groups // chip["cores"]) * chip["cores"] / groups  # cores without a threadgroup in the last turn

@@ -34,10 +34,9 @@ def padded(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def _staged(rows: int, size: int, item: int, straight: bool = True, transposed: bool = True) -> int:
-    """Bytes of a tile in threadgroup memory, as it lies and transposed; each row takes 16 more than needed."""
-    lying = rows * (padded(size) * item + 16) if straight else 0
-    return lying + (padded(size) * (rows * item + 16) if transposed else 0)
+def _staged(rows: int, size: int, item: int) -> int:
+    """Bytes of a tile in threadgroup memory, whose rows are longer than needed."""
+    return rows * (padded(size) + 16) * item
 
 
 def _sliced(size: int, slices: int) -> int:
@@ -110,8 +109,7 @@ class ForwardTiles(_Blocks):
         return own + _fragments(rows, _sliced(v, self.slices), 4) + _fragments(rows, self.keys, 4)
 
     def threadgroup_memory(self, h: int, v: int, item: int) -> int:
-        keys, values = _staged(self.keys, h, item, straight=False), _staged(self.keys, v, item, transposed=False)
-        return self.buffers * (keys + values)
+        return self.buffers * (_staged(self.keys, h, item) + _staged(self.keys, v, item))
 
 
 # Few query rows against many keys: up to this many rows, and from this many keys on, keys are split among simdgroups.
@@ -222,7 +220,7 @@ class QueryTiles(_Blocks):
         return self._gradient_fragments(item, self.columns, sums, (h, self.cache_q), (v, self.cache_do))
 
     def threadgroup_memory(self, h: int, v: int, item: int) -> int:
-        return self.buffers * (_staged(self.keys, h, item) + _staged(self.keys, v, item, straight=False))
+        return self.buffers * (_staged(self.keys, h, item) + _staged(self.keys, v, item))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,15 +234,26 @@ class KeyTiles(_Blocks):
     buffers: int
     cache_k: bool
     cache_v: bool
-    slices: int = 1
+    parts: int = 0  # none: a simdgroup has dK and dV. Else two share keys, and so many threadgroups the columns.
+
+    @property
+    def slices(self) -> int:
+        return max(self.parts, 1)
+
+    @property
+    def rows(self) -> int:
+        return super().rows // (2 if self.parts else 1)
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
-        sums = padded(h) + padded(v) if self.slices == 1 else _sliced(max(h, v), self.slices // 2)
-        return self._gradient_fragments(item, self.columns, sums, (h, self.cache_k), (v, self.cache_v))
+        own = ((h, self.cache_k), (v, self.cache_v))
+        if not self.parts:
+            return self._gradient_fragments(item, self.columns, padded(h) + padded(v), *own)
+        return max(self._gradient_fragments(item, self.columns, _sliced(max(h, v), self.parts), x) for x in own)
 
     def threadgroup_memory(self, h: int, v: int, item: int) -> int:
         states = 12 * self.queries
-        return self.buffers * (_staged(self.queries, h, item) + _staged(self.queries, v, item) + states)
+        scores = 2 * self.rows * self.columns * 8 * 4 if self.parts else 0
+        return self.buffers * (_staged(self.queries, h, item) + _staged(self.queries, v, item) + states) + scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,32 +289,31 @@ def _row(forward: tuple[Any, ...], d_query: tuple[Any, ...], d_key_value: tuple[
 
 # Larger heads: no simdgroup can hold a row of output, so several threadgroups share it, and each computes the scores.
 # Their tiles would fill threadgroup memory too: fragments come straight from device memory.
-_WIDE = _row((1, 4, 16, 0, False, 2), (1, 4, 16, 1, 0, False, False, 2), (1, 4, 16, 1, 0, False, False, 4))
+_WIDE = _row((1, 4, 16, 0, False, 2), (1, 4, 16, 1, 0, False, False, 2), (1, 8, 16, 2, 0, False, False, 2))
 
 # (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory: families 7 and 8
 STAGED = {
     # dQ, dK, dV: 16 rows against the figure, larger for QueryTiles(1, 8, 32, 1, …) and KeyTiles(1, 8, 32, 2, …)
-    (64, 2): _row((2, 8, 32, 1, True), (2, 8, 32, 2, 1, True, True), (2, 8, 32, 1, 1, True, True)),
+    (64, 2): _row((2, 8, 32, 1, True), (2, 8, 32, 4, 1, True, True), (2, 8, 32, 1, 1, True, True)),
     # forward: 16 rows against the figure, which is larger for ForwardTiles(1, 8, 32, 1, …); dQ: half the barriers of
     # tiles of 16 keys
-    (128, 2): _row((2, 8, 16, 2, True), (1, 8, 32, 2, 1, True, True), (1, 8, 16, 2, 1, True, True)),
-    (256, 2): _row((1, 4, 16, 1, True), (1, 4, 8, 1, 1, True, False), (1, 4, 8, 1, 1, True, False, 2)),
+    (128, 2): _row((2, 8, 16, 2, True), (2, 8, 32, 1, 1, True, False), (2, 8, 16, 1, 1, True, True, 1)),
+    (256, 2): _row((1, 4, 16, 1, True), (1, 4, 16, 1, 1, True, False), (1, 8, 16, 1, 1, True, True, 1)),
     (64, 4): _row((1, 8, 32, 1, True), (1, 8, 32, 2, 1, True, True), (1, 8, 16, 2, 1, True, True)),
     (128, 4): _row((1, 4, 16, 1, True), (1, 8, 16, 2, 1, True, True), (1, 4, 8, 1, 1, True, False)),
-    # dQ and dK/dV would need more threadgroup memory than there is
-    (256, 4): _row((1, 4, 8, 1, False), (1, 4, 8, 1, 0, False, False), (1, 4, 8, 1, 0, False, False, 2)),
+    (256, 4): _row((1, 4, 8, 1, False), (1, 4, 8, 1, 1, False, False), (1, 8, 8, 1, 1, False, False, 1)),
     (MAX_HEAD, 2): _WIDE,
     (MAX_HEAD, 4): _WIDE,
 }
 
 # the same for chips whose caches serve fragments straight from device memory (Apple family 9, M3, and newer)
 DIRECT = {
-    (64, 2): _row((2, 4, 32, 0, True), (2, 4, 32, 2, 0, True, True), (2, 4, 32, 1, 0, True, True)),
-    (128, 2): _row((2, 4, 16, 0, True), (1, 4, 32, 2, 0, True, True), (1, 4, 16, 2, 0, True, True)),
-    (256, 2): _row((1, 4, 16, 0, True), (1, 4, 16, 2, 0, True, False), (1, 4, 16, 1, 0, True, False, 2)),
+    (64, 2): _row((2, 4, 64, 0, True), (2, 4, 32, 4, 0, True, True), (2, 4, 32, 1, 0, True, True)),
+    (128, 2): _row((2, 4, 32, 0, True), (2, 4, 16, 1, 0, True, False), (2, 4, 32, 2, 0, True, True, 1)),
+    (256, 2): _row((1, 4, 16, 0, True), (1, 4, 16, 2, 0, True, False), (1, 4, 32, 2, 0, True, True, 1)),
     (64, 4): _row((2, 4, 32, 0, True), (1, 4, 32, 2, 0, True, True), (1, 4, 16, 2, 0, True, True)),
     (128, 4): _row((1, 4, 32, 0, True), (1, 4, 32, 2, 0, True, True), (1, 4, 16, 1, 0, True, False)),
-    (256, 4): _row((1, 4, 16, 0, False), (1, 4, 16, 1, 0, False, False), (1, 4, 16, 1, 0, False, False, 2)),
+    (256, 4): _row((1, 4, 16, 0, False), (1, 4, 16, 1, 0, False, False), (1, 4, 32, 2, 0, False, False, 1)),
     (MAX_HEAD, 2): _WIDE,
     (MAX_HEAD, 4): _WIDE,
 }

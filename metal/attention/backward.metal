@@ -81,11 +81,7 @@ struct QueryGradient {
         }
       }
     }
-    if ((MASKED || score.may_be_masked()) && spoilt) {
-      accumulate_present<width>(sums, s, keys, from, lane);
-    } else {
-      accumulate<width>(sums, s, keys, from);
-    }
+    accumulate_or_present<width>(sums, s, keys, from, (MASKED || score.may_be_masked()) && spoilt, lane);
   }
 };
 
@@ -112,8 +108,7 @@ template <
   constexpr int h_fragments = slice_fragments(H, SLICES);
   using T = typename Types::T;
   using Operand = typename Types::Operand;
-  constexpr int both_forms = straight_form | transposed_form;
-  using Tiles = KeyValueTiles<Types, KEYS, SIMDGROUPS * 32, (BUFFERS > 0), both_forms, transposed_form>;
+  using Tiles = KeyValueTiles<Types, KEYS, SIMDGROUPS * 32, (BUFFERS > 0)>;
   threadgroup Operand k_room[BUFFERS > 0 ? BUFFERS * Tiles::Keys::room : 1];
   threadgroup Operand v_room[BUFFERS > 0 ? BUFFERS * Tiles::Values::room : 1];
 
@@ -214,7 +209,8 @@ template <
       }
     }
     if (lane.row < left) {
-      store_row<H>(gradient.sums[block], 1.0f, rows + uint(block * 8 + lane.row) * stride, slice * h_fragments, lane);
+      store_row<H, columns_dealt(H)>(
+          gradient.sums[block], 1.0f, rows + uint(block * 8 + lane.row) * stride, slice * h_fragments, lane);
     }
   }
 }
@@ -275,9 +271,8 @@ struct QueryTiles {
   using Operand = typename Types::Operand;
   using QuerySource = typename Types::Query;
   using CotangentSource = typename Types::Cotangent;
-  static constant constexpr int forms = straight_form | transposed_form;
-  using Queries = typename TileOf<STAGED, QuerySource, Operand, QUERIES, THREADS, forms>::Type;
-  using Cotangents = typename TileOf<STAGED, CotangentSource, Operand, QUERIES, THREADS, forms>::Type;
+  using Queries = typename TileOf<STAGED, QuerySource, Operand, QUERIES, THREADS>::Type;
+  using Cotangents = typename TileOf<STAGED, CotangentSource, Operand, QUERIES, THREADS>::Type;
   QuerySource query_source;  // of head 0
   CotangentSource cotangent_source;
   Queries queries;
@@ -351,26 +346,175 @@ struct Turn {
   }
 };
 
-// dK and dV of a simdgroup's keys, in its registers, with scores transposed: rows are keys, columns are queries.
-template <typename Types, int BLOCKS, int KEY_COUNT, int VALUE_COUNT>
+// Sums of a simdgroup's keys to their place.
+template <typename T, int SIZE, int BLOCKS, int COUNT>
+INLINED void store_keys(
+    const thread Fragment<float> (&sums)[BLOCKS][COUNT], constant Parameters& p, device T* to, int batch, int key_head, int first,
+    int from, Lane lane) {
+  const uint stride = uint(p.key_heads) * uint(SIZE);
+  device T* rows = to + head_offset(batch, p.keys, p.key_heads, key_head, SIZE) + ulong(uint(first)) * stride;
+  UNROLLED
+  for (int block = 0; block < BLOCKS; ++block) {
+    if (first + block * 8 + lane.row < p.keys) {
+      store_row<SIZE, columns_dealt(SIZE)>(sums[block], 1.0f, rows + uint(block * 8 + lane.row) * stride, from, lane);
+    }
+  }
+}
+
+// Who sums dK and dV of keys, in registers, with scores transposed: rows are keys, columns are queries. Where registers do not hold
+// both, two simdgroups share keys: the first has the scores and dV, the second dP and dK, and takes the scores from the first. Where
+// they do not hold one either, PARTS threadgroups share the columns, each with all scores.
+template <typename Types, int BLOCKS, int SIMDGROUPS, int COLUMNS, bool CACHE_K, bool CACHE_V, bool STAGED, int PARTS>
+struct KeyValueSums {
+  using Operand = typename Types::Operand;
+  using Keys = OwnRows<typename Types::Key, Operand, BLOCKS, false, STAGED>;
+  using Values = OwnRows<typename Types::Value, Operand, BLOCKS, false, STAGED>;
+  static constant constexpr bool together = true;         // two simdgroups for keys, who wait for each other
+  static constant constexpr int pairs = SIMDGROUPS / 2;
+  static constant constexpr int room = pairs * 2 * BLOCKS * COLUMNS * 32;
+  static_assert(PARTS <= 2, "parts are alike, or the last of two is narrower");
+  static constant constexpr int count = slice_fragments(larger_of(Types::H, Types::V), PARTS);
+  static constant constexpr int k_kept = CACHE_K ? Keys::count : 0;
+  static constant constexpr int v_kept = CACHE_V ? Values::count : 0;
+  static constant constexpr int kept_count = larger_of(larger_of(k_kept, v_kept), 1);
+  bool of_values;
+  int from;  // fragment
+  Keys k;
+  Values v;
+  threadgroup float2* scores;  // the lane's of its pair, of two parts: one is taken while the other is made
+  bool second;
+  Fragment<Operand> kept[BLOCKS][kept_count];
+  Fragment<float> sums[BLOCKS][count];
+
+  INLINED KeyValueSums(
+      typename Types::Key keys, typename Types::Value values, threadgroup float2* scores, int first, ushort simdgroup, int part,
+      Lane lane, ushort lane_index)
+      : of_values(simdgroup < pairs), from(part * count), k(keys, first, lane), v(values, first, lane),
+        scores(scores + simdgroup % pairs * (room / pairs) + lane_index), second(false) {
+    clear(sums);
+    if (CACHE_K && of_values) {
+      k.keep(kept);
+    }
+    if (CACHE_V && !of_values) {
+      v.keep(kept);
+    }
+  }
+
+  // Scores, and dP where it is wanted, of a part of a tile that `sees` says this pair sees something in.
+  template <int COUNT, typename Queries, typename Cotangents>
+  INLINED void multiply(
+      thread Fragment<float> (&s)[BLOCKS][COUNT], thread Fragment<float> (&d_p)[BLOCKS][COUNT], const thread Queries& queries,
+      const thread Cotangents& cotangents, bool sees) {
+    threadgroup float2* at = scores + (second ? room / pairs / 2 : 0);
+    second = !second;
+    clear(s);
+    clear(d_p);
+    if (sees && of_values) {
+      multiply_rows(s, SharedRows<Keys, CACHE_K, BLOCKS, kept_count>{k, kept}, queries);
+      UNROLLED
+      for (int i = 0; i < BLOCKS * COUNT; ++i) {
+        at[i * 32] = float2(s[i / COUNT][i % COUNT].thread_elements()[0], s[i / COUNT][i % COUNT].thread_elements()[1]);
+      }
+    }
+    if (sees && !of_values) {
+      multiply_rows(d_p, SharedRows<Values, CACHE_V, BLOCKS, kept_count>{v, kept}, cotangents);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (sees && !of_values) {
+      UNROLLED
+      for (int i = 0; i < BLOCKS * COUNT; ++i) {
+        s[i / COUNT][i % COUNT] = fragment_of<float>(at[i * 32].x, at[i * 32].y);
+      }
+    }
+  }
+
+  template <typename Weights, typename Queries, typename Cotangents>
+  INLINED void add(
+      thread Weights& weights, thread Weights& d_scores, const thread Queries& queries, const thread Cotangents& cotangents,
+      bool spoilt, Lane lane) {
+    if (of_values) {
+      accumulate_or_present<Cotangents::fragments>(sums, weights, cotangents, from, spoilt, lane);
+    } else {
+      accumulate_or_present<Queries::fragments>(sums, d_scores, queries, from, spoilt, lane);
+    }
+  }
+
+  template <typename T>
+  INLINED void store(
+      constant Parameters& p, device T* d_key, device T* d_value, float scale, int batch, int key_head, int first, Lane lane) {
+    if (of_values) {
+      store_keys<T, Types::V>(sums, p, d_value, batch, key_head, first, from, lane);
+    } else {
+      scale_sums(sums, scale);
+      store_keys<T, Types::H>(sums, p, d_key, batch, key_head, first, from, lane);
+    }
+  }
+};
+
+// One simdgroup for both.
+template <typename Types, int BLOCKS, int SIMDGROUPS, int COLUMNS, bool CACHE_K, bool CACHE_V, bool STAGED>
+struct KeyValueSums<Types, BLOCKS, SIMDGROUPS, COLUMNS, CACHE_K, CACHE_V, STAGED, 0> {
+  using Operand = typename Types::Operand;
+  static constant constexpr bool together = false;
+  static constant constexpr int pairs = SIMDGROUPS;
+  static constant constexpr int room = 1;
+  OwnRows<typename Types::Key, Operand, BLOCKS, CACHE_K, STAGED> k;
+  OwnRows<typename Types::Value, Operand, BLOCKS, CACHE_V, STAGED> v;
+  Fragment<float> key_sums[BLOCKS][slice_fragments(Types::H, 1)];
+  Fragment<float> value_sums[BLOCKS][slice_fragments(Types::V, 1)];
+
+  INLINED KeyValueSums(
+      typename Types::Key keys, typename Types::Value values, threadgroup float2*, int first, ushort, int, Lane lane, ushort)
+      : k(keys, first, lane), v(values, first, lane) {
+    clear(key_sums);
+    clear(value_sums);
+  }
+
+  template <typename Products, typename Queries, typename Cotangents>
+  INLINED void multiply(
+      thread Products& s, thread Products& d_p, const thread Queries& queries, const thread Cotangents& cotangents, bool) {
+    multiply_rows(s, k, queries);
+    multiply_rows(d_p, v, cotangents);
+  }
+
+  template <typename Weights, typename Queries, typename Cotangents>
+  INLINED void add(
+      thread Weights& weights, thread Weights& d_scores, const thread Queries& queries, const thread Cotangents& cotangents,
+      bool spoilt, Lane lane) {
+    accumulate_or_present<Cotangents::fragments>(value_sums, weights, cotangents, 0, spoilt, lane);
+    accumulate_or_present<Queries::fragments>(key_sums, d_scores, queries, 0, spoilt, lane);
+  }
+
+  template <typename T>
+  INLINED void store(
+      constant Parameters& p, device T* d_key, device T* d_value, float scale, int batch, int key_head, int first, Lane lane) {
+    scale_sums(key_sums, scale);
+    store_keys<T, Types::H>(key_sums, p, d_key, batch, key_head, first, 0, lane);
+    store_keys<T, Types::V>(value_sums, p, d_value, batch, key_head, first, 0, lane);
+  }
+};
+
+// What makes dK and dV of pairs: products, and who sums what comes of them.
+template <typename Types, typename Sums, int BLOCKS>
 struct KeyValueGradient {
   typename Types::Visibility visibility;
   typename Types::Score score;
   Dropout drop;
   int first;   // the lane's key of the first block
   bool whole;  // all pairs at hand are visible
-  Fragment<float> key_sums[BLOCKS][KEY_COUNT];
-  Fragment<float> value_sums[BLOCKS][VALUE_COUNT];
+  Sums sums;
 
-  // Adds 8 · COLUMNS queries from row `part` · 8 of the tile on, where the readers begin. See `attend`.
-  template <
-      bool WITH_KEY, bool WITH_VALUE, bool MASKED, int COLUMNS, typename Keys, typename Values, typename Queries,
-      typename Cotangents, typename States>
+  // Adds 8 · COLUMNS queries from row `part` · 8 of the tile on, where the readers begin, unless nothing of them `sees`. See `attend`.
+  template <bool MASKED, int COLUMNS, typename Queries, typename Cotangents, typename States>
   INLINED void add(
-      const thread Keys& k, const thread Values& v, const thread Queries& queries, const thread Cotangents& cotangents,
-      const thread States& states, int tile_row, int buffer, int part, int from_key, int from_value, bool spoilt, Lane lane) {
-    constexpr int key_width = Queries::fragments;
-    constexpr int value_width = Cotangents::fragments;
+      const thread Queries& queries, const thread Cotangents& cotangents, const thread States& states, int tile_row, int buffer,
+      int part, bool sees, bool spoilt, Lane lane) {
+    Fragment<float> s[BLOCKS][COLUMNS];
+    Fragment<float> d_p[BLOCKS][COLUMNS];
+    sums.multiply(s, d_p, queries, cotangents, sees);
+    if (!sees) {
+      return;
+    }
     RowState state[COLUMNS][2];
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
@@ -378,14 +522,6 @@ struct KeyValueGradient {
       for (int e = 0; e < 2; ++e) {
         state[c][e] = states.at(tile_row, (part + c) * 8 + lane.column + e, buffer);
       }
-    }
-    Fragment<float> s[BLOCKS][COLUMNS];
-    Fragment<float> d_p[BLOCKS][COLUMNS];
-    multiply_rows(s, k, queries);
-    if (WITH_KEY) {
-      multiply_rows(d_p, v, cotangents);
-    } else {
-      clear(d_p);
     }
     int rows[BLOCKS * COLUMNS];
     int columns[BLOCKS * COLUMNS];
@@ -415,30 +551,14 @@ struct KeyValueGradient {
         }
       }
     }
-    if ((MASKED || score.may_be_masked()) && spoilt) {
-      if (WITH_VALUE) {
-        accumulate_present<value_width>(value_sums, s, cotangents, from_value, lane);
-      }
-      if (WITH_KEY) {
-        accumulate_present<key_width>(key_sums, d_p, queries, from_key, lane);
-      }
-    } else {
-      if (WITH_VALUE) {
-        accumulate<value_width>(value_sums, s, cotangents, from_value);
-      }
-      if (WITH_KEY) {
-        accumulate<key_width>(key_sums, d_p, queries, from_key);
-      }
-    }
+    sums.add(s, d_p, queries, cotangents, (MASKED || score.may_be_masked()) && spoilt, lane);
   }
 
   // Adds all queries that the keys of the threadgroup meet.
-  template <
-      bool WITH_KEY, bool WITH_VALUE, int QUERIES, int COLUMNS, int BUFFERS, typename Keys, typename Values, typename Tiles>
+  template <int QUERIES, int COLUMNS, int BUFFERS, typename Tiles>
   INLINED void add_all(
-      constant Parameters& p, const thread Keys& k, const thread Values& v, thread Tiles& tiles, Turn turn,
-      device const int* lists, int group_column, int columns, int own, int from_key, int from_value, Lane lane,
-      ushort lane_index) {
+      constant Parameters& p, thread Tiles& tiles, Turn turn, device const int* lists, int group_column, int columns, int own,
+      Lane lane, ushort lane_index) {
     Pipeline<Tiles, BUFFERS> pipeline(tiles);
     pipeline.start(turn.there(), turn.place(QUERIES));
     while (turn.there()) {
@@ -458,8 +578,8 @@ struct KeyValueGradient {
         const bool spoilt = score.may_be_masked() && !(queries.finite(lane_index) && cotangents.finite(lane_index));
         ROLLED
         for (int part = 0; part < QUERIES / 8; part += COLUMNS) {
-          add<WITH_KEY, WITH_VALUE, false, COLUMNS>(
-              k, v, queries.part(part), cotangents.part(part), states, row, pipeline.buffer, part, from_key, from_value, spoilt, lane);
+          add<false, COLUMNS>(
+              queries.part(part), cotangents.part(part), states, row, pipeline.buffer, part, true, spoilt, lane);
         }
         pipeline.turn(following.there());
         turn = following;
@@ -470,16 +590,17 @@ struct KeyValueGradient {
         const Turn following = turn.template next<QUERIES>(p, visibility, lists, group_column, columns);
         pipeline.ahead(following.there(), following.place(QUERIES));
         const int seen = visibility.of_tile(row, QUERIES, own, BLOCKS * 8);
-        if (seen != none_visible) {
+        if (Sums::together || seen != none_visible) {
           const auto queries = tiles.queries.reader(query_source, row, pipeline.buffer);
           const auto cotangents = tiles.cotangents.reader(cotangent_source, row, pipeline.buffer);
-          const bool spoilt = !(queries.finite(lane_index) && cotangents.finite(lane_index));
+          const bool spoilt = seen != none_visible && !(queries.finite(lane_index) && cotangents.finite(lane_index));
           whole = seen == all_visible;
           ROLLED
           for (int part = 0; part < QUERIES / 8; ++part) {
-            if (visibility.band(row + part * 8, 8, own, BLOCKS * 8) != none_visible) {
-              add<WITH_KEY, WITH_VALUE, true, 1>(
-                  k, v, queries.part(part), cotangents.part(part), states, row, pipeline.buffer, part, from_key, from_value, spoilt, lane);
+            const bool sees = seen != none_visible && visibility.band(row + part * 8, 8, own, BLOCKS * 8) != none_visible;
+            if (Sums::together || sees) {
+              add<true, 1>(
+                  queries.part(part), cotangents.part(part), states, row, pipeline.buffer, part, sees, spoilt, lane);
             }
           }
         }
@@ -490,23 +611,7 @@ struct KeyValueGradient {
   }
 };
 
-// Sums of a simdgroup's keys to their place.
-template <typename T, int SIZE, int BLOCKS, int COUNT>
-INLINED void store_keys(
-    const thread Fragment<float> (&sums)[BLOCKS][COUNT], constant Parameters& p, device T* to, int batch, int key_head, int first,
-    int from, Lane lane) {
-  const uint stride = uint(p.key_heads) * uint(SIZE);
-  device T* rows = to + head_offset(batch, p.keys, p.key_heads, key_head, SIZE) + ulong(uint(first)) * stride;
-  UNROLLED
-  for (int block = 0; block < BLOCKS; ++block) {
-    if (first + block * 8 + lane.row < p.keys) {
-      store_row<SIZE>(sums[block], 1.0f, rows + uint(block * 8 + lane.row) * stride, from, lane);
-    }
-  }
-}
-
-// A simdgroup has BLOCKS × 8 keys and their values, and sums up dK and dV of them. Where registers do not hold both, SLICES
-// threadgroups share them, each with all scores that it needs: the first half of them sums columns of dV, the others those of dK.
+// A simdgroup, or a pair, has BLOCKS × 8 keys and their values, and sums up dK and dV of them.
 template <
     typename Types,
     int BLOCKS,
@@ -516,7 +621,7 @@ template <
     int BUFFERS,
     bool CACHE_K,
     bool CACHE_V,
-    int SLICES>
+    int PARTS>    // 0 for no pairs; threadgroups that share the columns of sums, each with all scores
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_d_key_value(
     D_KEY_VALUE_OPERANDS,
     uint3 launched [[threadgroup_position_in_grid]],  // of (key head, tile of keys and slice, batch row)
@@ -526,16 +631,16 @@ template <
   constexpr int H = Types::H;
   constexpr int V = Types::V;
   static_assert(QUERIES / 8 % COLUMNS == 0, "parts of a tile are alike");
-  constexpr int keys_of_group = SIMDGROUPS * BLOCKS * 8;
-  constexpr int parts = SLICES > 1 ? SLICES / 2 : 1;
-  constexpr int h_fragments = slice_fragments(H, parts);
-  constexpr int v_fragments = slice_fragments(V, parts);
+  using Sums = KeyValueSums<Types, BLOCKS, SIMDGROUPS, COLUMNS, CACHE_K, CACHE_V, (BUFFERS > 0), PARTS>;
+  constexpr int keys_of_group = Sums::pairs * BLOCKS * 8;
+  constexpr int parts = larger_of(PARTS, 1);
   using T = typename Types::T;
   using Operand = typename Types::Operand;
   using Tiles = QueryTiles<Types, QUERIES, SIMDGROUPS * 32, (BUFFERS > 0)>;
   threadgroup Operand q_room[BUFFERS > 0 ? BUFFERS * Tiles::Queries::room : 1];
   threadgroup Operand do_room[BUFFERS > 0 ? BUFFERS * Tiles::Cotangents::room : 1];
   threadgroup float state_room[BUFFERS > 0 ? BUFFERS * 3 * QUERIES : 1];
+  threadgroup float2 score_room[Sums::room];
 
   const Features features = FEATURES;
   const uint3 group = place_in(p.grid, launched);
@@ -543,19 +648,18 @@ template <
   const int key_head = group.x;
   const int batch = group.z;
   const int heads_of_group = p.heads / p.key_heads;
-  const int slice = int(group.y) % SLICES;
-  const int part = slice % parts;
-  const int group_column = int(group.y) / SLICES * keys_of_group;
-  const int first = group_column + simdgroup * BLOCKS * 8;
+  const int group_column = int(group.y) / parts * keys_of_group;
+  const int first = group_column + simdgroup % Sums::pairs * BLOCKS * 8;
   const int first_head = key_head * heads_of_group;
   const int end_head = first_head + heads_of_group;
   const typename Types::Visibility visibility(features, batch, first_head, lane_index);
   const typename Types::Score score(features, batch, first_head, visibility.offset);
   const Dropout drop(features, batch, first_head);
-  const OwnRows<typename Types::Key, Operand, BLOCKS, CACHE_K, (BUFFERS > 0)> k(
-      keys_of<Types>(features, key, batch, key_head, p.keys), first, lane);
-  const OwnRows<typename Types::Value, Operand, BLOCKS, CACHE_V, (BUFFERS > 0)> v(
-      values_of<Types>(features, value, batch, key_head, p.keys), first, lane);
+  KeyValueGradient<Types, Sums, BLOCKS> gradient = {
+      visibility, score, drop, first + lane.row, false,
+      Sums(
+          keys_of<Types>(features, key, batch, key_head, p.keys), values_of<Types>(features, value, batch, key_head, p.keys),
+          score_room, first, simdgroup, int(group.y) % parts, lane, lane_index)};
   const ulong at_batch = ulong(batch) * p.queries * p.heads;
   Tiles tiles = {
       queries_of<Types>(features, query, batch, 0, visibility.rows),
@@ -565,29 +669,9 @@ template <
   const Turn before = {first_head - 1, end_head, 0, {0, 0, 0, 0, nullptr, 0}};
   const Turn turn = before.template next<QUERIES>(p, visibility, lists, group_column, keys_of_group);
 
-  if (SLICES == 1) {
-    KeyValueGradient<Types, BLOCKS, h_fragments, v_fragments> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
-    clear(gradient.key_sums);
-    clear(gradient.value_sums);
-    gradient.template add_all<true, true, QUERIES, COLUMNS, BUFFERS>(
-        p, k, v, tiles, turn, lists, group_column, keys_of_group, first, 0, 0, lane, lane_index);
-    scale_sums(gradient.key_sums, score.scale);
-    store_keys<T, H>(gradient.key_sums, p, d_key, batch, key_head, first, 0, lane);
-    store_keys<T, V>(gradient.value_sums, p, d_value, batch, key_head, first, 0, lane);
-  } else if (slice < parts) {
-    KeyValueGradient<Types, BLOCKS, 1, v_fragments> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
-    clear(gradient.value_sums);
-    gradient.template add_all<false, true, QUERIES, COLUMNS, BUFFERS>(
-        p, k, v, tiles, turn, lists, group_column, keys_of_group, first, 0, part * v_fragments, lane, lane_index);
-    store_keys<T, V>(gradient.value_sums, p, d_value, batch, key_head, first, part * v_fragments, lane);
-  } else {
-    KeyValueGradient<Types, BLOCKS, h_fragments, 1> gradient = {visibility, score, drop, first + lane.row, false, {}, {}};
-    clear(gradient.key_sums);
-    gradient.template add_all<true, false, QUERIES, COLUMNS, BUFFERS>(
-        p, k, v, tiles, turn, lists, group_column, keys_of_group, first, part * h_fragments, 0, lane, lane_index);
-    scale_sums(gradient.key_sums, score.scale);
-    store_keys<T, H>(gradient.key_sums, p, d_key, batch, key_head, first, part * h_fragments, lane);
-  }
+  gradient.template add_all<QUERIES, COLUMNS, BUFFERS>(
+      p, tiles, turn, lists, group_column, keys_of_group, first, lane, lane_index);
+  gradient.sums.store(p, d_key, d_value, score.scale, batch, key_head, first, lane);
 }
 
 // One simdgroup for each 8 × (8 · COLUMNS) elements of the bias; along an axis that the bias lacks it walks over all tiles.

@@ -55,7 +55,7 @@ template <
   constexpr int v_fragments = slice_fragments(V, SLICES);
   using T = typename Types::T;
   using Operand = typename Types::Operand;
-  using Tiles = KeyValueTiles<Types, KEYS, SIMDGROUPS * 32, (BUFFERS > 0), transposed_form, straight_form>;
+  using Tiles = KeyValueTiles<Types, KEYS, SIMDGROUPS * 32, (BUFFERS > 0)>;
   threadgroup Operand k_room[BUFFERS > 0 ? BUFFERS * Tiles::Keys::room : 1];
   threadgroup Operand v_room[BUFFERS > 0 ? BUFFERS * Tiles::Values::room : 1];
 
@@ -128,7 +128,7 @@ template <
     const FinishedRow row(running.row_max[0], sum_along_row(running.row_sum[0]), sink_of(p, sinks, batch, head));
     const int left = queries - first - block * 8;
     if (lane.row < left) {
-      store_row<V>(
+      store_row<V, columns_dealt(V)>(
           running.sums[0], row.factor, out_rows + uint(block * 8 + lane.row) * out_stride, slice * v_fragments, lane);
     }
     if (slice == 0 && lane.column == 0 && lane.row < left) {

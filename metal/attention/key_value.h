@@ -4,11 +4,11 @@
 #include "attention/places.h"
 #include "core/pipeline.h"
 
-template <typename Types, int KEYS, int THREADS, bool STAGED, int KEY_FORMS, int VALUE_FORMS>
+template <typename Types, int KEYS, int THREADS, bool STAGED>
 struct KeyValueTiles {
   using Operand = typename Types::Operand;
-  using Keys = typename TileOf<STAGED, typename Types::Key, Operand, KEYS, THREADS, KEY_FORMS>::Type;
-  using Values = typename TileOf<STAGED, typename Types::Value, Operand, KEYS, THREADS, VALUE_FORMS>::Type;
+  using Keys = typename TileOf<STAGED, typename Types::Key, Operand, KEYS, THREADS>::Type;
+  using Values = typename TileOf<STAGED, typename Types::Value, Operand, KEYS, THREADS>::Type;
   typename Types::Key key_source;
   typename Types::Value value_source;
   Keys keys;

@@ -87,13 +87,20 @@ INLINED Fragment<T> load_within(device const T* at, int column) {
   return result;
 }
 
+// Where a lane's first element in fragment i stands whose place in a fragment is `column`. Where columns are DEALT, two fragments
+// share 16, of which a lane has four that lie side by side.
+template <bool DEALT>
+INLINED int place_of(int i, int column) {
+  return DEALT ? column * 2 + (i / 2 * 16 + i % 2 * 2) : column + i * 8;
+}
+
 // A row of fragments times `factor` to a row of SIZE elements, from its fragment `from` on: the lane's elements of them.
-template <int SIZE, typename T, int COUNT>
+template <int SIZE, bool DEALT, typename T, int COUNT>
 INLINED void store_row(
     const thread Fragment<float> (&sums)[COUNT], float factor, device T* row, int from, Lane lane) {
   UNROLLED
   for (int i = 0; i < COUNT; ++i) {
-    const int column = (from + i) * 8 + lane.column;
+    const int column = place_of<DEALT>(from + i, lane.column);
     vec<T, 2> x;
     x[0] = T(sums[i].thread_elements()[0] * factor);
     x[1] = T(sums[i].thread_elements()[1] * factor);

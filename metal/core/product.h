@@ -21,6 +21,10 @@ constexpr int slice_fragments(int size, int slices) {
   return (padded(size) / 8 + slices - 1) / slices;
 }
 
+constexpr int larger_of(int x, int y) {
+  return x > y ? x : y;
+}
+
 template <int BLOCKS, int COUNT>
 INLINED void clear(thread Fragment<float> (&sums)[BLOCKS][COUNT]) {
   UNROLLED
@@ -87,16 +91,21 @@ INLINED void accumulate(
     const thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
     const thread Reader& tile,
     int from) {
+  constexpr int together = Reader::dealt && COUNT % 2 == 0 ? 2 : 1;
   UNROLLED
   for (int c = 0; c < COLUMNS; ++c) {
     UNROLLED
-    for (int i = 0; i < COUNT; ++i) {
+    for (int i = 0; i < COUNT; i += together) {
       // the last slice may be narrower, unless all are alike
       if ((COUNT < WIDTH && WIDTH % COUNT == 0) || from + i < WIDTH) {
-        const auto operand = tile.straight(c, from + i);
+        Fragment<typename Reader::Element> operands[together];
+        tile.straight(c, from + i, operands);
         UNROLLED
-        for (int block = 0; block < BLOCKS; ++block) {
-          simdgroup_multiply_accumulate(sums[block][i], weights[block][c], operand, sums[block][i]);
+        for (int k = 0; k < together; ++k) {
+          UNROLLED
+          for (int block = 0; block < BLOCKS; ++block) {
+            simdgroup_multiply_accumulate(sums[block][i + k], weights[block][c], operands[k], sums[block][i + k]);
+          }
         }
       }
     }
@@ -139,5 +148,16 @@ INLINED void accumulate_present(
       rotate(sums);
     }
     rotate(weights);
+  }
+}
+
+// Either of them: NaN and infinity in a tile are looked after where it is `spoilt`.
+template <int WIDTH, typename Sums, typename Weights, typename Reader>
+INLINED void accumulate_or_present(
+    thread Sums& sums, thread Weights& weights, const thread Reader& tile, int from, bool spoilt, Lane lane) {
+  if (spoilt) {
+    accumulate_present<WIDTH>(sums, weights, tile, from, lane);
+  } else {
+    accumulate<WIDTH>(sums, weights, tile, from);
   }
 }

@@ -104,50 +104,134 @@ constexpr int padded(int size) {
   return (size + 7) / 8 * 8;
 }
 
-// A product over channels does not mind their order. Where its tiles come straight from device memory, place p of fragment i holds
-// channel p · size / 8 + i, so that what a lane reads of a row lies side by side, for as many fragments at once as this says; of
-// others, and where it says 1, it holds channel 8 · i + p.
-constexpr int fragments_at_once(bool staged, int size) {
-  return staged || size % 16 != 0 ? 1 : (size % 32 == 0 ? 4 : 2);
+// A product over channels does not mind their order: of so many fragments side by side a place holds as many channels that lie side
+// by side, so that a lane reads them at once.
+constexpr int fragments_at_once(int size) {
+  return size % 32 == 0 ? 4 : (size % 16 == 0 ? 2 : 1);
 }
 
-// The elements of COUNT fragments from i on that a lane's two places of a row have; `second` is the row of the second place, as far
-// behind the first in its run.
-template <typename Operand, int COUNT, typename Tile>
+// Nor does a sum over rows mind where its columns stand: a lane reads four side by side, of two fragments.
+constexpr bool columns_dealt(int size) {
+  return size % 16 == 0;
+}
+
+// COUNT fragments of channels from fragment i on, a multiple of COUNT: of each a lane's two elements, of `place` in one row and of
+// `second_place` in a second. In threadgroup memory lanes side by side read what lies side by side, from different banks; in device
+// memory each has a run of the row's SIZE channels, so that the first reads bring all of a row into the cache.
+template <bool STAGED, int SIZE, typename Operand, int COUNT, typename Tile>
 INLINED void load_dealt(
-    thread Fragment<Operand> (&result)[COUNT], Tile tile, int row, int start, int second, int second_start, int i) {
-  const auto x = tile.template load<COUNT>(row, start + i);
-  const auto y = tile.template load<COUNT>(second, second_start + i);
+    thread Fragment<Operand> (&result)[COUNT], Tile tile, int row, int place, int second, int second_place, int i) {
+  constexpr int run = STAGED || COUNT == 1 ? COUNT : SIZE / 8;
+  const int start = STAGED || COUNT == 1 ? i * 8 : i;
+  const auto x = tile.template load<COUNT>(row, place * run + start);
+  const auto y = tile.template load<COUNT>(second, second_place * run + start);
   UNROLLED
   for (int k = 0; k < COUNT; ++k) {
     result[k] = fragment_of<Operand>(Operand(x[k]), Operand(y[k]));
   }
 }
 
-// Which fragments of a tile its readers ask for, as they lie or transposed. Staging does the transposition once for all.
-constant constexpr int straight_form = 1;
-constant constexpr int transposed_form = 2;
+// A tile of ROWS rows as fragments, from wherever it lies.
+template <typename Tile, typename Operand, int SIZE, int ROWS, bool STAGED>
+struct TileReader {
+  using Element = Operand;
+  static constant constexpr int fragments = padded(SIZE) / 8;  // side by side
+  static constant constexpr int together = fragments_at_once(SIZE);
+  static constant constexpr bool dealt = columns_dealt(SIZE);
+  Tile tile;
+  int first;  // row of the tile
+  Lane lane;
+
+  // Fragment (8 rows from 8·row, 8 columns from 8·column, unless they are dealt).
+  INLINED Fragment<Operand> straight(int row, int column) const {
+    return converted<Operand>(tile.pair(first + row * 8 + lane.row, place_of<dealt>(column, lane.column)));
+  }
+
+  // Two fragments from `column` on, an even one, where they are dealt.
+  INLINED void straight(int row, int column, thread Fragment<Operand> (&result)[2]) const {
+    const auto x = tile.template load<4>(first + row * 8 + lane.row, place_of<dealt>(column, lane.column));
+    result[0] = fragment_of<Operand>(Operand(x[0]), Operand(x[1]));
+    result[1] = fragment_of<Operand>(Operand(x[2]), Operand(x[3]));
+  }
+
+  INLINED void straight(int row, int column, thread Fragment<Operand> (&result)[1]) const {
+    result[0] = straight(row, column);
+  }
+
+  // `together` fragments from `column` on, transposed.
+  INLINED void transposed(int row, int column, thread Fragment<Operand> (&result)[together]) const {
+    const int at = first + row * 8 + lane.column;
+    if (SIZE % 8 != 0 && column * 8 + lane.row >= SIZE) {
+      result[0] = fragment_of<Operand>(Operand(0), Operand(0));
+    } else {
+      load_dealt<STAGED, SIZE>(result, tile, at, lane.row, at + 1, lane.row, column);
+    }
+  }
+
+  // The same from row 8·i on.
+  INLINED TileReader part(int i) const {
+    return {tile, i * 8, lane};
+  }
+
+  // Whether all elements of the tile are finite, as a simdgroup finds out together.
+  INLINED bool finite(ushort lane) const {
+    constexpr int wide = SIZE % 4 == 0 ? 4 : 1;
+    float zero = 0;  // or NaN
+    FEW
+    for (int i = lane; i < min(ROWS, tile.last + 1) * (SIZE / wide); i += 32) {
+      const auto x = tile.template load<wide>(i / (SIZE / wide), i % (SIZE / wide) * wide);
+      UNROLLED
+      for (int e = 0; e < wide; ++e) {
+        zero = fma(float(x[e]), 0.0f, zero);
+      }
+    }
+    return simd_all(zero == 0);
+  }
+};
+
+// A tile in threadgroup memory, whose rows are STRIDE elements apart.
+template <typename T, int ROWS, int STRIDE>
+struct StagedTile {
+  static constant constexpr int last = ROWS - 1;
+  threadgroup const T* rows;
+
+  INLINED Fragment<T> pair(int i, int column) const {
+    return load_staged_pair(rows + (i * STRIDE + column));
+  }
+
+  // COUNT elements of a row, 4, 2 or 1; the others are zero.
+  template <int COUNT>
+  INLINED vec<T, 4> load(int i, int column) const {
+    threadgroup const T* at = rows + (i * STRIDE + column);
+    if (COUNT == 4) {
+      return *reinterpret_cast<threadgroup const vec<T, 4>*>(at);
+    }
+    vec<T, 4> result = vec<T, 4>(T(0));
+    UNROLLED
+    for (int e = 0; e < COUNT; ++e) {
+      result[e] = at[e];
+    }
+    return result;
+  }
+};
 
 // Tiles of ROWS rows in threadgroup memory: fetched to registers, put down later, read as fragments of Operand. All threads of
-// the threadgroup fetch and put. Rows there are 16 bytes longer than needed, so that those of a fragment lie in different banks.
-template <typename Source, typename Operand, int ROWS, int THREADS, int FORMS>
+// the threadgroup fetch and put. Rows are longer there than needed, by what a fragment's lanes read of one at once, so that those of
+// a fragment lie in different banks.
+template <typename Source, typename Operand, int ROWS, int THREADS>
 struct Staged {
   using Element = typename Source::Element;
   static constant constexpr int size = Source::size;
   static constant constexpr int width = padded(size);
-  static constant constexpr int pad = 16 / sizeof(Operand);
-  static constant constexpr int straight_stride = width + pad;
-  static constant constexpr int transposed_stride = ROWS + pad;
-  static constant constexpr int straight_room = FORMS & straight_form ? ROWS * straight_stride : 0;
-  static constant constexpr int room = straight_room + (FORMS & transposed_form ? width * transposed_stride : 0);
+  static constant constexpr int stride = width + 16;
+  static constant constexpr int room = ROWS * stride;
+  using Tile = StagedTile<Operand, ROWS, stride>;
+  using Reader = TileReader<Tile, Operand, size, ROWS, true>;
 
-  // A thread moves units of `together` rows × 4 elements, or × 1 where rows are not multiples of 4.
+  // A thread moves units of 4 elements, or of 1 where rows are not multiples of 4.
   static constant constexpr int wide = size % 4 == 0 ? 4 : 1;
-  static constant constexpr int together = FORMS & transposed_form ? 2 : 1;
   static constant constexpr int in_row = width / wide;
-  static constant constexpr int across = in_row % 4 == 0 ? 4 : 1;        // units side by side that a simdgroup reads at once
-  static constant constexpr int down = ROWS / together % 8 == 0 ? 8 : 4;
-  static constant constexpr int units = ROWS / together * in_row;
+  static constant constexpr int units = ROWS * in_row;
   static constant constexpr int count = (units + THREADS - 1) / THREADS;
 
   threadgroup Operand* tiles;
@@ -155,146 +239,61 @@ struct Staged {
   Lane lane;
   uint row[count];  // of the thread's units, for all places that fetch and put
   uint column[count];
-  typename Source::Fetched fetched[count][together];
+  typename Source::Fetched fetched[count];
 
   INLINED Staged(threadgroup Operand* tiles, ushort thread_index, Lane lane) : tiles(tiles), thread_index(thread_index), lane(lane) {
     UNROLLED
     for (int i = 0; i < count; ++i) {
-      row[i] = row_of(thread_index + i * THREADS);
-      column[i] = column_of(thread_index + i * THREADS);
+      const int unit = thread_index + i * THREADS;
+      row[i] = unit / in_row;
+      column[i] = unit % in_row * wide;
     }
   }
 
-  INLINED static int row_of(int unit) {
-    if (together == 1) {
-      return unit / in_row;
-    }
-    return (unit % down + down * (unit / (down * across) % (ROWS / together / down))) * together;
-  }
-
-  INLINED static int column_of(int unit) {
-    if (together == 1) {
-      return unit % in_row * wide;
-    }
-    return (unit / down % across + across * (unit / (across * (ROWS / together)))) * wide;
+  INLINED bool has(int i) const {
+    return units % THREADS == 0 || thread_index + i * THREADS < units;
   }
 
   INLINED void fetch(Source source, int first) {
     const auto tile = source.tile(first);
     UNROLLED
     for (int i = 0; i < count; ++i) {
-      const int unit = thread_index + i * THREADS;
-      UNROLLED
-      for (int r = 0; r < together; ++r) {
-        fetched[i][r] = {};
-        if ((units % THREADS == 0 || unit < units) && (size == width || column[i] < size)) {
-          fetched[i][r] = tile.template fetch<wide>(row[i] + r, column[i]);
-        }
+      fetched[i] = {};
+      if (has(i) && (size == width || column[i] < size)) {
+        fetched[i] = tile.template fetch<wide>(row[i], column[i]);
       }
     }
   }
 
   INLINED void put(int buffer) {
-    threadgroup Operand* to = tiles + buffer * room;
     UNROLLED
     for (int i = 0; i < count; ++i) {
-      const int unit = thread_index + i * THREADS;
-      if (units % THREADS != 0 && unit >= units) {
-        continue;
-      }
-      vec<Element, 4> x[together];
-      UNROLLED
-      for (int r = 0; r < together; ++r) {
-        x[r] = Source::template elements<wide>(fetched[i][r]);
-      }
-      if (FORMS & straight_form) {
-        threadgroup Operand* first = to + (row[i] * straight_stride + column[i]);
-        UNROLLED
-        for (int r = 0; r < together; ++r) {
-          threadgroup Operand* at = first + r * straight_stride;
-          if (wide == 4) {
-            vec<Operand, 4> four;
-            UNROLLED
-            for (int e = 0; e < 4; ++e) {
-              four[e] = Operand(x[r][e]);
-            }
-            *reinterpret_cast<threadgroup vec<Operand, 4>*>(at) = four;
-          } else {
-            at[0] = Operand(x[r][0]);
+      if (has(i)) {
+        threadgroup Operand* at = tiles + (buffer * room + row[i] * stride + column[i]);
+        const vec<Element, 4> x = Source::template elements<wide>(fetched[i]);
+        if (wide == 4) {
+          vec<Operand, 4> four;
+          UNROLLED
+          for (int e = 0; e < 4; ++e) {
+            four[e] = Operand(x[e]);
           }
-        }
-      }
-      if (FORMS & transposed_form) {
-        threadgroup Operand* first = to + (straight_room + column[i] * transposed_stride + row[i]);
-        UNROLLED
-        for (int e = 0; e < wide; ++e) {
-          vec<Operand, 2> both;
-          both[0] = Operand(x[0][e]);
-          both[1] = Operand(x[together - 1][e]);
-          *reinterpret_cast<threadgroup vec<Operand, 2>*>(first + e * transposed_stride) = both;
+          *reinterpret_cast<threadgroup vec<Operand, 4>*>(at) = four;
+        } else {
+          at[0] = Operand(x[0]);
         }
       }
     }
   }
 
-  // One tile as its readers see it.
-  struct Reader {
-    static constant constexpr int fragments = width / 8;  // side by side
-    static constant constexpr int together = 1;
-    threadgroup const Operand* straight_lane;
-    threadgroup const Operand* transposed_lane;
-    threadgroup const Operand* rows;
-
-    // Fragment (8 rows from 8·row, 8 columns from 8·column).
-    INLINED Fragment<Operand> straight(int row, int column) const {
-      return load_staged_pair(straight_lane + (row * 8 * straight_stride + column * 8));
-    }
-
-    // Its transpose.
-    INLINED Fragment<Operand> transposed(int row, int column) const {
-      return load_staged_pair(transposed_lane + (column * 8 * transposed_stride + row * 8));
-    }
-
-    INLINED void transposed(int row, int column, thread Fragment<Operand> (&result)[1]) const {
-      result[0] = transposed(row, column);
-    }
-
-    // The same from row 8·i on.
-    INLINED Reader part(int i) const {
-      return {straight_lane + i * 8 * straight_stride, transposed_lane + i * 8, rows};
-    }
-
-    // Whether all elements of the tile are finite, as a simdgroup finds out together.
-    INLINED bool finite(ushort lane) const {
-      constexpr int fours = ROWS * width / 4;
-      float zero = 0;  // or NaN
-      FEW
-      for (int turn = 0; turn < (fours + 31) / 32; ++turn) {
-        const int i = fours % 32 == 0 ? turn * 32 + lane % 32 : min(turn * 32 + lane, fours - 1);
-        const vec<Operand, 4> x = *reinterpret_cast<threadgroup const vec<Operand, 4>*>(
-            rows + i / (width / 4) * straight_stride + i % (width / 4) * 4);
-        UNROLLED
-        for (int e = 0; e < 4; ++e) {
-          zero = fma(float(x[e]), 0.0f, zero);
-        }
-      }
-      return simd_all(zero == 0);
-    }
-  };
-
   INLINED Reader reader(Source, int, int buffer) const {
-    threadgroup const Operand* at = tiles + buffer * room;
-    return {
-        at + (lane.row * straight_stride + lane.column),
-        at + (straight_room + lane.row * transposed_stride + lane.column), at};
+    return {{tiles + buffer * room}, 0, lane};
   }
 };
 
 // The same without threadgroup memory: fragments come straight from device memory, through its caches.
 template <typename Source, typename Operand, int ROWS>
 struct Direct {
-  static constant constexpr int size = Source::size;
-  static constant constexpr int width = padded(size);
+  using Reader = TileReader<typename Source::Tile, Operand, Source::size, ROWS, false>;
   static constant constexpr int room = 0;
   Lane lane;
 
@@ -306,68 +305,18 @@ struct Direct {
 
   INLINED void put(int) {}
 
-  struct Reader {
-    static constant constexpr int fragments = width / 8;
-    static constant constexpr int together = fragments_at_once(false, size);
-    typename Source::Tile tile;
-    int first;  // row of the tile
-    Lane lane;
-
-    INLINED Fragment<Operand> straight(int row, int column) const {
-      return converted<Operand>(tile.pair(first + row * 8 + lane.row, lane.column + column * 8));
-    }
-
-    // `together` fragments from `column` on.
-    INLINED void transposed(int row, int column, thread Fragment<Operand> (&result)[together]) const {
-      if (together == 1) {
-        result[0] = transposed(row, column);
-        return;
-      }
-      const int at = first + row * 8 + lane.column;
-      const int start = lane.row * (width / 8);
-      load_dealt(result, tile, at, start, at + 1, start, column);
-    }
-
-    INLINED Fragment<Operand> transposed(int row, int column) const {
-      if (size % 8 != 0 && column * 8 + lane.row >= size) {
-        return fragment_of<Operand>(Operand(0), Operand(0));
-      }
-      const int at = first + row * 8 + lane.column;
-      return fragment_of<Operand>(
-          Operand(tile.at(at, lane.row + column * 8)), Operand(tile.at(at + 1, lane.row + column * 8)));
-    }
-
-    INLINED Reader part(int i) const {
-      return {tile, i * 8, lane};
-    }
-
-    INLINED bool finite(ushort lane) const {
-      constexpr int wide = size % 4 == 0 ? 4 : 1;
-      float zero = 0;
-      FEW
-      for (int i = lane; i < min(ROWS, tile.last + 1) * (size / wide); i += 32) {
-        const vec<typename Source::Element, 4> x = tile.template load<wide>(i / (size / wide), i % (size / wide) * wide);
-        UNROLLED
-        for (int e = 0; e < wide; ++e) {
-          zero = fma(float(x[e]), 0.0f, zero);
-        }
-      }
-      return simd_all(zero == 0);
-    }
-  };
-
   INLINED Reader reader(Source source, int first, int) const {
     return {source.tile(first), 0, lane};
   }
 };
 
-template <bool STAGED, typename Source, typename Operand, int ROWS, int THREADS, int FORMS>
+template <bool STAGED, typename Source, typename Operand, int ROWS, int THREADS>
 struct TileOf {
-  using Type = Staged<Source, Operand, ROWS, THREADS, FORMS>;
+  using Type = Staged<Source, Operand, ROWS, THREADS>;
 };
 
-template <typename Source, typename Operand, int ROWS, int THREADS, int FORMS>
-struct TileOf<false, Source, Operand, ROWS, THREADS, FORMS> {
+template <typename Source, typename Operand, int ROWS, int THREADS>
+struct TileOf<false, Source, Operand, ROWS, THREADS> {
   using Type = Direct<Source, Operand, ROWS>;
 };
 
@@ -376,22 +325,30 @@ struct TileOf<false, Source, Operand, ROWS, THREADS, FORMS> {
 template <typename Source, typename Operand, int BLOCKS, bool CACHED, bool STAGED>
 struct OwnRows {
   static constant constexpr int count = padded(Source::size) / 8;
-  static constant constexpr int together = fragments_at_once(STAGED, Source::size);
+  static constant constexpr int together = fragments_at_once(Source::size);
   using Element = Operand;
   typename Source::Tile tile;
   Lane lane;
   Fragment<Operand> kept[CACHED ? BLOCKS : 1][CACHED ? count : 1];
 
   INLINED OwnRows(Source source, int first, Lane lane) : tile(source.tile(min(first, source.count - 1))), lane(lane) {
+    if (CACHED) {
+      keep(kept);
+    }
+  }
+
+  // All fragments, to registers.
+  template <int ROWS, int COUNT>
+  INLINED void keep(thread Fragment<Operand> (&result)[ROWS][COUNT]) const {
     UNROLLED
-    for (int block = 0; block < (CACHED ? BLOCKS : 0); ++block) {
+    for (int block = 0; block < ROWS; ++block) {
       UNROLLED
-      for (int i = 0; i < (CACHED ? count : 0); i += together) {
+      for (int i = 0; i < count; i += together) {
         Fragment<Operand> x[together];
         load(block, i, x);
         UNROLLED
-        for (int k = 0; k < together; ++k) {
-          kept[CACHED ? block : 0][CACHED ? i + k : 0] = x[k];
+        for (int k = 0; k < (i + together <= COUNT ? together : 0); ++k) {
+          result[block][i + k] = x[k];
         }
       }
     }
@@ -403,7 +360,7 @@ struct OwnRows {
       result[0] = converted<Operand>(tile.pair(row, lane.column + i * 8));
       return;
     }
-    load_dealt(result, tile, row, lane.column * count, row, (lane.column + 1) * count, i);
+    load_dealt<STAGED, Source::size>(result, tile, row, lane.column, row, lane.column + 1, i);
   }
 
   // Fragments i to i + together - 1.
@@ -415,6 +372,27 @@ struct OwnRows {
     UNROLLED
     for (int k = 0; k < together; ++k) {
       result[k] = kept[CACHED ? block : 0][CACHED ? i + k : 0];
+    }
+  }
+};
+
+// Own rows, in registers where CACHED, which others have in their place.
+template <typename Own, bool CACHED, int BLOCKS, int COUNT>
+struct SharedRows {
+  static constant constexpr int count = Own::count;
+  static constant constexpr int together = Own::together;
+  using Element = typename Own::Element;
+  const thread Own& own;
+  const thread Fragment<Element> (&kept)[BLOCKS][COUNT];
+
+  INLINED void at(int block, int i, thread Fragment<Element> (&result)[together]) const {
+    if (!CACHED) {
+      own.load(block, i, result);
+      return;
+    }
+    UNROLLED
+    for (int k = 0; k < together; ++k) {
+      result[k] = kept[block][CACHED ? i + k : 0];
     }
   }
 };

@@ -19,6 +19,7 @@ import argparse
 import collections
 import dataclasses
 import functools
+import itertools
 import pathlib
 import re
 import subprocess
@@ -315,14 +316,15 @@ class Compiled:
 
 
 def tile_of(dispatch: Dispatch) -> tuple[int, int, int]:
-    """Scores of a tile for a simdgroup, in fragments, the products that it takes, and its multiplications of sums."""
+    """Scores of a tile for a simdgroup, or a pair that shares keys, in fragments, the products that it takes, and its
+    multiplications of sums."""
     function, types, blocks, _, others, *rest = dispatch.kernel.template
     sizes = [tiles.padded(int(x)) // 8 for x in re.findall(r"(\d+)>", types)[1:3]]
-    slices = rest[-1]
+    slices = max(rest[-1], 1)
     parts = {
         "attention_forward": (1, 1 / slices),
         "attention_d_query": (1 + 1 / slices, 1),
-        "attention_d_key_value": (2, 2),
+        "attention_d_key_value": (1 + 1 / slices, 1 + 1 / slices),
     }[function]
     scores = blocks * others // 8
     rescaled = 2 * blocks * round(sizes[1] / slices) if function == SCORES[0] else 0
@@ -335,7 +337,7 @@ def compiled(plan: Plan, dispatch: Dispatch, target: str = TARGETS[0]) -> Compil
     allocas = sum(" = alloca " in line for body in graph.lines.values() for line in body)
     instructions = sum(map(len, graph.lines.values()))
     function = dispatch.kernel.template[0]
-    if function not in SCORES or (function == SCORES[2] and dispatch.kernel.template[-1] > 1):
+    if function not in SCORES:
         return Compiled(dispatch.kernel.name, allocas, instructions, collections.Counter(), 0, 0)
     scores, products, rescaled = tile_of(dispatch)
     loops = graph.loops()
@@ -350,6 +352,9 @@ def compiled(plan: Plan, dispatch: Dispatch, target: str = TARGETS[0]) -> Compil
         outer = min((x for x in loops if inner < x), key=len)
         interior += graph.counted(own[outer])
         blocks |= own[outer]
+    if function == SCORES[2] and dispatch.kernel.template[-1]:  # products are shared by a pair, all else both do
+        shared = ("matrix", "single", "load", "bytes")
+        interior = collections.Counter({kind: n if kind in shared else 2 * n for kind, n in interior.items()})
     code = sum(len(graph.lines[name]) for name in blocks)
     return Compiled(dispatch.kernel.name, allocas, instructions, interior, code, scores, rescaled)
 
@@ -380,11 +385,15 @@ def alternatives(h: int, dtype: str, variant: str) -> str:
     """
     item, staged = ITEM_SIZES[dtype], int(variant == "staged")
     chosen = tiles.select(variant, h, h, item)
-    backward = [(b, n, k, c, staged, True, True) for b in (1, 2) for n in (4, 8) for k in (16, 32) for c in (1, 2)]
+    backward = [
+        (b, n, k, c, staged, True, kept)
+        for b, n, k, c, kept in itertools.product((1, 2), (4, 8), (16, 32), (1, 2, 4), (True, False))
+        if 8 * c <= k
+    ]
     others = {
         "forward": [tiles.ForwardTiles(b, n, k, staged, True) for b in (1, 2) for n in (4, 8) for k in (16, 32, 64)],
         "d_query": [tiles.QueryTiles(*x) for x in backward],
-        "d_key_value": [tiles.KeyTiles(*x) for x in backward],
+        "d_key_value": [tiles.KeyTiles(*x, parts) for x in backward for parts in (0, 1)],
     }
     lines = [
         f"H = V = {h}, {dtype}, {variant}; predicted: matrix share, times simdgroups / {BUSY} where these are fewer",

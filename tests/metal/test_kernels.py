@@ -78,19 +78,19 @@ def test_masks(rule, variant):
     plans.check(Problem(dtype="float16" if variant == "direct" else "float32", variant=variant, **rule))
 
 
-# beside the tables: buffers, columns side by side, slices, and nothing kept in registers
+# beside the tables: buffers, columns side by side, slices, pairs of simdgroups, and nothing kept in registers
 SETTINGS = [
     tiles.Tiles(
         tiles.ForwardTiles(blocks, simdgroups, keys, buffers, cached, slices),
         tiles.QueryTiles(blocks, simdgroups, keys, columns, buffers, cached, not cached, slices),
-        tiles.KeyTiles(blocks, simdgroups, queries, columns, min(buffers, 1), not cached, cached, key_slices),
+        tiles.KeyTiles(blocks, max(simdgroups, 2), queries, columns, min(buffers, 1), not cached, cached, parts),
     )
-    for blocks, simdgroups, keys, buffers, cached, columns, queries, slices, key_slices in [
+    for blocks, simdgroups, keys, buffers, cached, columns, queries, slices, parts in [
         (1, 1, 8, 1, False, 1, 8, 1, 2),
-        (2, 2, 8, 2, False, 1, 8, 1, 1),
-        (1, 4, 16, 1, True, 2, 16, 2, 4),
-        (1, 2, 32, 0, False, 2, 32, 1, 2),
-        (4, 1, 16, 1, True, 2, 16, 1, 1),
+        (2, 2, 8, 2, False, 1, 8, 1, 0),
+        (1, 4, 16, 1, True, 2, 16, 2, 2),
+        (1, 2, 32, 0, False, 2, 32, 1, 1),
+        (4, 1, 16, 1, True, 2, 16, 1, 0),
     ]
 ]
 
