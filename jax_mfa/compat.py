@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.extend.mlir import ir
 from jax.sharding import NamedSharding, PartitionSpec
 
 ffi: Any = jax.ffi if hasattr(jax, "ffi") else importlib.import_module("jax.extend.ffi")  # before 0.5
@@ -188,6 +189,24 @@ def shared_mesh(ctx: Any) -> Any:
     mesh = getattr(module.axis_context, "abstract_mesh", None)
     # none: shard_map's own devices; a program for export is compiled elsewhere, where nobody can be asked
     return None if mesh is None or mesh.size == 1 or module.lowering_parameters.for_export else mesh
+
+
+def compiled_once(ctx: Any, name: str, results: Any) -> Any:
+    """Results of a call, which XLA on one CPU compiles once for all layers of a model that make it.
+
+    XLA inlines calls that do not say otherwise, and compiles each copy anew. JAX before 0.5 does so all the same.
+    """
+    module = ctx.module_context
+    alone = getattr(module.axis_context, "num_devices", None) == 1 and tuple(module.platforms) == ("cpu",)
+    if alone and not module.lowering_parameters.for_export and results:
+        call = (results[0][0] if isinstance(results[0], (tuple, list)) else results[0]).owner
+        call = getattr(call, "operation", call)
+        if getattr(call, "name", "") == "func.call":
+            said = {"inlineable": "false", "compilation_unit": name}
+            call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+                {key: ir.StringAttr.get(value) for key, value in said.items()}
+            )
+    return results
 
 
 def need_devices(primitive: Any) -> None:

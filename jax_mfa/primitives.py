@@ -399,7 +399,7 @@ def _primitive(kind: Kind, fun: Callable[..., Any], shapes: Any, on_metal: Any =
 
     def portable(ctx: Any, *args: Any, call: Call, why_not_metal: str) -> Any:
         tell(ctx, call, "blockwise", why_not_metal)
-        return lowered(ctx, *args, call=call)
+        return compat.compiled_once(ctx, kind.name, lowered(ctx, *args, call=call))
 
     def elsewhere(ctx: Any, *args: Any, call: Call) -> Any:
         platforms = getattr(ctx, "platforms", None) or ctx.module_context.platforms

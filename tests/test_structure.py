@@ -362,6 +362,23 @@ def test_equal_layers_are_traced_and_lowered_once(implementation):
     assert eight < 2.5 * one
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 5), reason="XLA inlines all calls there")
+def test_equal_layers_are_compiled_once():
+    """Calls that are not inlined stay calls in the compiled program, one a layer and pass."""
+
+    def calls(layers):
+        def loss(x):
+            for _ in range(layers):
+                x = x + jax_mfa.dot_product_attention(x, x, x, is_causal=True, implementation="blockwise")
+            return x.sum()
+
+        x = jax.ShapeDtypeStruct((1, 1024, 8, 32), jnp.float32)
+        text = jax.jit(jax.grad(loss)).lower(x).compile().as_text()
+        return len(re.findall(r" call\(.*inlineable", text))
+
+    assert (calls(1), calls(3)) == (2, 6)
+
+
 def test_split_tells_arrays_from_static_arguments():
     moving, static = split({"query": np.ones(2), "is_causal": True, "scale": 0.5, "query_offset": 3})
     assert set(moving) == {"query"} and set(static) == {"is_causal", "scale", "query_offset"}
