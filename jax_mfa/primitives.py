@@ -399,7 +399,9 @@ def _primitive(kind: Kind, fun: Callable[..., Any], shapes: Any, on_metal: Any =
 
     def portable(ctx: Any, *args: Any, call: Call, why_not_metal: str) -> Any:
         tell(ctx, call, "blockwise", why_not_metal)
-        return compat.compiled_once(ctx, kind.name, lowered(ctx, *args, call=call))
+        results = lowered(ctx, *args, call=call)
+        operands = unpack(ctx.avals_in[: len(call.names)], call.names)
+        return results if blockwise.in_one_tile(call.spec, operands) else compat.compiled_once(ctx, kind.name, results)
 
     def elsewhere(ctx: Any, *args: Any, call: Call) -> Any:
         platforms = getattr(ctx, "platforms", None) or ctx.module_context.platforms

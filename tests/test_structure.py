@@ -366,17 +366,18 @@ def test_equal_layers_are_traced_and_lowered_once(implementation):
 def test_equal_layers_are_compiled_once():
     """Calls that are not inlined stay calls in the compiled program, one a layer and pass."""
 
-    def calls(layers):
+    def calls(layers, length=1024):
         def loss(x):
             for _ in range(layers):
                 x = x + jax_mfa.dot_product_attention(x, x, x, is_causal=True, implementation="blockwise")
             return x.sum()
 
-        x = jax.ShapeDtypeStruct((1, 1024, 8, 32), jnp.float32)
+        x = jax.ShapeDtypeStruct((1, length, 8, 32), jnp.float32)
         text = jax.jit(jax.grad(loss)).lower(x).compile().as_text()
         return len(re.findall(r" call\(.*inlineable", text))
 
     assert (calls(1), calls(3)) == (2, 6)
+    assert calls(3, length=128) == 0  # the dense program shares scores with its gradient's
 
 
 def test_split_tells_arrays_from_static_arguments():

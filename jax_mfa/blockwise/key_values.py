@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_mfa.blockwise.tile import Tile, from_words, part_of, to_words
+from jax_mfa.blockwise.tile import Tile, part_of, tied
 from jax_mfa.kv_cache.storage import spread
 from jax_mfa.problem import KeyValueView, Operands, Specification, field_of
 
@@ -34,12 +34,12 @@ class KeyValueTiles(KeyValueView):
         start, count, per = tile.starts["S"], tile.tiles.block_kv, self.tokens_of(part)
         (first, *_), (rows, *_) = tile.corner(field_of(self.name, part), x)
         _, entries, heads, size = x.shape
-        words, taken = to_words(x, [start]), 1 if heads == 1 else tile.tiles.heads
+        begin = [first, 0 if entries == 1 else start, 0 if heads == 1 else tile.starts["K"], 0]
+        x = tied(x, begin)
         if per > 1 and entries > 1:
             places = (start + jnp.arange(count, dtype=jnp.int32)) // np.int32(per)
-            words, start = jnp.take(words, places, axis=1, mode="clip"), 0
-        begin = first, 0 if entries == 1 else start, 0 if heads == 1 else tile.starts["K"], 0
-        return from_words(part_of(words, begin, (rows, 1 if entries == 1 else count, taken, size)), x.dtype)
+            x, begin[1] = jnp.take(x, places, axis=1, mode="clip"), 0
+        return part_of(x, begin, (rows, 1 if entries == 1 else count, 1 if heads == 1 else tile.tiles.heads, size))
 
     def _of_pages(self, tile: Tile, part: str, x: Any) -> Array:
         page, per, (_, entries, heads, size) = self.page_size, self.tokens_of(part), x.shape
@@ -48,10 +48,10 @@ class KeyValueTiles(KeyValueView):
         (row, _), (rows, _) = tile.corner("block_tables", self.tables)
         pages = part_of(self.tables, (row, start // page), (rows, count // page))
         first, taken = (0, 1) if heads == 1 else (tile.starts["K"], tile.tiles.heads)
-        words = to_words(x, [start])
-        one = lambda index: part_of(words, (index, 0, first, 0), (1, entries, taken, size))[0]
+        x = tied(x, (row, start, first))
+        one = lambda index: part_of(x, (index, 0, first, 0), (1, entries, taken, size))[0]
         found = jax.vmap(jax.vmap(one))(pages)  # [R|1, pages, entries, E|1, size]
         if per > 1:
             found = spread(found, per, page, 2)
             found = jnp.broadcast_to(found, (*found.shape[:2], page, taken, size))
-        return from_words(found.reshape(found.shape[0], count, taken, size), x.dtype)
+        return found.reshape(found.shape[0], count, taken, size)

@@ -62,16 +62,16 @@ class Tile:
     def cut(self, name: str, x: Any) -> Any:
         """The tile's part of `x`, an array like the operand of this name."""
         start, shape = self.corner(name, x)
-        return from_words(part_of(to_words(x, start), start, shape), x.dtype)
+        return part_of(tied(x, start), start, shape)
 
     def put(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
-        """`x`, an array of a dtype or its words, with `part` as the tile's part of it."""
-        return with_part(x, to_words(part.astype(dtype), ()), self.corner(name, x)[0])
+        """`x`, an array of a dtype, with `part` as the tile's part of it."""
+        return with_part(x, part.astype(dtype), self.corner(name, x)[0])
 
     def add(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
-        """`x`, an array of a dtype or its words, with `part` added to the tile's part of it."""
+        """`x`, an array of a dtype, with `part` added to the tile's part of it."""
         start, shape = self.corner(name, x)
-        return self.put(name, x, from_words(part_of(x, start, shape), dtype).astype(part.dtype) + part, dtype)
+        return self.put(name, x, part_of(x, start, shape).astype(part.dtype) + part, dtype)
 
     def aligned(self, name: str, x: Any) -> Array:
         """A part [R|1, …] of an array like the operand of this name in the order of scores, [R|1, E|1, T|1, G|1, last],
@@ -293,25 +293,19 @@ def _count(dtype: Any, axis: int, size: int) -> Array:
     return lax.broadcasted_iota(dtype, [size if i == axis else 1 for i in range(5)], axis)
 
 
-# --- parts of arrays, and numbers of 16 bits in loops
+# --- parts of arrays
 
 
-def to_words(x: Any, indices: Any) -> Array:
-    """16-bit numbers as integers, tied to the traced one of some indices.
+def tied(x: Any, indices: Any) -> Array:
+    """`x`, whose parts from these indices on are read in loops.
 
-    Keeps XLA's CPU backend from hoisting a conversion of the whole array out of the loop that reads parts of it.
+    Keeps XLA's CPU backend from converting all of an array of 16 bits or less before the loops: it comes anew with each
+    index that they have.
     """
-    if x.dtype.itemsize > 2:
-        return x
-    index = next((i for i in indices if isinstance(i, jax.Array)), None)
-    if index is not None:
-        x, _ = lax.optimization_barrier((x, index))
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-
-
-def from_words(x: Any, dtype: Any) -> Array:
-    """The numbers that `to_words` made integers of."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+    for index in indices if x.dtype.itemsize <= 2 else ():
+        if isinstance(index, jax.Array):
+            x, _ = lax.optimization_barrier((x, index))
+    return x
 
 
 def part_of(x: Any, start: Sequence[Any], shape: Sequence[int]) -> Array:

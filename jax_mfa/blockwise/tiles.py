@@ -45,7 +45,7 @@ def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tile
         block_kv = _equal(s, min(2 * BLOCK[1], max(LARGEST // (k * max(h, v)), 1)), spec.page_size)
         alone = operands.key_lengths is not None or not isinstance(batch, int)  # exported for any batch
         return Tiles(1 if alone else _divisor(batch, LARGEST // (block_kv * k * max(h, v))), k, t, block_kv)
-    if _is_dense(operands):
+    if is_dense(operands):
         return Tiles(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
     block_q, block_kv = BLOCK if spec.band == (None, None) else BLOCK_IN_BAND
     return step_of(spec, operands, max(block_q // (n // k), 64), block_kv)
@@ -54,10 +54,10 @@ def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tile
 def few_queries(spec: Specification, operands: Operands, differentiated: bool) -> bool:
     """Whether all heads of a step are one product with keys and values as they lie."""
     (t, n), s = operands.query.shape[1:3], operands.value.shape[1]
-    return not (differentiated or _is_dense(operands)) and t * n <= FEW_QUERIES and s >= 4 * t * n
+    return not (differentiated or is_dense(operands)) and t * n <= FEW_QUERIES and s >= 4 * t * n
 
 
-def _is_dense(operands: Operands) -> bool:
+def is_dense(operands: Operands) -> bool:
     """Whether a problem is one tile. Long caches with lengths, of which a part may be read, are not."""
     (batch, t, n, h), (s, k, v) = operands.query.shape, operands.value.shape[1:]
     if not isinstance(batch, int) or (operands.key_lengths is not None and s > 4 * BLOCK[1]):

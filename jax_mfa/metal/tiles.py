@@ -8,12 +8,11 @@ There is a table for chips of Apple families 7 and 8 (M1, M2), which stage tiles
 family 9 and later. Starting points were the published block tables of metal-flash-attention and MLX: 32 rows × 16 … 32
 columns staged, by 4 simdgroups of 8 rows; 16 to 32 rows × 64 to 128 columns where device memory is read directly. A
 simdgroup of 16 rows uses a fragment that it loaded for two products instead of one, for twice the registers: the more
-registers, the fewer simdgroups a core holds, of which 24 keep its arithmetic busy. So a 16-bit entry of the first table
-is, of the tiles whose interior is predicted to spend 0.85 of its cycles (backward: 0.80) in the matrix unit, the one of
-the largest product of that share with the number of simdgroups; where these say nothing, the larger share. Three have
-16 rows against that figure, as the same text, compiled for another GPU, ran faster so; comments name them.
-`python tests/metal/compiled.py --alternatives 64` prints the alternatives, with all figures and their sources, and
-without the option what each entry comes to. Not seen on Apple hardware.
+registers, the fewer simdgroups a core holds. A 16-bit entry up to 128 channels is, of the tiles that are predicted to
+spend nearly the largest share of their interior's cycles in the matrix unit, the one that ran fastest where the same
+text was compiled for another GPU. What fewer simdgroups cost is unknown: 24 keep a core's arithmetic busy, and no
+published row has fewer than 12. `python tests/metal/compiled.py --alternatives 64` prints the alternatives, with all
+figures and their sources, and without the option what each entry comes to. Not seen on Apple hardware.
 """
 
 from __future__ import annotations
@@ -293,11 +292,8 @@ _WIDE = _row((1, 4, 16, 0, False, 2), (1, 4, 16, 1, 0, False, False, 2), (1, 8, 
 
 # (largest head size, bytes of an element) → tiles that stage K and V (Q and dO) in threadgroup memory: families 7 and 8
 STAGED = {
-    # dQ, dK, dV: 16 rows against the figure, larger for QueryTiles(1, 8, 32, 1, …) and KeyTiles(1, 8, 32, 2, …)
     (64, 2): _row((2, 8, 32, 1, True), (2, 8, 32, 4, 1, True, True), (2, 8, 32, 1, 1, True, True)),
-    # forward: 16 rows against the figure, which is larger for ForwardTiles(1, 8, 32, 1, …); dQ: half the barriers of
-    # tiles of 16 keys
-    (128, 2): _row((2, 8, 16, 2, True), (2, 8, 32, 1, 1, True, False), (2, 8, 16, 1, 1, True, True, 1)),
+    (128, 2): _row((2, 8, 16, 2, True), (2, 8, 32, 1, 1, True, False), (1, 8, 32, 1, 1, True, True)),
     (256, 2): _row((1, 4, 16, 1, True), (1, 4, 16, 1, 1, True, False), (1, 8, 16, 1, 1, True, True, 1)),
     (64, 4): _row((1, 8, 32, 1, True), (1, 8, 32, 2, 1, True, True), (1, 8, 16, 2, 1, True, True)),
     (128, 4): _row((1, 4, 16, 1, True), (1, 8, 16, 2, 1, True, True), (1, 4, 8, 1, 1, True, False)),

@@ -369,9 +369,9 @@ struct KeyValueSums {
   using Operand = typename Types::Operand;
   using Keys = OwnRows<typename Types::Key, Operand, BLOCKS, false, STAGED>;
   using Values = OwnRows<typename Types::Value, Operand, BLOCKS, false, STAGED>;
-  static constant constexpr bool together = true;         // two simdgroups for keys, who wait for each other
-  static constant constexpr int pairs = SIMDGROUPS / 2;
-  static constant constexpr int room = pairs * 2 * BLOCKS * COLUMNS * 32;
+  static constant constexpr bool paired = true;
+  static constant constexpr int owners = SIMDGROUPS / 2;  // of different keys
+  static constant constexpr int room = owners * 2 * BLOCKS * COLUMNS * 32;
   static_assert(PARTS <= 2, "parts are alike, or the last of two is narrower");
   static constant constexpr int count = slice_fragments(larger_of(Types::H, Types::V), PARTS);
   static constant constexpr int k_kept = CACHE_K ? Keys::count : 0;
@@ -389,8 +389,8 @@ struct KeyValueSums {
   INLINED KeyValueSums(
       typename Types::Key keys, typename Types::Value values, threadgroup float2* scores, int first, ushort simdgroup, int part,
       Lane lane, ushort lane_index)
-      : of_values(simdgroup < pairs), from(part * count), k(keys, first, lane), v(values, first, lane),
-        scores(scores + simdgroup % pairs * (room / pairs) + lane_index), second(false) {
+      : of_values(simdgroup < owners), from(part * count), k(keys, first, lane), v(values, first, lane),
+        scores(scores + simdgroup % owners * (room / owners) + lane_index), second(false) {
     clear(sums);
     if (CACHE_K && of_values) {
       k.keep(kept);
@@ -405,7 +405,7 @@ struct KeyValueSums {
   INLINED void multiply(
       thread Fragment<float> (&s)[BLOCKS][COUNT], thread Fragment<float> (&d_p)[BLOCKS][COUNT], const thread Queries& queries,
       const thread Cotangents& cotangents, bool sees) {
-    threadgroup float2* at = scores + (second ? room / pairs / 2 : 0);
+    threadgroup float2* at = scores + (second ? room / owners / 2 : 0);
     second = !second;
     clear(s);
     clear(d_p);
@@ -455,8 +455,8 @@ struct KeyValueSums {
 template <typename Types, int BLOCKS, int SIMDGROUPS, int COLUMNS, bool CACHE_K, bool CACHE_V, bool STAGED>
 struct KeyValueSums<Types, BLOCKS, SIMDGROUPS, COLUMNS, CACHE_K, CACHE_V, STAGED, 0> {
   using Operand = typename Types::Operand;
-  static constant constexpr bool together = false;
-  static constant constexpr int pairs = SIMDGROUPS;
+  static constant constexpr bool paired = false;
+  static constant constexpr int owners = SIMDGROUPS;
   static constant constexpr int room = 1;
   OwnRows<typename Types::Key, Operand, BLOCKS, CACHE_K, STAGED> k;
   OwnRows<typename Types::Value, Operand, BLOCKS, CACHE_V, STAGED> v;
@@ -494,7 +494,7 @@ struct KeyValueSums<Types, BLOCKS, SIMDGROUPS, COLUMNS, CACHE_K, CACHE_V, STAGED
   }
 };
 
-// What makes dK and dV of pairs: products, and who sums what comes of them.
+// What pairs of a query and a key add to dK and dV.
 template <typename Types, typename Sums, int BLOCKS>
 struct KeyValueGradient {
   typename Types::Visibility visibility;
@@ -504,7 +504,7 @@ struct KeyValueGradient {
   bool whole;  // all pairs at hand are visible
   Sums sums;
 
-  // Adds 8 · COLUMNS queries from row `part` · 8 of the tile on, where the readers begin, unless nothing of them `sees`. See `attend`.
+  // Adds 8 · COLUMNS queries from row `part` · 8 of the tile on, where the readers begin, where `sees`. See `attend`.
   template <bool MASKED, int COLUMNS, typename Queries, typename Cotangents, typename States>
   INLINED void add(
       const thread Queries& queries, const thread Cotangents& cotangents, const thread States& states, int tile_row, int buffer,
@@ -590,7 +590,7 @@ struct KeyValueGradient {
         const Turn following = turn.template next<QUERIES>(p, visibility, lists, group_column, columns);
         pipeline.ahead(following.there(), following.place(QUERIES));
         const int seen = visibility.of_tile(row, QUERIES, own, BLOCKS * 8);
-        if (Sums::together || seen != none_visible) {
+        if (Sums::paired || seen != none_visible) {
           const auto queries = tiles.queries.reader(query_source, row, pipeline.buffer);
           const auto cotangents = tiles.cotangents.reader(cotangent_source, row, pipeline.buffer);
           const bool spoilt = seen != none_visible && !(queries.finite(lane_index) && cotangents.finite(lane_index));
@@ -598,7 +598,7 @@ struct KeyValueGradient {
           ROLLED
           for (int part = 0; part < QUERIES / 8; ++part) {
             const bool sees = seen != none_visible && visibility.band(row + part * 8, 8, own, BLOCKS * 8) != none_visible;
-            if (Sums::together || sees) {
+            if (Sums::paired || sees) {
               add<true, 1>(
                   queries.part(part), cotangents.part(part), states, row, pipeline.buffer, part, sees, spoilt, lane);
             }
@@ -632,7 +632,7 @@ template <
   constexpr int V = Types::V;
   static_assert(QUERIES / 8 % COLUMNS == 0, "parts of a tile are alike");
   using Sums = KeyValueSums<Types, BLOCKS, SIMDGROUPS, COLUMNS, CACHE_K, CACHE_V, (BUFFERS > 0), PARTS>;
-  constexpr int keys_of_group = Sums::pairs * BLOCKS * 8;
+  constexpr int keys_of_group = Sums::owners * BLOCKS * 8;
   constexpr int parts = larger_of(PARTS, 1);
   using T = typename Types::T;
   using Operand = typename Types::Operand;
@@ -649,7 +649,7 @@ template <
   const int batch = group.z;
   const int heads_of_group = p.heads / p.key_heads;
   const int group_column = int(group.y) / parts * keys_of_group;
-  const int first = group_column + simdgroup % Sums::pairs * BLOCKS * 8;
+  const int first = group_column + simdgroup % Sums::owners * BLOCKS * 8;
   const int first_head = key_head * heads_of_group;
   const int end_head = first_head + heads_of_group;
   const typename Types::Visibility visibility(features, batch, first_head, lane_index);
