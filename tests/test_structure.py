@@ -285,6 +285,9 @@ def test_few_rows_of_bfloat16_convert_neither_keys_nor_values(rows, heads):
     query, key = (jax.ShapeDtypeStruct((2, *x, 64), jnp.bfloat16) for x in ((rows, heads), (3000, min(heads, 8))))
     attend = lambda q, k, v: jax_mfa.dot_product_attention(q, k, v, implementation="blockwise")
     text = jax.jit(attend).lower(query, key, key).compile().as_text()
+    # of what a fusion computes only the parts that are read lie anywhere
+    fused = set(re.findall(r" fusion\(.*?calls=(%[\w.-]+)", text))
+    text = "\n\n".join(x for x in text.split("\n\n") if x.lstrip().split(" ", 1)[0] not in fused)
     size = math.prod(key.shape)
     assert size in _buffers(text, "bf16") and max(_buffers(text, "f32")) < size
     assert size in _buffers(jax.jit(lambda x: jnp.tanh(x.astype(jnp.float32))).lower(key).compile().as_text(), "f32")

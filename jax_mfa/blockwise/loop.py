@@ -8,11 +8,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mfa.blockwise.tile import Tile, part_of
+from jax_mfa.blockwise.tile import Tile, from_words, part_of, to_words
 from jax_mfa.blockwise.tiles import Tiles
 from jax_mfa.problem import Operands, Specification, expand_entries
 
@@ -90,27 +91,28 @@ class Loop:
         return see.sum(-1, dtype=np.int32), order
 
     def over_queries(self, body: Callable[[Tile, Any, Any], Any], results: Any) -> Any:
-        """The arrays `results` after `body(tile, place, results)` of all tiles of queries; `place` is for `over_keys`."""
+        """The arrays `results` after `body(tile, place, words)` of all tiles of queries; `place` is for `over_keys`."""
         shape = (*self.steps, self.tiles_of_queries)
         turns = math.prod(shape)
         if self.tiles_of_keys > 1:
             _ = self._order  # before the loops
 
-        def turn(index: Any, results: Any) -> Any:
+        def turn(index: Any, words: Any) -> Any:
             b, e, i = _unravelled(index, shape)
             start, own = _start(i, self.tiles.block_q, self.operands.query.shape[1])
             starts = {"B": b * self.tiles.batch, "K": e * self.tiles.heads, "T": start, "S": 0}
             own = {"T": own} if self.ragged[1] else {}
             tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, self.hides)
-            return body(tile, (b, i), results)
+            return body(tile, (b, i), words)
 
         if isinstance(turns, int) and turns == 0:
             return results
+        words = jax.tree.map(to_words, results)
         if isinstance(turns, int) and turns == 1:
-            results = turn(0, results)
+            words = turn(0, words)
         else:  # the number of turns may be known at run time only, in a program for batches of any size
-            results = lax.fori_loop(jnp.int32(0), jnp.asarray(turns, jnp.int32), turn, results)
-        return results
+            words = lax.fori_loop(jnp.int32(0), jnp.asarray(turns, jnp.int32), turn, words)
+        return jax.tree.map(lambda x, like: from_words(x, like.dtype), words, results)
 
     def over_keys(self, tile: Tile, place: Any, body: Callable[[Tile, Any], Any], carry: Any) -> Any:
         """`body(tile, carry)` over the tiles of keys that a tile of queries sees."""

@@ -65,13 +65,13 @@ class Tile:
         return part_of(tied(x, start), start, shape)
 
     def put(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
-        """`x`, an array of a dtype, with `part` as the tile's part of it."""
-        return with_part(x, part.astype(dtype), self.corner(name, x)[0])
+        """`x`, an array of a dtype or its words, with `part` as the tile's part of it."""
+        return with_part(x, to_words(part.astype(dtype)), self.corner(name, x)[0])
 
     def add(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
-        """`x`, an array of a dtype, with `part` added to the tile's part of it."""
+        """`x`, an array of a dtype or its words, with `part` added to the tile's part of it."""
         start, shape = self.corner(name, x)
-        return self.put(name, x, part_of(x, start, shape).astype(part.dtype) + part, dtype)
+        return self.put(name, x, from_words(part_of(x, start, shape), dtype).astype(part.dtype) + part, dtype)
 
     def aligned(self, name: str, x: Any) -> Array:
         """A part [R|1, …] of an array like the operand of this name in the order of scores, [R|1, E|1, T|1, G|1, last],
@@ -306,6 +306,16 @@ def tied(x: Any, indices: Any) -> Array:
         if isinstance(index, jax.Array):
             x, _ = lax.optimization_barrier((x, index))
     return x
+
+
+def to_words(x: Any) -> Array:
+    """bfloat16 as integers: XLA's CPU backend would convert all of an array to write a part of it."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def from_words(x: Any, dtype: Any) -> Array:
+    """The numbers that `to_words` made integers of."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def part_of(x: Any, start: Sequence[Any], shape: Sequence[int]) -> Array:
