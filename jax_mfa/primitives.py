@@ -393,20 +393,22 @@ def _primitive(kind: Kind, fun: Callable[..., Any], shapes: Any, on_metal: Any =
     batching.primitive_batchers[primitive] = _batching(kind, primitive, shapes)
     lowered = _lowering(kind, fun, f"{kind.name}_blockwise", shares=on_metal is not None)
 
+    def operands_of(ctx: Any, call: Call) -> Operands:
+        return unpack(ctx.avals_in[: len(call.names)], call.names)
+
     def tell(ctx: Any, call: Call, implementation: str, reason: str = "") -> None:
-        operands = unpack(ctx.avals_in[: len(call.names)], call.names)
+        operands = operands_of(ctx, call)
         recording.choose(lambda: (_choice(kind, call, operands, implementation, reason), (call.spec, operands)))
 
     def portable(ctx: Any, *args: Any, call: Call, why_not_metal: str) -> Any:
         tell(ctx, call, "blockwise", why_not_metal)
         results = lowered(ctx, *args, call=call)
-        operands = unpack(ctx.avals_in[: len(call.names)], call.names)
-        return results if blockwise.in_one_tile(call.spec, operands) else compat.compiled_once(ctx, kind.name, results)
+        dense = blockwise.in_one_tile(call.spec, operands_of(ctx, call))
+        return results if dense else compat.compiled_once(ctx, kind.name, results)
 
     def elsewhere(ctx: Any, *args: Any, call: Call) -> Any:
         platforms = getattr(ctx, "platforms", None) or ctx.module_context.platforms
-        operands = unpack(ctx.avals_in[: len(call.names)], call.names)
-        why_not = choice.at_lowering_elsewhere(call.implementation, call.spec, operands, platforms)
+        why_not = choice.at_lowering_elsewhere(call.implementation, call.spec, operands_of(ctx, call), platforms)
         return portable(ctx, *args, call=call, why_not_metal=why_not)
 
     if on_metal is None:
@@ -416,8 +418,7 @@ def _primitive(kind: Kind, fun: Callable[..., Any], shapes: Any, on_metal: Any =
     native = _lowering(kind, on_metal, f"{kind.name}_metal")
 
     def on_cpu(ctx: Any, *args: Any, call: Call) -> Any:
-        operands = unpack(ctx.avals_in[: len(call.names)], call.names)
-        why_not = choice.at_lowering(call.implementation, call.spec, operands)
+        why_not = choice.at_lowering(call.implementation, call.spec, operands_of(ctx, call))
         if why_not:
             return portable(ctx, *args, call=call, why_not_metal=why_not)
         try:
