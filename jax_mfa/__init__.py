@@ -14,7 +14,6 @@ from jax_mfa.api import (
     flash_attention,
     record,
 )
-from jax_mfa.block_mask import BlockMask
 from jax_mfa.choice import Explanation
 from jax_mfa.context_parallel.api import (
     SequenceSharding,
@@ -27,6 +26,7 @@ from jax_mfa.context_parallel.decode import sharded_append, sharded_decode_atten
 from jax_mfa.context_parallel.layout import unzigzag, zigzag
 from jax_mfa.flex import masks
 from jax_mfa.flex.api import flex_attention
+from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.kv_cache import contiguous as cache
 from jax_mfa.kv_cache.page_book import OutOfPages, PageBook
 from jax_mfa.kv_cache.paged import paged_attention

@@ -14,8 +14,8 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks, choice, partial, primitives, recording, reference, sharding
 from jax_mfa.arguments import known_lengths, specify, specify_abstract
-from jax_mfa.block_mask import BlockMask
 from jax_mfa.choice import Explanation, Implementation, explained, names_of
+from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.flex.program import MaskMod, ScoreMod, modifiers
 from jax_mfa.kv_cache.storage import QuantizedArray
 from jax_mfa.metal import runtime

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from jax_mfa import checks
-from jax_mfa.block_mask import BlockMask
+from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.flex.program import Modifiers
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
 from jax_mfa.problem import (

@@ -17,8 +17,8 @@ from jax import Array
 
 from jax_mfa.api import with_modifiers
 from jax_mfa.arguments import specify
-from jax_mfa.block_mask import BlockMask
 from jax_mfa.cli import show
+from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.kv_cache.quantized import quantize
 from jax_mfa.kv_cache.storage import PagedArray, Scheme
 from jax_mfa.metal import DTYPES, plan_of, tiles

@@ -19,13 +19,13 @@ from jax.typing import ArrayLike
 
 from jax_mfa import api, checks, choice, compat
 from jax_mfa.arguments import specify, specify_abstract
-from jax_mfa.block_mask import BlockMask
 from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel import attend
 from jax_mfa.context_parallel import layout as layouts
 from jax_mfa.context_parallel.costs import Form, Machine, chosen
 from jax_mfa.context_parallel.layout import Layout, Order
 from jax_mfa.context_parallel.ring import TRAVELLING, Ring
+from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.problem import AXES, MAX_POSITION, Operands, Specification
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from plans import run, run_call
 
-from jax_mfa.block_mask import BlockMask
+from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.metal import plans
 from jax_mfa.problem import Specification
 
