@@ -73,8 +73,10 @@ def merge(
 
 
 def sinks_of(spec: Specification, operands: Operands, dtype: Any, x: Any = None) -> Any:
-    """The sinks, or an `x` like them, as `[B|1, 1, N]` of this dtype."""
+    """The sinks, or an `x` like them, as `[B|1, 1, N]` of this dtype; None where there are none."""
     x = operands.sinks if x is None else x
+    if x is None:
+        return None
     if x.shape[0] != 1:  # may be symbolic
         x = expand_entries(x, Operands(*spec.repeats).sinks, operands.query.shape[0])
     return x.astype(dtype)[:, None]
@@ -131,14 +133,13 @@ def merged(a: Partial, b: Partial) -> Partial:
     return sums_a + sums_b, high, jnp.where(lost, a[2] + b[2], sum_a + sum_b)
 
 
-def finished(spec: Specification, operands: Operands, whole: Partial) -> tuple[Array, Array, Array]:
-    """Output, maximum and sum of whole rows, their sinks included, from merged results without them."""
+def finished(whole: Partial, sinks: Any, dtype: Any) -> tuple[Array, Array, Array]:
+    """Output of a dtype, maximum and sum of whole rows: merged results, and sinks [B|1, 1, N] if there are any."""
     sums, row_max, row_sum = whole
     acc = sums.dtype.type
-    if operands.sinks is not None:
-        sinks = sinks_of(spec, operands, sums.dtype)
+    if sinks is not None:
         seen = (row_max != -np.inf) | jnp.isnan(row_sum)
         sink = jnp.zeros_like(sums), jnp.where(seen, sinks, -np.inf), jnp.where(seen, acc(1), acc(0))
         sums, row_max, row_sum = merged(whole, sink)
     out = sums / jnp.where(sees_nothing(row_sum), acc(1), row_sum)[..., None]
-    return out.astype(operands.query.dtype), jnp.where(row_max == -np.inf, acc(0), row_max), row_sum
+    return out.astype(dtype), jnp.where(row_max == -np.inf, acc(0), row_max), row_sum

@@ -110,7 +110,7 @@ _attention_on_metal = lambda *arrays, call: metal.forward(call.spec, unpack(arra
 
 def _bwd(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, ...]:
     operands, rows, _ = BWD.split(arrays, call)
-    return module.backward(call.spec, operands, *rows, call.wrt)
+    return module.backward(call.spec, operands, rows[:3], call.wrt, rows[3:])
 
 
 def _bwd_on_metal(*arrays: Array, call: Call) -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ def _bwd_on_metal(*arrays: Array, call: Call) -> tuple[Any, ...]:
 def _jvp(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, Any]:
     _refuse_metal(call)
     operands, rows, tangents = JVP.split(arrays, call)
-    return module.tangent(call.spec, operands, *rows, call.wrt, tangents)
+    return module.tangent(call.spec, operands, rows, call.wrt, tangents)
 
 
 def _bwd_jvp(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, ...]:

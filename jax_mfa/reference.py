@@ -253,13 +253,13 @@ def _of(spec: Specification, operands: Operands, wrt: tuple[str, ...]) -> tuple[
     return fun, tuple(getattr(operands, name) for name in wrt)
 
 
-def _share(results: Any, out: Array, row_max: Array, row_sum: Array) -> tuple[Array, Any]:
+def _share(own: Any, out: Array, row_max: Array, row_sum: Array) -> tuple[Array, Any]:
     """Softmax weight of these keys in the full row, exp(their log-sum-exp − that of the row), and how far their own
     output is from that of the row; 1 and 0 where these keys are all.
 
     With w that weight, Δ that difference: t(out) = w · (t(own out) + Δ · t(own lse)), and t(lse) = w · t(own lse).
     """
-    own_out, own_lse = results
+    own_out, own_lse = own
     seen = own_lse != -np.inf
     whole_lse = row_max + jnp.log(jnp.where(seen, row_sum, 1))
     weight = jnp.where(seen, jnp.exp(jnp.where(seen, own_lse - whole_lse, 0)), 0)
@@ -267,35 +267,22 @@ def _share(results: Any, out: Array, row_max: Array, row_sum: Array) -> tuple[Ar
 
 
 def tangent(
-    spec: Specification,
-    operands: Operands,
-    out: Array,
-    row_max: Array,
-    row_sum: Array,
-    wrt: tuple[str, ...],
-    tangents: Any,
+    spec: Specification, operands: Operands, results: Any, wrt: tuple[str, ...], tangents: Any
 ) -> tuple[Array, Array]:
     fun, at = _of(spec, operands, wrt)
-    results, (t_out, t_lse) = jax.jvp(fun, at, tuple(t.astype(x.dtype) for t, x in zip(tangents, at)))
-    weight, apart = _share(results, out, row_max, row_sum)
+    own, (t_out, t_lse) = jax.jvp(fun, at, tuple(t.astype(x.dtype) for t, x in zip(tangents, at)))
+    weight, apart = _share(own, *results)
     t_lse = weight * t_lse
     return (weight[..., None] * t_out + apart * t_lse[..., None]).astype(t_out.dtype), t_lse
 
 
 def backward(
-    spec: Specification,
-    operands: Operands,
-    out: Array,
-    row_max: Array,
-    row_sum: Array,
-    d_out: Array,
-    d_lse: Array,
-    wrt: tuple[str, ...],
+    spec: Specification, operands: Operands, results: Any, wrt: tuple[str, ...], cotangents: Any
 ) -> tuple[Array, ...]:
     fun, at = _of(spec, operands, wrt)
-    results, pullback = jax.vjp(fun, *at)
-    weight, apart = _share(results, out, row_max, row_sum)
+    (d_out, d_lse), (own, pullback) = cotangents, jax.vjp(fun, *at)
+    weight, apart = _share(own, *results)
     d_lse = weight * (d_lse + (d_out.astype(d_lse.dtype) * apart).sum(-1))
-    found = pullback(((weight[..., None] * d_out).astype(results[0].dtype), d_lse.astype(results[1].dtype)))
+    found = pullback(((weight[..., None] * d_out).astype(own[0].dtype), d_lse.astype(own[1].dtype)))
     dtypes = (getattr(spec.viewed(operands), name).dtype for name in wrt)
     return tuple(x.astype(dtype) for x, dtype in zip(found, dtypes))

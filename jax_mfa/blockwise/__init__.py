@@ -6,7 +6,6 @@ products of one, `key_values` reads quantised and paged keys; `forward`, `backwa
 
 from jax_mfa.blockwise.backward import backward
 from jax_mfa.blockwise.forward import forward
-from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.tangent import tangent
 from jax_mfa.blockwise.tiles import Tiles, candidates, is_dense, tiles_of
 from jax_mfa.problem import Operands, Specification
@@ -17,9 +16,9 @@ __all__ = ["Tiles", "backward", "candidates", "forward", "in_one_tile", "tangent
 def tiling_of(spec: Specification, operands: Operands, backward: bool, differentiated: bool = False) -> Tiles:
     """The tiles of a pass. Operands may be abstract."""
     of_pass = "backward" if backward else "forward"
-    return tiles_of(f"blockwise {of_pass}", spec, viewed(spec, operands), backward or differentiated)
+    return tiles_of(f"blockwise {of_pass}", spec, spec.viewed(operands), backward or differentiated)
 
 
 def in_one_tile(spec: Specification, operands: Operands) -> bool:
     """Whether the passes of a problem are the dense program, whose products XLA shares among them."""
-    return is_dense(viewed(spec, operands))
+    return is_dense(spec.viewed(operands))

@@ -10,34 +10,25 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mfa import partial
-from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
 from jax_mfa.blockwise.tile import OF_SCORES, Tile
-from jax_mfa.blockwise.tiles import tiles_of
-from jax_mfa.problem import Operands, Specification, accumulation_dtype, reduce_entries, sees_nothing
+from jax_mfa.problem import Operands, Specification, reduce_entries, sees_nothing
 
 
 def backward(
-    spec: Specification,
-    operands: Operands,
-    out: Array,
-    row_max: Array,
-    row_sum: Array,
-    d_out: Array,
-    d_lse: Array,
-    wrt: tuple[str, ...],
+    spec: Specification, operands: Operands, results: Any, wrt: tuple[str, ...], cotangents: Any
 ) -> tuple[Array, ...]:
     """Cotangents of the operands named in `wrt`, each of its operand's shape and dtype.
 
     With delta = Σ d_out · out − d_lse, d(score) = probability · (dropout · d(probability) − delta).
 
     Args:
-      out, row_max, row_sum: results of `forward`, over all keys that rows see, of which operands may hold some.
-      d_out: [B, T, N, V]; d_lse: [B, T, N]. What they hold for rows that see nothing is ignored.
+      results: those of `forward`, over all keys that rows see, of which operands may hold some.
+      cotangents: d_out [B, T, N, V] and d_lse [B, T, N]. What they hold for rows that see nothing is ignored.
     """
-    operands = viewed(spec, operands)
-    tiles = tiles_of("blockwise backward", spec, operands, True)
-    acc = accumulation_dtype(operands.query.dtype)
+    loop = Loop("blockwise backward", spec, operands, once=True)
+    operands, acc = loop.operands, loop.acc
+    (out, row_max, row_sum), (d_out, d_lse) = results, cotangents
     delta = partial.delta_of(out, d_out, d_lse, acc)
     total = row_sum
     if not spec.every_row_sees(operands):
@@ -47,11 +38,6 @@ def backward(
     rows = jnp.stack([row_max, 1 / total, delta], axis=-1)
     terms = tuple(name for name in OF_SCORES if name in wrt)
     of_keys = "key" in wrt or "value" in wrt
-
-    loop = Loop(spec, operands, tiles, once=True)
-    # of sums over tiles of queries, or over batch entries, the dtype of accumulation
-    at_once = lambda name: name == "query" or (loop.tiles_of_queries <= 1 and spec.has_own_entries(operands, name))
-    dtypes = {x: getattr(operands, x).dtype if at_once(x) else acc for x in ("query", "key", "value")}
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
         q, do = tile.operand("query").astype(acc), tile.operand("out", d_out).astype(acc)
@@ -70,25 +56,26 @@ def backward(
             dp = tile.rows_by_keys(do, v)
             p_kept, dp = (p, dp) if kept is None else (p * kept, dp * kept)
             ds, d_terms = pullback(p * (dp - delta_i))
-            found = {name: tile.add(name, x, d_terms[name], acc) if name in terms else x for name, x in found.items()}
+            found = {name: tile.add(name, x, d_terms[name]) if name in terms else x for name, x in found.items()}
             # what is not finite and visible makes scores NaN, or has a weight of 0: NaN in either case
-
             of_rows = (tile.weights_by_rows, ds, q, False), (tile.weights_by_rows, p_kept, do, True)
             products = (tile.weights_by_keys, ds, k, False), *(of_rows if of_keys else ())
             dq_j, *d_keys = tile.products(*products)
             for name, d_name, x in zip(("key", "value"), ("dk", "dv"), d_keys):
-                found[name] = tile.add(d_name, found[name], x, dtypes[name])
+                found[name] = tile.add(d_name, found[name], x)
             return dq + dq_j, found
 
         dq, found = results
         dq_i, found = loop.over_keys(tile, place, keys, (jnp.zeros(q.shape, acc), found))
-        return tile.add("query", dq, tile.natural("query", dq_i), dtypes["query"]), found
+        return tile.add("query", dq, tile.natural("query", dq_i)), found
 
     batch, (s, k) = operands.query.shape[0], operands.value.shape[1:3]
     found = {name: jnp.zeros(getattr(operands, name).shape, acc) for name in terms}
-    if of_keys:
-        shapes = {name: (batch, s, k, getattr(operands, name).shape[-1]) for name in ("key", "value")}
-        found |= {name: jnp.zeros(shape, dtypes[name]) for name, shape in shapes.items()}
+    for name in ("key", "value") if of_keys else ():
+        x = getattr(operands, name)
+        # of sums over tiles of queries, or over batch entries, the dtype of accumulation
+        at_once = loop.tiles_of_queries <= 1 and spec.has_own_entries(operands, name)
+        found[name] = jnp.zeros((batch, s, k, x.shape[-1]), x.dtype if at_once else acc)
     dq, found = loop.over_queries(queries, (jnp.zeros_like(operands.query), found))
     found["query"] = dq
     if "sinks" in wrt:

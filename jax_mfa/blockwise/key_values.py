@@ -14,12 +14,7 @@ from jax import Array
 
 from jax_mfa.blockwise.tile import Tile, part_of, tied
 from jax_mfa.kv_cache.storage import spread
-from jax_mfa.problem import KeyValueView, Operands, Specification, field_of
-
-
-def viewed(spec: Specification, operands: Operands) -> Operands:
-    """The operands, with `KeyValueTiles` in place of keys and values that are no plain array."""
-    return spec.viewed(operands, KeyValueTiles)
+from jax_mfa.problem import KeyValueView, field_of
 
 
 class KeyValueTiles(KeyValueView):

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mfa.blockwise.tile import Tile, from_words, part_of, to_words
-from jax_mfa.blockwise.tiles import Tiles
-from jax_mfa.problem import Operands, Specification, expand_entries
+from jax_mfa.blockwise.key_values import KeyValueTiles
+from jax_mfa.blockwise.tile import Tile, part_of
+from jax_mfa.blockwise.tiles import Tiles, few_queries, tiles_of
+from jax_mfa.kv_cache.storage import as_bits, from_bits
+from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand_entries
 
 
 def tile_starts(length: int, block: int) -> np.ndarray:
@@ -69,18 +71,26 @@ def seen(spec: Specification, operands: Operands, tiles: Tiles) -> Any:
 
 
 class Loop:
-    """The tiles of one pass over a problem."""
+    """One pass over a problem, tile by tile."""
 
     def __init__(
-        self, spec: Specification, operands: Operands, tiles: Tiles, all_heads: bool = False, once: bool = False
+        self, plan: str, spec: Specification, operands: Operands, differentiated: bool = True, once: bool = False
     ) -> None:
-        """`once`: whether a query may be met once only, and not in both of two tiles that overlap."""
-        self.spec, self.operands, self.tiles, self.all_heads = spec, operands, tiles, all_heads
-        t, s = operands.query.shape[1], operands.key.shape[1]
-        self.tiles_of_queries, self.tiles_of_keys = -(-t // tiles.block_q), -(-s // tiles.block_kv)
-        self.steps = operands.query.shape[0] // tiles.batch, operands.value.shape[2] // tiles.heads
-        self.ragged = bool(s % tiles.block_kv), once and bool(t % tiles.block_q)
-        self.hides = spec.has_mask(operands) or any(self.ragged)  # some keys from some queries
+        """Cuts the problem of a plan that `tune` knows.
+
+        Args:
+          differentiated: whether a gradient is computed, or follows in the same program.
+          once: whether a query may be met once only, and not in both of two tiles that overlap.
+        """
+        self.spec, self.operands = spec, spec.viewed(operands, KeyValueTiles)
+        o, c = self.operands, tiles_of(plan, spec, self.operands, differentiated)
+        self.tiles, self.all_heads = c, few_queries(spec, o, differentiated)
+        self.acc = accumulation_dtype(o.query.dtype)
+        (batch, t), (s, k) = o.query.shape[:2], o.value.shape[1:3]
+        self.tiles_of_queries, self.tiles_of_keys = -(-t // c.block_q), -(-s // c.block_kv)
+        self.steps = batch // c.batch, k // c.heads
+        self.ragged = bool(s % c.block_kv), once and bool(t % c.block_q)
+        self.hides = spec.has_mask(o) or any(self.ragged) or self.all_heads
 
     @functools.cached_property
     def _order(self) -> tuple[Any, Any]:
@@ -91,28 +101,29 @@ class Loop:
         return see.sum(-1, dtype=np.int32), order
 
     def over_queries(self, body: Callable[[Tile, Any, Any], Any], results: Any) -> Any:
-        """The arrays `results` after `body(tile, place, words)` of all tiles of queries; `place` is for `over_keys`."""
-        shape = (*self.steps, self.tiles_of_queries)
-        turns = math.prod(shape)
+        """The arrays `results` after `body(tile, place, bits)` of all tiles of queries; `place` is for `over_keys`."""
+        turns = math.prod((*self.steps, self.tiles_of_queries))
         if self.tiles_of_keys > 1:
             _ = self._order  # before the loops
 
-        def turn(index: Any, words: Any) -> Any:
-            b, e, i = _unravelled(index, shape)
+        def turn(index: Any, bits: Any) -> Any:
+            rest, i = _divided(index, self.tiles_of_queries)
+            b, e = _divided(rest, self.steps[1])
+            b = 0 if isinstance(self.steps[0], int) and self.steps[0] == 1 else b
             start, own = _start(i, self.tiles.block_q, self.operands.query.shape[1])
             starts = {"B": b * self.tiles.batch, "K": e * self.tiles.heads, "T": start, "S": 0}
             own = {"T": own} if self.ragged[1] else {}
             tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, self.hides)
-            return body(tile, (b, i), words)
+            return body(tile, (b, i), bits)
 
         if isinstance(turns, int) and turns == 0:
             return results
-        words = jax.tree.map(to_words, results)
+        bits = jax.tree.map(as_bits, results)  # XLA's CPU backend converts all of bfloat16 to write a part of it
         if isinstance(turns, int) and turns == 1:
-            words = turn(0, words)
+            bits = turn(0, bits)
         else:  # the number of turns may be known at run time only, in a program for batches of any size
-            words = lax.fori_loop(jnp.int32(0), jnp.asarray(turns, jnp.int32), turn, words)
-        return jax.tree.map(lambda x, like: from_words(x, like.dtype), words, results)
+            bits = lax.fori_loop(jnp.int32(0), jnp.asarray(turns, jnp.int32), turn, bits)
+        return jax.tree.map(from_bits, bits)
 
     def over_keys(self, tile: Tile, place: Any, body: Callable[[Tile, Any], Any], carry: Any) -> Any:
         """`body(tile, carry)` over the tiles of keys that a tile of queries sees."""
@@ -137,12 +148,8 @@ def _start(i: Any, block: int, length: int) -> tuple[Any, Any]:
     return (jnp.minimum(first, last) if length % block else first), first
 
 
-def _unravelled(index: Any, shape: tuple[int, ...]) -> list[Any]:
-    """The index of each axis of an index in C order; 0 of axes of size 1."""
-    found = []
-    for axis, size in enumerate(shape):
-        rest = math.prod(shape[axis + 1 :])
-        last = rest == 1 or isinstance(index, int)
-        found.append(0 if size == 1 else index if last else lax.div(index, jnp.int32(rest)))
-        index = index if last or size == 1 else lax.rem(index, jnp.int32(rest))
-    return found
+def _divided(index: Any, size: int) -> tuple[Any, Any]:
+    """Quotient and remainder of an index; by 1, which no array depends on, without arithmetic."""
+    if size == 1 or isinstance(index, int):
+        return divmod(index, size) if isinstance(index, int) else (index, 0)
+    return lax.div(index, jnp.int32(size)), lax.rem(index, jnp.int32(size))

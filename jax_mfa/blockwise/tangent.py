@@ -9,21 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mfa import partial
-from jax_mfa.blockwise.key_values import viewed
 from jax_mfa.blockwise.loop import Loop
 from jax_mfa.blockwise.tile import Tile
-from jax_mfa.blockwise.tiles import tiles_of
-from jax_mfa.problem import Operands, Specification, accumulation_dtype, sees_nothing
+from jax_mfa.problem import Operands, Specification, sees_nothing
 
 
 def tangent(
-    spec: Specification,
-    operands: Operands,
-    out: Array,
-    row_max: Array,
-    row_sum: Array,
-    wrt: tuple[str, ...],
-    tangents: Any,
+    spec: Specification, operands: Operands, results: Any, wrt: tuple[str, ...], tangents: Any
 ) -> tuple[Array, Array]:
     """What `out` and the log-sum-exp change by, where the operands named in `wrt` change by `tangents`.
 
@@ -31,20 +23,18 @@ def tangent(
     Σ dropped(probability) · (t(score) · value + t(value)) − out · t(log-sum-exp).
 
     Args:
-      out, row_max, row_sum: results of `forward`.
+      results: those of `forward`.
       tangents: of the shape and dtype of their operands.
 
     Returns:
       [B, T, N, V] of the query's dtype, and [B, T, N] float32 (float64).
     """
-    operands = viewed(spec, operands)
-    tiles = tiles_of("blockwise forward", spec, operands, True)
-    acc, moved = accumulation_dtype(operands.query.dtype), dict(zip(wrt, tangents))
+    loop = Loop("blockwise forward", spec, operands)
+    operands, acc, moved = loop.operands, loop.acc, dict(zip(wrt, tangents))
     if spec.value_size is not None and "key" in moved:
         moved["value"] = moved["key"][..., : spec.value_size]
+    out, row_max, row_sum = results
     total = row_sum if spec.every_row_sees(operands) else jnp.where(sees_nothing(row_sum), 1, row_sum)
-
-    loop = Loop(spec, operands, tiles)
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
         q = tile.operand("query").astype(acc)
@@ -76,7 +66,7 @@ def tangent(
         start = [jnp.zeros((*q.shape[:-1], size), acc) for size in (operands.value.shape[-1], 1)]
         found = loop.over_keys(tile, place, keys, start)
         parts = zip(("out", "row_max"), results, found)
-        return tuple(tile.add(name, x, tile.natural(name, part), acc) for name, x, part in parts)
+        return tuple(tile.add(name, x, tile.natural(name, part)) for name, x, part in parts)
 
     rows = operands.query.shape[:3]
     empty = jnp.zeros((*rows, operands.value.shape[-1]), acc), jnp.zeros(rows, acc)

@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax_mfa import compat
 from jax_mfa.blockwise.tiles import Tiles
 from jax_mfa.flex.program import Program
+from jax_mfa.kv_cache.storage import as_bits, dtype_of, from_bits
 from jax_mfa.philox import keep_mask
 from jax_mfa.problem import AXES, Operands, Specification, accumulation_dtype, entry_index
 from jax_mfa.reference import tanh
@@ -36,7 +37,7 @@ class Tile:
     starts: dict[str, Any]  # where its batch entries, key heads, queries and keys begin, by letter: B, K, T, S
     own: dict[str, Any]  # the first query and key, by T and S, that the tile before does not hold too, if it may
     all_heads: bool  # whether products are of all heads at once
-    hides: bool  # whether a product may meet what does not count
+    hides: bool  # whether a product may meet keys that do not count, hidden ones or those of other heads
 
     def __post_init__(self) -> None:
         self.batch = self.operands.query.shape[0]
@@ -59,19 +60,24 @@ class Tile:
             start[0], shape[0] = (at["B"], c.batch) if own else (entry_index(at["B"], repeat, rows), 1)
         return start, shape
 
-    def cut(self, name: str, x: Any) -> Any:
-        """The tile's part of `x`, an array like the operand of this name."""
+    def cut(self, name: str, x: Any = None) -> Any:
+        """The tile's part of an operand, or of an array like it; None where there is none."""
+        x = getattr(self.operands, name) if x is None else x
+        if x is None:
+            return None
         start, shape = self.corner(name, x)
         return part_of(tied(x, start), start, shape)
 
-    def put(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
-        """`x`, an array of a dtype or its words, with `part` as the tile's part of it."""
-        return with_part(x, to_words(part.astype(dtype)), self.corner(name, x)[0])
+    def put(self, name: str, x: Any, part: Array) -> Any:
+        """`x`, an array or its bits, with `part` as the tile's part of it."""
+        part = part.astype(dtype_of(x))
+        part = as_bits(part) if x.dtype == np.uint16 else part
+        return with_part(x, part, self.corner(name, x)[0])
 
-    def add(self, name: str, x: Any, part: Array, dtype: Any) -> Any:
-        """`x`, an array of a dtype or its words, with `part` added to the tile's part of it."""
-        start, shape = self.corner(name, x)
-        return self.put(name, x, from_words(part_of(x, start, shape), dtype).astype(part.dtype) + part, dtype)
+    def add(self, name: str, x: Any, part: Array) -> Any:
+        """`x`, an array or its bits, with `part` added to the tile's part of it."""
+        before = from_bits(part_of(x, *self.corner(name, x)))
+        return self.put(name, x, before.astype(part.dtype) + part)
 
     def aligned(self, name: str, x: Any) -> Array:
         """A part [R|1, …] of an array like the operand of this name in the order of scores, [R|1, E|1, T|1, G|1, last],
@@ -96,7 +102,7 @@ class Tile:
 
     def operand(self, name: str, x: Any = None) -> Array:
         """The tile's part of an operand, or of an array like it, aligned."""
-        return self.aligned(name, self.cut(name, getattr(self.operands, name) if x is None else x))
+        return self.aligned(name, self.cut(name, x))
 
     def keys(self, name: str, x: Any = None) -> Array:
         """The tile's part of the "key" or "value", or of an array like it, as wide as sums: [R|1, S, E, H|V]."""
@@ -128,19 +134,18 @@ class Tile:
         if self.operands.mask is not None:
             rules.append(self.operand("mask"))
         if self.operands.query_segment_ids is not None:
-            keys = self.cut("key_segment_ids", self.operands.key_segment_ids)
-            rules.append(self.operand("query_segment_ids") == keys[:, None, None, None])
+            rules.append(self.operand("query_segment_ids") == self.cut("key_segment_ids")[:, None, None, None])
         if self.operands.key_ranges is not None:
             ranges = self.operand("key_ranges")
             rules.append((s >= ranges[..., :1]) & (s < ranges[..., 1:]))
         if spec.mask_block is not None:
-            blocks = self.cut("block_mask", self.operands.block_mask) != 0
+            blocks = self.cut("block_mask") != 0
             at = [x.reshape(-1) // size for x, size in zip((t, s), spec.mask_block)]
             rules.append(self.aligned("mask", jnp.take(jnp.take(blocks, at[0], axis=2), at[1], axis=3)))
         if spec.bias_hides(self.operands):
             rules.append(self.operand("bias") != -jnp.inf)
         if spec.mask_mod is not None:
-            rules.append(self._modified(spec.mask_mod, (), self._captured("floats"), None))
+            rules.append(self._modified(spec.mask_mod, (), self.cut("captured_floats"), None))
         for letter, x in (("T", t), ("S", s)):
             if self.own.get(letter) is not None:
                 rules.append(x >= self.own[letter])
@@ -151,17 +156,12 @@ class Tile:
         _, s, position = self._places()
         origin = self.operand("origin")
         indices = origin[..., :1], origin[..., 1:] + self._heads(np.int32), position, s
-        return program.over((*score, *indices), floats, self._captured("integers"), see)
+        return program.over((*score, *indices), floats, self.cut("captured_integers"), see)
 
     def _heads(self, dtype: Any) -> Array:
         """Query heads, [1, E, 1, G, 1]."""
         first = jnp.asarray(self.starts["K"], dtype)
         return dtype(self.group) * (first + _count(dtype, 1, self.tiles.heads)) + _count(dtype, 3, self.group)
-
-    def _captured(self, kind: str) -> Array | None:
-        name = f"captured_{kind}"
-        x = getattr(self.operands, name)
-        return None if x is None else self.cut(name, x)
 
     # --- scores and weights
 
@@ -216,10 +216,9 @@ class Tile:
 
     def dropped(self) -> Array | None:
         """What dropout multiplies probabilities with, [R, E, T, G, S]; None where it is off."""
-        o = self.operands
-        if o.dropout is None:
+        words = self.cut("dropout")
+        if words is None:
             return None
-        words = self.cut("dropout", o.dropout)
         seed0, seed1, index, head0, row0, column0 = (words[:, i].reshape(-1, 1, 1, 1, 1) for i in range(6))
         start, c = {x: jnp.uint32(i) for x, i in self.starts.items()}, self.tiles
         head = head0 + self._heads(np.uint32)
@@ -242,12 +241,11 @@ class Tile:
 
     def weights_by_keys(self, w: Array, b: Array) -> Array:
         """Σ over keys of [R, E, T, G, S] and [R|1, S, E, x]: [R, E, T, G, x]."""
-        by_head = lambda: jnp.einsum("retgs,rsex->retgx", w, b)
         if not self.all_heads:
-            return by_head()
+            return jnp.einsum("retgs,rsex->retgx", w, b)
         (r, e, t, g, s), (keys, own) = w.shape, self._heads_in_one(b)
         found = jnp.einsum("rms,rsx->rmx", w.reshape(r, e * t * g, s), keys).reshape(r, e, t, g, e, -1)
-        return lax.cond(jnp.isfinite(found.sum()), lambda: jnp.where(own, found, 0).sum(4), by_head)
+        return jnp.where(own, found, 0).sum(4)
 
     def weights_by_rows(self, w: Array, a: Array) -> Array:
         """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x]: [R, S, E, x]."""
@@ -293,9 +291,6 @@ def _count(dtype: Any, axis: int, size: int) -> Array:
     return lax.broadcasted_iota(dtype, [size if i == axis else 1 for i in range(5)], axis)
 
 
-# --- parts of arrays
-
-
 def tied(x: Any, indices: Any) -> Array:
     """`x`, whose parts from these indices on are read in loops.
 
@@ -306,16 +301,6 @@ def tied(x: Any, indices: Any) -> Array:
         if isinstance(index, jax.Array):
             x, _ = lax.optimization_barrier((x, index))
     return x
-
-
-def to_words(x: Any) -> Array:
-    """bfloat16 as integers: XLA's CPU backend would convert all of an array to write a part of it."""
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-def from_words(x: Any, dtype: Any) -> Array:
-    """The numbers that `to_words` made integers of."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def part_of(x: Any, start: Sequence[Any], shape: Sequence[int]) -> Array:

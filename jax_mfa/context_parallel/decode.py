@@ -140,7 +140,8 @@ def _of_own_columns(
     places = jnp.zeros((axis_size(axis, "axis_name"), *own.shape[1:]), own.dtype)
     places = lax.psum(lax.dynamic_update_slice_in_dim(places, own, device, 0), axis)
     parts = [(x[..., :-2], x[..., -2], x[..., -1]) for x in places]
-    out, row_max, row_sum = partial.finished(spec, operands, functools.reduce(partial.merged, parts))
+    whole, sinks = functools.reduce(partial.merged, parts), partial.sinks_of(spec, operands, acc)
+    out, row_max, row_sum = partial.finished(whole, sinks, operands.query.dtype)
     return out[..., :v].reshape(*rows, v), (row_max + jnp.log(row_sum)).reshape(rows)
 
 

@@ -251,7 +251,8 @@ def forward(ring: Ring, operands: Operands, attend: Callable[..., Any]) -> tuple
     state = _zeros(o, dict(zip(names, ((b, t, n, o.value.shape[-1]), (b, t, n), (b, t, n)))))
     state["row_max"] -= np.inf  # no score yet
     found = _around(ring, o, visit, state, {}, {})
-    return partial.finished(ring.spec, o, (found["sums"], found["row_max"], found["row_sum"]))
+    whole = found["sums"], found["row_max"], found["row_sum"]
+    return partial.finished(whole, partial.sinks_of(ring.spec, o, acc), o.query.dtype)
 
 
 def backward(

@@ -214,7 +214,7 @@ def decoded(scheme: Scheme, size: int, parts: dict[str, Any], dtype: Any) -> Arr
     parts = {name: from_bits(x) for name, x in parts.items()}
     data = parts["data"]
     if scheme.kind == "int4":
-        shifts = np.expand_dims(np.array([0, 4], np.uint8), [*range(data.ndim)])
+        shifts = np.expand_dims(np.array([0, 4], np.uint8), tuple(range(data.ndim)))
         pair = data[..., None] >> shifts & np.uint8(15)
         data = pair.reshape(*data.shape[:-1], 2 * data.shape[-1])[..., :size]
         if scheme.symmetric:

@@ -148,21 +148,13 @@ def forward(spec: Specification, o: Operands) -> tuple[Any, ...]:
 _SUMMED = {"scale": lambda sums: sums[..., 0].sum((1, 2)), "alibi_slopes": lambda sums: sums[..., 1].sum(1)}
 
 
-def backward(
-    spec: Specification,
-    o: Operands,
-    out: Array,
-    row_max: Array,
-    row_sum: Array,
-    d_out: Array,
-    d_lse: Array,
-    wrt: tuple[str, ...],
-) -> tuple[Any, ...]:
+def backward(spec: Specification, o: Operands, results: Any, wrt: tuple[str, ...], cotangents: Any) -> tuple[Any, ...]:
     """Cotangents of the operands in `wrt`, as `blockwise.backward` gives them. Raises `Failed` while tracing."""
     arrays = launch_arrays(spec, o)
     plan = _checked(plans.backward(spec, arrays, wrt=wrt, variant=tiles_of(spec, o, "backward")))
+    (out, row_max, row_sum), (d_out, d_lse) = results, cotangents
     d_out, d_lse = d_out.astype(out.dtype), d_lse.astype(row_max.dtype)
-    found = runtime.call(plan, runtime.TARGETS[1], *arrays.values(), out, row_max, row_sum, d_out, d_lse)
+    found = runtime.call(plan, runtime.TARGETS[1], *arrays.values(), *results, d_out, d_lse)
     whole = spec.viewed(o)
 
     def cotangent(name: str) -> Any:
