@@ -4,6 +4,7 @@ XLA's flags must be set before JAX starts; the variable is put back at once so t
 as it is.
 """
 
+import collections
 import ctypes
 import gc
 import importlib.metadata
@@ -89,6 +90,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if "emulator" in item.path.parts]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "emulator" not in item.path.parts]
+    cases = collections.Counter()
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         implementation = getattr(params.get("implementation"), "name", "")
@@ -96,9 +98,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("sweep")
         if implementation == "metal" and item.path.name in OF_STORAGE and item.originalname not in OF_STORAGE_ON_METAL:
             item.add_marker("sweep")
-        share, drawn = item.get_closest_marker("share"), zlib.crc32(item.name.encode())
-        if share and drawn % share.args[0]:
+        case, share = (item.path, item.originalname, implementation), item.get_closest_marker("share")
+        if share and cases[case] % share.args[0]:
             item.add_marker("sweep")
+        cases[case] += 1
+        drawn = zlib.crc32(item.name.encode())
         if len(params) > 1 and drawn // 64 % ONE_IN.get(implementation, 1):
             item.add_marker("sweep")
         quick = item.get_closest_marker("first_tier") and not item.get_closest_marker("slow")

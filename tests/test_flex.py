@@ -345,6 +345,7 @@ def places(hb, table, ids):
     }
 
 
+@pytest.mark.share(2)
 @own
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 @pytest.mark.parametrize("mapped", [False, True], ids=["one", "mapped"])

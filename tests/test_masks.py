@@ -301,6 +301,7 @@ def test_a_block_mask_prints_as_a_picture():
 # --- attention
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", [x for x in MASKS if x not in ("window of any", "tree", "line")])
 def test_attention_with_a_mask_and_its_blocks_is_that_with_the_dense_mask(name):
     mask, definition, *sizes = MASKS[name]

@@ -28,6 +28,7 @@ def test_no_variable_of_a_kernel_has_an_address(variant, limit, item):
         assert compiled.compiled(plan, dispatch).allocas == 0, dispatch.kernel.name
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("target", compiled.TARGETS[1:])
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 def test_nor_has_it_for_other_targets_masks_or_head_sizes(variant, target):

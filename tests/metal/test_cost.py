@@ -29,6 +29,7 @@ def served(variant: str, limit: int, item: int) -> range:
     return range(max(below, default=0) + 1, limit + 1)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 @pytest.mark.parametrize("h, v", [(16, 16), (64, 64), (96, 96), (128, 128), (64, 32), (8, 40)])
 def test_dense_forward_does_exactly_the_products_it_must(variant, h, v):
@@ -159,6 +160,7 @@ def test_counters_are_the_same_in_every_run_and_schedule(variant):
             assert getattr(other[name], field) == getattr(counters, field)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("h", [8, 16, 24, 32])
 def test_short_heads_with_a_bias_of_pairs_are_hardly_padded(h):
     """All four gradients of B rows that share a bias [1, N, T, T]."""

@@ -327,6 +327,7 @@ def test_decoding_with_functions_is_the_references(name):
     assert_equals_reference(ran, arguments, out, gradients)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("rows", [1, 20], ids=["decoding", "prefill"])
 @pytest.mark.parametrize("scheme", [None, "int4"])
 def test_functions_of_pages_are_given_logical_positions(on_device, scheme, rows):
@@ -366,6 +367,7 @@ def table_gradient(arguments, **how):
     return ran.arrays["d_captured"].sum(1), np.asarray(wanted)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", ["staged", "portable"])
 @pytest.mark.parametrize("name", ["relative", "distance"])
 def test_arrays_that_a_score_mod_reads_get_their_gradient(name, variant):
@@ -483,6 +485,7 @@ def test_and_takes_as_many_instructions_for_each_score(name):
     assert all(counts[1][x] <= 1.05 * counts[0][x] for x in counts[0]), counts
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", ["staged", "direct", "portable"])
 def test_the_function_is_asked_only_in_blocks_that_are_partly_seen(variant):
     """What says that a block is wholly seen is believed: there a function that hides pairs is not asked."""

@@ -120,6 +120,7 @@ def test_any_schedule_gives_the_same_bits_and_no_report(variant):
         assert _bytes(again) == _bytes(first)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_poisoned_column_reaches_only_the_rows_that_see_it(variant, dtype):
@@ -186,6 +187,7 @@ def test_through_jit_and_the_launcher(on_device, problem, variant):
     harness._program.cache_clear()
 
 
+@pytest.mark.share(2)
 @needs_core
 @pytest.mark.parametrize("text", ["as shipped", "with a line more"])
 @pytest.mark.parametrize(
@@ -384,6 +386,7 @@ BIASED = [
 ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant,sizes,features", BIASED, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_a_bias_of_each_score_has_its_gradient_from_dq(variant, sizes, features):
     """In the bits that the kernel of biases gives, some of it minus infinity, with two products of nine less."""

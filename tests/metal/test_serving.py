@@ -39,6 +39,7 @@ FEW = [
 ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("problem", "wanted"), FEW, ids=str)
 def test_results_are_those_over_what_is_stored(problem, wanted):
     problem.assert_right(problem.run(wanted))

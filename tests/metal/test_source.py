@@ -67,6 +67,7 @@ def run_folder(text: str, plan: dict, inputs: dict[str, np.ndarray]) -> dict[str
 SIZES = "--batch 2 --queries 37 --keys 53 --heads 6 --key-heads 2 --head-size 24 --value-size 17".split()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "dtype, variant, options, keywords",
     [

@@ -6,11 +6,14 @@ import dataclasses
 import re
 
 import emulator
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_mfa import Scheme
+from jax_mfa import Scheme, metal
+from jax_mfa.api import with_modifiers
+from jax_mfa.arguments import specify
 from jax_mfa.metal import append, source, tiles
 from jax_mfa.metal import plans as launch_plans
 from jax_mfa.metal.plan import LANGUAGE, Plan
@@ -40,7 +43,17 @@ def plans(dtype: str, variant: str) -> list[Plan]:
         found.append(launch_plans.forward(spec, arrays, variant=variant))
         if wanted:
             found.append(launch_plans.backward(spec, arrays, wrt=wanted, variant=variant))
-    return [*found, *stored_plans(kind, variant)]
+    return [*found, *stored_plans(kind, variant), *modified_plans(kind, variant)]
+
+
+def modified_plans(kind: np.dtype, variant: str) -> list[Plan]:
+    """A bias that heads share, and a function of scores that reads an array."""
+    x, table = np.ones((1, 40, 2, 24), kind), np.arange(79, dtype=np.float32)
+    given = {"query": x, "key": x, "value": x, "bias": np.ones((1, 1, 40, 40), kind)}
+    mods = {"score_mod": lambda score, b, n, t, s: score + jax.numpy.asarray(table)[t - s + 39]}
+    spec, operands = specify(**with_modifiers(given | mods))
+    wrt = ("query", "key", "value", "bias", "captured_floats")
+    return [metal.plan_of(spec, operands, "backward", variant, wrt)]
 
 
 def stored_plans(kind: np.dtype, variant: str) -> list[Plan]:
@@ -81,8 +94,9 @@ def stored_plans(kind: np.dtype, variant: str) -> list[Plan]:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_keep_to_metals_dialect(dtype: str, variant: str) -> None:
-    lines = "".join(plan.instantiations for plan in plans(dtype, variant)).splitlines(keepends=True)
-    text = source.base() + "\n" + "".join(dict.fromkeys(lines))
+    kernels = [d.kernel for plan in plans(dtype, variant) for d in plan.dispatches]
+    parts = dict.fromkeys([*(k.definitions for k in kernels), *(k.explicit for k in kernels)])
+    text = source.base() + "\n" + "".join(parts)
     assert emulator.strict_check(text, language_version=LANGUAGE, fast_math=False, file_name="program.metal") == ""
 
 
