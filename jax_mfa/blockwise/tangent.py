@@ -68,8 +68,7 @@ def tangent(
         parts = zip(("out", "row_max"), results, found)
         return tuple(tile.add(name, x, tile.natural(name, part)) for name, x, part in parts)
 
-    rows = operands.query.shape[:3]
-    empty = jnp.zeros((*rows, operands.value.shape[-1]), acc), jnp.zeros(rows, acc)
+    empty = jnp.zeros(out.shape, acc), jnp.zeros(row_max.shape, acc)
     t_out, t_lse = loop.over_queries(queries, empty)
     if "sinks" in moved:
         t_sinks = partial.sinks_of(spec, operands, acc, moved["sinks"])

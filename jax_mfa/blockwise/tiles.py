@@ -1,4 +1,4 @@
-"""The rule that cuts a problem into tiles: three cases, five tuned constants, the same on every version of JAX.
+"""The rule that cuts a problem into tiles: three cases, eight tuned numbers, the same on every version of JAX.
 
 1. Few scores are one tile: the dense program.
 2. Many go by equal tiles, an outer loop over tiles of queries and an inner one over the tiles of keys that they see.
@@ -20,6 +20,8 @@ DENSE = 2**21  # elements of the largest array of a problem that is one tile
 BLOCK = 1024, 1024  # queries and keys of a tile
 BLOCK_IN_BAND = 512, 256  # and where a band of positions hides some of them
 FEW_QUERIES = 32  # queries of all heads that a step multiplies with the keys of all heads
+LARGEST_OF_FEW = 2**17  # elements of the keys of such a step, which stay in a core's cache
+FEW_KEYS = 128, 512  # and the fewest and most keys
 ALIGNMENT = 16  # of tiles that do not divide a length
 TUNED_BLOCKS = (128, 256, 512, 1024, 2048)  # of which `tune` tries all pairs
 
@@ -42,9 +44,10 @@ def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tile
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
     if few_queries(spec, operands, differentiated):
-        block_kv = _equal(s, min(2 * BLOCK[1], max(LARGEST // (k * max(h, v)), 1)), spec.page_size)
+        of_key, (fewest, most) = k * max(h, v), FEW_KEYS
+        block_kv = _equal(s, min(max(LARGEST_OF_FEW // of_key, fewest), most), spec.page_size)
         alone = operands.key_lengths is not None or not isinstance(batch, int)  # exported for any batch
-        return Tiles(1 if alone else _divisor(batch, LARGEST // (block_kv * k * max(h, v))), k, t, block_kv)
+        return Tiles(1 if alone else _divisor(batch, LARGEST_OF_FEW // (block_kv * of_key)), k, t, block_kv)
     if is_dense(operands):
         return Tiles(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
     block_q, block_kv = BLOCK if spec.band == (None, None) else BLOCK_IN_BAND
