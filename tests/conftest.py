@@ -68,7 +68,7 @@ def pytest_terminal_summary(terminalreporter):
 # drawn by name, and all in sweeps.
 ONE_IN = {"reference": 2, "metal": 4}
 
-QUICK_ONE_IN = 4  # of the cases of a test, which of them are of the first tier
+QUICK_ONE_IN = 4  # of the cases of a test of an implementation, which of them are of the first tier
 
 # where the definition is held to the oracle and to stock; elsewhere it is jnp like any other, and runs in sweeps
 FILES_OF_THE_DEFINITION = (
@@ -103,12 +103,12 @@ def pytest_collection_modifyitems(config, items):
         case, share = (item.path, item.originalname, implementation), item.get_closest_marker("share")
         if share and cases[case] % share.args[0]:
             item.add_marker("sweep")
-        first = cases[case] % QUICK_ONE_IN == 0
+        first = not implementation or cases[case] % QUICK_ONE_IN == 0
         cases[case] += 1
         drawn = zlib.crc32(item.name.encode())
         if len(params) > 1 and drawn // 64 % ONE_IN.get(implementation, 1):
             item.add_marker("sweep")
-        quick = item.get_closest_marker("first_tier") and not item.get_closest_marker("slow")
+        quick = item.get_closest_marker("first_tier") and not any(map(item.get_closest_marker, ("slow", "sweep")))
         if quick and first and implementation in ("", "blockwise"):
             item.add_marker("quick")
 
