@@ -68,7 +68,7 @@ def pytest_terminal_summary(terminalreporter):
 # drawn by name, and all in sweeps.
 ONE_IN = {"reference": 2, "metal": 4}
 
-QUICK_ONE_IN = 4  # of the cases of a test of an implementation, which of them are of the first tier
+QUICK_ONE_IN = 4  # of the cases of a test of an implementation, one in so many is of the first tier
 
 # where the definition is held to the oracle and to stock; elsewhere it is jnp like any other, and runs in sweeps
 FILES_OF_THE_DEFINITION = (
@@ -100,16 +100,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("sweep")
         if implementation == "metal" and item.path.name in OF_STORAGE and item.originalname not in OF_STORAGE_ON_METAL:
             item.add_marker("sweep")
-        case, share = (item.path, item.originalname, implementation), item.get_closest_marker("share")
-        if share and cases[case] % share.args[0]:
-            item.add_marker("sweep")
-        first = not implementation or cases[case] % QUICK_ONE_IN == 0
+        case, drawn = (item.path, item.originalname, implementation), zlib.crc32(item.name.encode())
+        first, share = cases[case] == 0, item.get_closest_marker("share")
         cases[case] += 1
-        drawn = zlib.crc32(item.name.encode())
+        # by name: by place all of one value of a parameter would be left out
+        if share and not first and drawn % share.args[0]:
+            item.add_marker("sweep")
         if len(params) > 1 and drawn // 64 % ONE_IN.get(implementation, 1):
             item.add_marker("sweep")
         quick = item.get_closest_marker("first_tier") and not any(map(item.get_closest_marker, ("slow", "sweep")))
-        if quick and first and implementation in ("", "blockwise"):
+        if quick and (not implementation or (implementation == "blockwise" and (first or drawn % QUICK_ONE_IN == 0))):
             item.add_marker("quick")
 
 

@@ -244,7 +244,8 @@ def test_only_the_output_that_is_kept_grows_with_the_batch(dtype, is_causal):
         run = lambda q, k, v, d_out: jax.vjp(attend, q, k, v)[1](d_out)
         return jax.jit(run).lower(x, x, x, x).compile().memory_analysis().temp_size_in_bytes
 
-    of_tiles = 12 * 4 * blockwise.tiles.LARGEST  # a step's arrays, those that are made again among them
+    # a step's arrays: where they may be made again, 16-bit results have no room in common with them
+    of_tiles = (12 if (is_causal, dtype) == (True, "bfloat16") else 8) * 4 * blockwise.tiles.LARGEST
     output = 512 * 32 * 8 * 128 * jnp.dtype(dtype).itemsize
     assert temporary(512) < of_tiles + output
     assert temporary(512) - temporary(256) < 0.55 * output

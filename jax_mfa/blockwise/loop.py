@@ -109,7 +109,7 @@ class Loop:
         def turn(index: Any, bits: Any) -> Any:
             rest, i = _divided(index, self.tiles_of_queries)
             b, e = _divided(rest, self.steps[1])
-            b = 0 if isinstance(self.steps[0], int) and self.steps[0] == 1 else b
+            b = 0 if self.steps[0] == 1 else b
             start, own = _start(i, self.tiles.block_q, self.operands.query.shape[1])
             starts = {"B": b * self.tiles.batch, "K": e * self.tiles.heads, "T": start, "S": 0}
             own = {"T": own} if self.ragged[1] else {}
@@ -149,7 +149,5 @@ def _start(i: Any, block: int, length: int) -> tuple[Any, Any]:
 
 
 def _divided(index: Any, size: int) -> tuple[Any, Any]:
-    """Quotient and remainder of an index; by 1, which no array depends on, without arithmetic."""
-    if size == 1 or isinstance(index, int):
-        return divmod(index, size) if isinstance(index, int) else (index, 0)
-    return lax.div(index, jnp.int32(size)), lax.rem(index, jnp.int32(size))
+    """Quotient and remainder of an index; by 1 without arithmetic, so that the remainder is known."""
+    return (index, 0) if size == 1 else (lax.div(index, jnp.int32(size)), lax.rem(index, jnp.int32(size)))

@@ -69,13 +69,11 @@ class Tile:
         return part_of(tied(x, start), start, shape)
 
     def put(self, name: str, x: Any, part: Array) -> Any:
-        """`x`, an array or its bits, with `part` as the tile's part of it."""
-        part = part.astype(dtype_of(x))
-        part = as_bits(part) if x.dtype == np.uint16 else part
-        return with_part(x, part, self.corner(name, x)[0])
+        """`x`, of `over_queries`, with `part` as the tile's part of it."""
+        return with_part(x, as_bits(part.astype(dtype_of(x))), self.corner(name, x)[0])
 
     def add(self, name: str, x: Any, part: Array) -> Any:
-        """`x`, an array or its bits, with `part` added to the tile's part of it."""
+        """`x`, of `over_queries`, with `part` added to the tile's part of it."""
         before = from_bits(part_of(x, *self.corner(name, x)))
         return self.put(name, x, before.astype(part.dtype) + part)
 

@@ -119,6 +119,11 @@ class Dispatch:
         }
 
 
+def instantiations(kernels: list[Kernel]) -> str:
+    """The text that instantiates kernels, each part of it once."""
+    return "".join(dict.fromkeys([*(k.definitions for k in kernels), *(k.explicit for k in kernels)]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Dispatches that run as if one after another.
@@ -147,8 +152,7 @@ class Plan:
 
     @property
     def instantiations(self) -> str:
-        kernels = [d.kernel for d in self.dispatches]
-        return "".join(dict.fromkeys([*(k.definitions for k in kernels), *(k.explicit for k in kernels)]))
+        return instantiations([d.kernel for d in self.dispatches])
 
     @functools.cached_property
     def json(self) -> str:

@@ -16,7 +16,7 @@ from jax_mfa.api import with_modifiers
 from jax_mfa.arguments import specify
 from jax_mfa.metal import append, source, tiles
 from jax_mfa.metal import plans as launch_plans
-from jax_mfa.metal.plan import LANGUAGE, Plan
+from jax_mfa.metal.plan import LANGUAGE, Plan, instantiations
 from jax_mfa.metal.problem import Shape
 from jax_mfa.problem import Specification, Storage
 
@@ -95,8 +95,7 @@ def stored_plans(kind: np.dtype, variant: str) -> list[Plan]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_keep_to_metals_dialect(dtype: str, variant: str) -> None:
     kernels = [d.kernel for plan in plans(dtype, variant) for d in plan.dispatches]
-    parts = dict.fromkeys([*(k.definitions for k in kernels), *(k.explicit for k in kernels)])
-    text = source.base() + "\n" + "".join(parts)
+    text = source.base() + "\n" + instantiations(kernels)
     assert emulator.strict_check(text, language_version=LANGUAGE, fast_math=False, file_name="program.metal") == ""
 
 
