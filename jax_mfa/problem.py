@@ -212,6 +212,7 @@ class Specification:
     scale: float = 1.0  # used where operands.scale is None
     query_offset: int = 0  # used where operands.query_offset is None
     logits_soft_cap: float | None = None
+    finite_bias: bool = False  # whether operands.bias is taken for finite, so that it hides nothing
     dropout_rate: float = 0.0
     mask_block: tuple[int, int] | None = None  # rows and columns of one entry of operands.block_mask
     key_storage: Storage | None = None  # of quantised keys
@@ -301,7 +302,7 @@ class Specification:
 
     def bias_hides(self, operands: Operands) -> bool:
         """Whether a bias of −∞ hides its column as a mask does; under a soft cap it is a score of −cap."""
-        return operands.bias is not None and self.logits_soft_cap is None
+        return operands.bias is not None and self.logits_soft_cap is None and not self.finite_bias
 
 
 def accumulation_dtype(dtype: Any) -> Any:

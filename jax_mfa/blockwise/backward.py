@@ -43,8 +43,7 @@ def backward(
         q, do = tile.operand("query").astype(acc), tile.operand("out", d_out).astype(acc)
         row_max_i, inverse_i, delta_i = jnp.split(tile.operand("rows", rows), 3, axis=-1)
 
-        def keys(tile: Tile, carry: Any) -> Any:
-            dq, found = carry
+        def of_tile(tile: Tile) -> Any:
             k, v, given = tile.keys("key"), tile.keys("value"), tile.terms()
             scores, pullback, tile.visible = jax.vjp(
                 lambda products, moving: tile.scores(products, {**given, **moving}),
@@ -56,11 +55,14 @@ def backward(
             dp = tile.rows_by_keys(do, v)
             p_kept, dp = (p, dp) if kept is None else (p * kept, dp * kept)
             ds, d_terms = pullback(p * (dp - delta_i))
-            found = {name: tile.add(name, x, d_terms[name]) if name in terms else x for name, x in found.items()}
             # what is not finite and visible makes scores NaN, or has a weight of 0: NaN in either case
             of_rows = (tile.weights_by_rows, ds, q, False), (tile.weights_by_rows, p_kept, do, True)
-            products = (tile.weights_by_keys, ds, k, False), *(of_rows if of_keys else ())
-            dq_j, *d_keys = tile.products(*products)
+            return d_terms, tile.products((tile.weights_by_keys, ds, k, False), *(of_rows if of_keys else ()))
+
+        def keys(tile: Tile, carry: Any) -> Any:
+            dq, found = carry
+            d_terms, (dq_j, *d_keys) = tile.trusted(of_tile)
+            found = {name: tile.add(name, x, d_terms[name]) if name in terms else x for name, x in found.items()}
             for name, d_name, x in zip(("key", "value"), ("dk", "dv"), d_keys):
                 found[name] = tile.add(d_name, found[name], x)
             return dq + dq_j, found

@@ -48,7 +48,7 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
 
         none = jnp.zeros((*q.shape[:-1], 1), acc)
         start = jnp.zeros((*q.shape[:-1], v), acc), jnp.full(none.shape, -jnp.inf, acc), none
-        whole = loop.over_keys(tile, place, keys, None if loop.tiles_of_keys == 1 else start)
+        whole = tile.trusted(lambda tile: loop.over_keys(tile, place, keys, None if loop.tiles_of_keys == 1 else start))
 
         sums, row_max, row_sum = (tile.natural(name, x) for name, x in zip(names, whole))
         sees = spec.every_row_sees(loop.operands) or row_max != -jnp.inf

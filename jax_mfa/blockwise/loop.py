@@ -90,7 +90,6 @@ class Loop:
         self.tiles_of_queries, self.tiles_of_keys = -(-t // c.block_q), -(-s // c.block_kv)
         self.steps = batch // c.batch, k // c.heads
         self.ragged = bool(s % c.block_kv), once and bool(t % c.block_q)
-        self.hides = spec.has_mask(o) or any(self.ragged) or self.all_heads
 
     @functools.cached_property
     def _order(self) -> tuple[Any, Any]:
@@ -113,16 +112,15 @@ class Loop:
             start, own = _start(i, self.tiles.block_q, self.operands.query.shape[1])
             starts = {"B": b * self.tiles.batch, "K": e * self.tiles.heads, "T": start, "S": 0}
             own = {"T": own} if self.ragged[1] else {}
-            tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads, self.hides)
+            tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads)
             return body(tile, (b, i), bits)
 
         if isinstance(turns, int) and turns == 0:
             return results
         bits = jax.tree.map(as_bits, results)  # XLA's CPU backend converts all of bfloat16 to write a part of it
-        if isinstance(turns, int) and turns == 1:
-            bits = turn(0, bits)
-        else:  # the number of turns may be known at run time only, in a program for batches of any size
-            bits = lax.fori_loop(jnp.int32(0), jnp.asarray(turns, jnp.int32), turn, bits)
+        # the number of turns may be known at run time only, in a program for batches of any size
+        once = isinstance(turns, int) and turns == 1
+        bits = turn(0, bits) if once else lax.fori_loop(jnp.int32(0), jnp.asarray(turns, jnp.int32), turn, bits)
         return jax.tree.map(from_bits, bits)
 
     def over_keys(self, tile: Tile, place: Any, body: Callable[[Tile, Any], Any], carry: Any) -> Any:

@@ -37,7 +37,6 @@ class Tile:
     starts: dict[str, Any]  # where its batch entries, key heads, queries and keys begin, by letter: B, K, T, S
     own: dict[str, Any]  # the first query and key, by T and S, that the tile before does not hold too, if it may
     all_heads: bool  # whether products are of all heads at once
-    hides: bool  # whether a product may meet keys that do not count, hidden ones or those of other heads
 
     def __post_init__(self) -> None:
         self.batch = self.operands.query.shape[0]
@@ -70,12 +69,12 @@ class Tile:
 
     def put(self, name: str, x: Any, part: Array) -> Any:
         """`x`, of `over_queries`, with `part` as the tile's part of it."""
-        return with_part(x, as_bits(part.astype(dtype_of(x))), self.corner(name, x)[0])
+        part, start = as_bits(part.astype(dtype_of(x))), _int32(self.corner(name, x)[0])
+        return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, start, **compat.NOT_NEGATIVE)
 
     def add(self, name: str, x: Any, part: Array) -> Any:
         """`x`, of `over_queries`, with `part` added to the tile's part of it."""
-        before = from_bits(part_of(x, *self.corner(name, x)))
-        return self.put(name, x, before.astype(part.dtype) + part)
+        return self.put(name, x, from_bits(part_of(x, *self.corner(name, x))).astype(part.dtype) + part)
 
     def aligned(self, name: str, x: Any) -> Array:
         """A part [R|1, …] of an array like the operand of this name in the order of scores, [R|1, E|1, T|1, G|1, last],
@@ -204,8 +203,7 @@ class Tile:
 
     def probability(self, scores: Array, row_max: Array, inverse: Array) -> Array:
         """Probabilities of scores that are made again, of the maxima of their rows and 1 / their sums."""
-        x = scores - row_max
-        o = self.operands
+        x, o = scores - row_max, self.operands
         if o.bias is not None or o.alibi_slopes is not None or self.spec.score_mod is not None:
             # huge ones may be rounded otherwise than those that the maximum was found of; with their derivatives
             x = x - lax.stop_gradient(jnp.where(x > 0, x, 0))
@@ -247,23 +245,24 @@ class Tile:
 
     def weights_by_rows(self, w: Array, a: Array) -> Array:
         """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x]: [R, S, E, x]."""
-        # rows first, which are smaller and so faster to transpose
+        if w.shape[2] * w.shape[3] <= 4 * a.shape[-1]:  # of few queries the weights are as fast to transpose
+            return jnp.einsum("retgs,retgx->resx", w, a).transpose(0, 2, 1, 3)
         return jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)
 
     def products(self, *factors: tuple[Callable[..., Array], Array, Array, bool]) -> Sequence[Array]:
         """Products of weights, 0 where hidden, and what they weigh: each the function, its two factors, and whether
-        the weights are probabilities.
-
-        0 · NaN is NaN. Where a result is not finite, all are computed again: with the finite factors, and what is
-        visible of the others.
-        """
+        the weights are probabilities. Hidden NaN and infinities are mended: only what is visible of them counts."""
         found = [product(w, b) for product, w, b, _ in factors]
-        if not self.hides:
-            return found
-        again = lambda _: (jnp.ones((), bool), [self._again(*x) for x in factors])
-        fine = jnp.isfinite(sum(x.sum() for x in found))
-        # a loop of no turn or one: in a conditional XLA's CPU backend copies what it returns
-        return lax.while_loop(lambda state: ~state[0], again, (fine, found))[1]
+        hides = self.all_heads or self.own or self.spec.has_mask(self.operands)  # keys that do not count may be met
+        return mended(found, lambda: [self._again(*x) for x in factors]) if hides else found
+
+    def trusted(self, results: Callable[[Tile], Any]) -> Any:
+        """`results(tile)`, as if the bias were finite, which takes less time: where it is −∞ a probability is 0 by
+        itself. Results that are not finite, as of rows that see nothing, are mended: with what the bias hides."""
+        finite = dataclasses.replace(self.spec, finite_bias=True)
+        if self.spec.every_row_sees(self.operands) or not finite.every_row_sees(self.operands):
+            return results(self)
+        return mended(results(dataclasses.replace(self, spec=finite)), lambda: results(self))
 
     def _again(self, product: Callable[..., Array], w: Array, b: Array, probable: bool) -> Array:
         see = jnp.ones((), bool) if self.visible is None else self.visible
@@ -282,6 +281,13 @@ class Tile:
         s, e, x = b.shape[1:]
         b = jnp.broadcast_to(b, (self.tiles.batch, s, e, x))
         return b.reshape(-1, s, e * x), jnp.eye(e, dtype=bool).reshape(e, 1, 1, e, 1)
+
+
+def mended(found: Any, again: Callable[[], Any]) -> Any:
+    """`found`, or where that is not finite what `again` makes: 0 · NaN is NaN, and so what spoils a result shows."""
+    fine = jnp.isfinite(sum(x.sum() for x in jax.tree.leaves(found)))
+    # a loop of no turn or one: in a conditional XLA's CPU backend copies what it returns
+    return lax.while_loop(lambda state: ~state[0], lambda _: (jnp.ones((), bool), again()), (fine, found))[1]
 
 
 def _count(dtype: Any, axis: int, size: int) -> Array:
@@ -304,11 +310,6 @@ def tied(x: Any, indices: Any) -> Array:
 def part_of(x: Any, start: Sequence[Any], shape: Sequence[int]) -> Array:
     """The part of `x` of this shape from `start` on."""
     return x if x.shape == tuple(shape) else lax.dynamic_slice(x, _int32(start), shape, **compat.NOT_NEGATIVE)
-
-
-def with_part(x: Any, part: Any, start: Sequence[Any]) -> Array:
-    """`x` with `part` in it, from `start` on."""
-    return part if x.shape == part.shape else lax.dynamic_update_slice(x, part, _int32(start), **compat.NOT_NEGATIVE)
 
 
 def _int32(indices: Sequence[Any]) -> list[Any]:

@@ -50,8 +50,10 @@ def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tile
         return Tiles(1 if alone else _divisor(batch, LARGEST_OF_FEW // (block_kv * of_key)), k, t, block_kv)
     if is_dense(operands):
         return Tiles(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
-    block_q, block_kv = BLOCK if spec.band == (None, None) else BLOCK_IN_BAND
-    return step_of(spec, operands, max(block_q // (n // k), 64), block_kv)
+    size = lambda block_q: max(block_q // (n // k), 64)
+    whole = max(t, s) <= _equal(t, size(BLOCK_IN_BAND[0]))  # one tile of queries sees all tiles of keys
+    block_q, block_kv = BLOCK if whole or spec.band == (None, None) else BLOCK_IN_BAND
+    return step_of(spec, operands, size(block_q), block_kv)
 
 
 def few_queries(spec: Specification, operands: Operands, differentiated: bool) -> bool:
