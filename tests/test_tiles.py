@@ -243,6 +243,26 @@ def test_what_is_not_finite_anywhere_taints_only_what_sees_it(size, name, offset
             assert not np.isfinite(shown[0, rows]).all()
 
 
+@pytest.mark.parametrize("spoilt", ["key", "value", "row"])
+def test_what_a_bias_of_minus_infinity_hides_is_hidden_in_many_tiles(spoilt, tiles):
+    tiles(16, 8, 16 * 8)
+    arguments = dict(zip(("query", "key", "value"), map(np.array, qkv(B=2, T=35, S=35, N=4, K=4, H=8))))
+    bias = np.random.default_rng(5).standard_normal((1, 4, 35, 35)).astype(np.float32)
+    bias[..., 20] = -np.inf
+    if spoilt == "row":
+        bias[:, :, 3] = -np.inf
+    else:
+        arguments[spoilt][:, 20] = [np.nan, np.inf, -np.inf, np.nan, 1, 2, 3, 4]
+    arguments["bias"] = bias
+    d_out, d_lse = cotangents(arguments)
+    (out, _, gradients), (its_out, _, its_gradients) = (
+        evaluate(BY_NAME_OF_IMPLEMENTATION[name], arguments, d_out, d_lse) for name in ("blockwise", "reference")
+    )
+    for got, expected in [(out, its_out), *((gradients[x], its_gradients[x]) for x in gradients)]:
+        assert np.isfinite(got).all()
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("size", [None, (4, 5), (14, 4)], ids=["one tile", "tiles", "one row of tiles"])
 def test_infinities_keep_their_sign_and_cancel_across_tiles(size, tiles):
     if size:

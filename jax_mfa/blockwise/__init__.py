@@ -15,9 +15,8 @@ __all__ = ["Tiles", "backward", "candidates", "forward", "in_one_tile", "tangent
 
 def tiling_of(spec: Specification, operands: Operands, backward: bool, differentiated: bool = False) -> Tiles:
     """The tiles of a pass. Operands may be abstract."""
-    return tiles_of(
-        f"blockwise {'backward' if backward else 'forward'}", spec, spec.viewed(operands), backward or differentiated
-    )
+    of_pass = "backward" if backward else "forward"
+    return tiles_of(f"blockwise {of_pass}", spec, spec.viewed(operands), backward or differentiated)
 
 
 def in_one_tile(spec: Specification, operands: Operands) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa import compat
-from jax_mfa.blockwise.tiles import Tiles
+from jax_mfa.blockwise.tiles import TRANSPOSED, Tiles
 from jax_mfa.flex.program import Program
 from jax_mfa.kv_cache.storage import as_bits, dtype_of, from_bits
 from jax_mfa.philox import keep_mask
@@ -245,7 +245,7 @@ class Tile:
 
     def weights_by_rows(self, w: Array, a: Array) -> Array:
         """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x]: [R, S, E, x]."""
-        if w.shape[2] * w.shape[3] <= 4 * a.shape[-1]:  # of few queries the weights are as fast to transpose
+        if w.shape[2] * w.shape[3] <= TRANSPOSED * a.shape[-1]:
             return jnp.einsum("retgs,retgx->resx", w, a).transpose(0, 2, 1, 3)
         return jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)
 

@@ -1,4 +1,4 @@
-"""The rule that cuts a problem into tiles: three cases, eight tuned numbers, the same on every version of JAX.
+"""The rule that cuts a problem into tiles: three cases, nine tuned numbers, the same on every version of JAX.
 
 1. Few scores are one tile: the dense program.
 2. Many go by equal tiles, an outer loop over tiles of queries and an inner one over the tiles of keys that they see.
@@ -22,6 +22,7 @@ BLOCK_IN_BAND = 512, 256  # and where a band of positions hides some of them
 FEW_QUERIES = 32  # queries of all heads that a step multiplies with the keys of all heads
 LARGEST_OF_FEW = 2**17  # elements of the keys of such a step, which stay in a core's cache
 FEW_KEYS = 128, 512  # and the fewest and most keys
+TRANSPOSED = 4  # queries a channel of a tile, up to which its weights are transposed, and not what they give
 ALIGNMENT = 16  # of tiles that do not divide a length
 TUNED_BLOCKS = (128, 256, 512, 1024, 2048)  # of which `tune` tries all pairs
 
