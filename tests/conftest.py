@@ -7,11 +7,12 @@ as it is.
 import collections
 import ctypes
 import gc
+import hashlib
 import importlib.metadata
+import math
 import os
 import signal
 import sys
-import zlib
 
 _flags = os.environ.get("XLA_FLAGS")
 _wanted = {"xla_force_host_platform_device_count": 8}
@@ -64,9 +65,9 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(_left_out, yellow=True)
 
 
-# `blockwise` runs all of many cases. The definition compiles longer, and kernels still longer: they run one in so many,
-# drawn by name, and all in sweeps.
-ONE_IN = {"reference": 2, "metal": 4}
+# of a test's cases with an implementation one in so many runs by default, and all in sweeps: the definition compiles
+# longer than `blockwise`, and kernels still longer
+ONE_IN = {"blockwise": 2, "reference": 3, "metal": 6}
 
 QUICK_ONE_IN = 4  # of the cases of a test of an implementation, one in so many is of the first tier
 
@@ -87,12 +88,18 @@ OF_STORAGE = ("test_paged.py", "test_quantized_attention.py")
 OF_STORAGE_ON_METAL = ("test_queries_may_be_quantised", "test_rows_of_equal_numbers_and_bits_of_bfloat16")
 
 
+def _some(cases: list, one_in: int) -> list:
+    """One in so many, at least one, drawn by name: by place all of one value of a parameter would be left out."""
+    drawn = sorted(cases, key=lambda item: hashlib.blake2s(item.name.encode()).digest())
+    return drawn[: math.ceil(len(cases) / one_in)]
+
+
 def pytest_collection_modifyitems(config, items):
     if os.environ.get("EMULATOR_TESTS") == "0":  # as `.ci/run` has it where the emulator has not changed
         left_out = [item for item in items if "emulator" in item.path.parts]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "emulator" not in item.path.parts]
-    cases = collections.Counter()
+    tests = collections.defaultdict(list)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         implementation = getattr(params.get("implementation"), "name", "")
@@ -100,17 +107,17 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("sweep")
         if implementation == "metal" and item.path.name in OF_STORAGE and item.originalname not in OF_STORAGE_ON_METAL:
             item.add_marker("sweep")
-        case, drawn = (item.path, item.originalname, implementation), zlib.crc32(item.name.encode())
-        first, share = cases[case] == 0, item.get_closest_marker("share")
-        cases[case] += 1
-        # by name: by place all of one value of a parameter would be left out
-        if share and not first and drawn % share.args[0]:
+        if not item.get_closest_marker("sweep"):
+            tests[item.path, item.originalname, implementation].append(item)
+    for (_, _, implementation), cases in tests.items():
+        share = cases[0].get_closest_marker("share")
+        kept = _some(cases, (share.args[0] if share else 1) * ONE_IN.get(implementation, 1))
+        for item in set(cases) - set(kept):
             item.add_marker("sweep")
-        if len(params) > 1 and drawn // 64 % ONE_IN.get(implementation, 1):
-            item.add_marker("sweep")
-        quick = item.get_closest_marker("first_tier") and not any(map(item.get_closest_marker, ("slow", "sweep")))
-        if quick and (not implementation or (implementation == "blockwise" and (first or drawn % QUICK_ONE_IN == 0))):
-            item.add_marker("quick")
+        if implementation in ("", "blockwise"):
+            for item in _some(kept, QUICK_ONE_IN if implementation else 1):
+                if item.get_closest_marker("first_tier") and not item.get_closest_marker("slow"):
+                    item.add_marker("quick")
 
 
 def pytest_collection_finish():

@@ -211,6 +211,7 @@ def test_a_length_out_of_range_that_is_traced_sees_no_more_than_there_is():
         np.testing.assert_array_equal(run(i32(1000, -5)), wanted)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_an_offset_out_of_range_that_is_traced_is_as_far_as_one_may_be(dtype):
     # values cannot be checked while tracing: from too far right all is seen, from too far left nothing

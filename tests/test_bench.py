@@ -87,6 +87,7 @@ def test_a_sweep_is_every_combination_and_summed_up_by_each_of_its_axes(tmp_path
             assert any(x.startswith(f"vs jax.nn by {axis}, {kind}: {values}") for x in said), (axis, kind)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("kind", [FORWARD, DECODE])
 @pytest.mark.parametrize("mask", bench_problems.MASKS)
 def test_all_candidates_compute_the_same(mask, kind):
@@ -108,6 +109,7 @@ def test_all_candidates_compute_the_same(mask, kind):
     assert bench_report.scores(problem) == 4 * np.broadcast_to(problem.visible, (3, *problem.visible.shape[1:])).sum()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_bias_of_pairs_is_shared_and_gets_its_gradient(kind):
     problem = Problem("", 3, 12, 12, 4, 4, 8, pair_bias=True)

@@ -155,6 +155,7 @@ def test_sharded_caches_are_not_gathered():
         assert all(x.is_equivalent_to(sharding, 1) for x in compiled.output_shardings)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("ring", [False, True], ids=["plain", "ring"])
 def test_gradients_reach_the_tokens_and_the_cache(ring):
     query, key, value = (jnp.asarray(x) for x in tokens())

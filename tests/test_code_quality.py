@@ -43,7 +43,7 @@ def test_the_native_code_has_one_look():
 PATHS = "-*,clang-analyzer-*,-clang-analyzer-core.CallAndMessage"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("checks", ["", pytest.param(PATHS, marks=pytest.mark.sweep, id="paths")])
 def test_the_native_code_has_no_mistake_that_clang_tidy_knows(checks):
     if importlib.util.find_spec("clang_tidy") is None:

@@ -163,6 +163,7 @@ RUNS = {
 EVERY_RUN = ("window", "hybrid")
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in EVERY_RUN else pytest.mark.sweep) for x in RUNS])
 def test_equals_one_device_with_gradients(name):
     case, run = RUNS[name]
@@ -227,6 +228,7 @@ def test_on_metal_dropout_has_the_bits_of_one_device_wherever_a_part_begins(ring
 # --- in a program of the caller's
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("form", ["ring", "ulysses"])
 def test_within_shard_map_with_its_checks(form):
     mesh = mesh_of(2, 4, names=("data", "sequence"))
@@ -351,6 +353,7 @@ MODES = {
 EVERY_DAY = ("a Hessian's product", "reverse of reverse")  # the first is forward mode, of the backward pass
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("mode", [pytest.param(x, marks=() if x in EVERY_DAY else pytest.mark.sweep) for x in MODES])
 def test_every_mode_of_derivatives_is_that_of_one_device(mode):
     """Of the output and the log-sum-exp, along all that moves, some of it with the keys."""

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.first_tier
 named = lambda case: case.name
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_values_and_gradients_are_right(implementation, case):
     check_case(implementation, case, jit=jax.jit if implementation.own_rules else quick_jit)
@@ -100,7 +100,7 @@ def _covering_combinations():
 
 
 @pytest.mark.slow
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", _covering_combinations(), ids=named)
 def test_any_two_features_work_together(implementation, case):
     check_case(implementation, case)
@@ -529,6 +529,7 @@ def test_the_residual_is_the_log_sum_exp(implementation):
 # --- shapes
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("lead", [(), (2, 3), (1, 2, 1)], ids=str)
 def test_leading_axes_may_be_missing_or_more(implementation, lead):
     T, S, N, K, H = 6, 8, 4, 2, 8

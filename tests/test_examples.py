@@ -26,7 +26,6 @@ import jax_mfa
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-import attention  # noqa: E402
 import pair_attention  # noqa: E402
 import sentence_embeddings  # noqa: E402
 import train_char_lm  # noqa: E402
@@ -142,9 +141,9 @@ def embeddings(encoder):
     return encoder.encode(SENTENCES)
 
 
-def test_the_first_example_runs(capsys):
-    attention.main()
-    said = capsys.readouterr().out
+def test_the_first_example_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_MFA_DEVICE", "none")  # 1,024 tokens take the emulated device half a minute
+    said = run("attention.py", folder=tmp_path)
     assert "output    (2, 1024, 8, 64) float32" in said and "after [1025 1025]" in said and "blockwise" in said
 
 
@@ -180,6 +179,7 @@ def test_padding_and_company_do_not_change_an_embedding(encoder, embeddings):
     assert_allclose(vector, embeddings[0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.share(2)
 @needs_model
 @pytest.mark.parametrize("attention, implementation", [("stock", None), ("jax_mfa", "reference")])
 def test_another_attention_gives_the_same_embeddings(encoder, attention, implementation):
@@ -344,6 +344,7 @@ def test_training_lowers_both_losses_and_draws_them(unbroken):
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.npz", "loss.png"]
 
 
+@pytest.mark.sweep
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(unbroken, book, tmp_path):
     begin = run("train_char_lm.py", *SMALL, "--text", book, "--stop-after", 13, "--out", tmp_path, folder=tmp_path)
     assert f"after step 13 of {STEPS}" in begin and "sample" not in begin
@@ -356,6 +357,7 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(unbroken, book, tmp_pa
     assert end.split("sample\n")[1] == unbroken[1].split("sample\n")[1]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_saves_a_whole_step_and_is_no_success(book, tmp_path, monkeypatch, capsys, number):
     windows = train_char_lm.Corpus.training_windows
@@ -571,6 +573,7 @@ def test_pair_attention_and_stock_have_the_same_gradients():
         assert_allclose(x, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("table", ["--compare", "--memory"])
 def test_pair_attention_beside_stock_by_length(capsys, table):
     assert pair_attention.main([table, "--lengths", "8", "128", "--implementation", "blockwise"]) == 0

@@ -72,6 +72,7 @@ def test_every_argument_of_flax_is_named():
     assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in ours.values())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 def test_module_equals_stock(mask, cross, no_stock):
@@ -129,6 +130,7 @@ def test_gradients_equal_stock(no_stock):
         assert_allclose(ours, stock, **tolerance())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_dtypes(dtype, no_stock):
     x = normal(0, (B, T, FEATURES))
@@ -292,6 +294,7 @@ def test_broadcast_dropout_warns_once_of_what_it_costs():
         run()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("shape", [(0, T, FEATURES), (B, 0, FEATURES)], ids=str)
 @pytest.mark.parametrize("ours", [False, True], ids=["module of flax", "flash"])
 def test_modules_of_nothing(ours, shape, no_stock):
@@ -329,6 +332,7 @@ def flash(**settings):
     return mfa.FlashMultiHeadAttention(**{"num_heads": N, **settings})
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_flash_module_equals_numpy(name):
     settings, arguments = SETTINGS[name]
@@ -455,6 +459,7 @@ def decoder(x, **settings):
     return module, params, variables["cache"]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", DECODERS)
 def test_prefill_and_steps_equal_the_causal_run(name):
     x = normal(0, (B, S, FEATURES))

@@ -113,6 +113,7 @@ def perturbed(params, seed=0):
 # --- rotary embedding
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25])
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 def test_rotary_is_the_formula(fraction, lead):

@@ -39,13 +39,14 @@ def random(*shape, seed=3):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", [*SCORES, *MASKS])
 @pytest.mark.parametrize("implementation", [pytest.param("reference", marks=pytest.mark.sweep), "blockwise"])
 def test_functions_give_the_answers_and_gradients_of_dense_attention(implementation, name):
     check(implementation, (SCORES | MASKS)[name])
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", ["T5", "together", "coordinates", "rows that see nothing", "queries further on"])
 def test_many_tiles_give_the_same_answer(monkeypatch, name):
     usual = lambda spec, operands, differentiated: rule.step_of(spec, operands, 3, 4)
@@ -188,6 +189,7 @@ AXES = {
 }
 
 
+@pytest.mark.share(2)
 @in_jnp
 @pytest.mark.parametrize("name", AXES)
 def test_mapped_axes_of_what_is_captured_and_of_arrays(implementation, arrays, name):
@@ -209,6 +211,7 @@ def test_mapped_integers_of_a_mask(implementation, arrays, batch):
     assert run(ids[:0]).shape == (0, *query.shape)
 
 
+@pytest.mark.share(2)
 @in_jnp
 def test_derivatives_of_every_order(implementation, arrays):
     loss, wanted = of_one(implementation)
@@ -345,7 +348,7 @@ def places(hb, table, ids):
     }
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @own
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 @pytest.mark.parametrize("mapped", [False, True], ids=["one", "mapped"])
@@ -396,6 +399,7 @@ MADE = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", MADE)
 def test_closures_of_equal_code_share_a_program_which_keeps_none_of_their_arrays(name, caplog):
     query, key, value = qkv(B=1, T=3, S=4)

@@ -42,6 +42,7 @@ def assert_same(found, expected, terms=S + H, gradient=False):
     assert_within(found, expected, 2 * tolerance(expected, np.float32, terms=terms, largest_score=6, gradient=gradient))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_in_caches_and_pages_positions_are_logical(implementation, ragged):

@@ -393,6 +393,7 @@ def test_no_body_whatever_it_is_is_a_fault_of_the_server(folder, runner):
         assert 50 < taken < 400 and not running.service.failed
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("grace", [0.5, 4.0], ids=["cut", "finished"])
 def test_the_end_of_the_server_ends_streams_properly_within_five_seconds(folder, runner, grace):
     count = 80 if grace < 1 else 20

@@ -101,6 +101,7 @@ def test_forward_mode_and_second_derivatives():
         assert_allclose(got, wanted, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])
 def test_vmap(mapped):
     q, k, d_out, _ = latent(T=5, S=9)

@@ -102,6 +102,7 @@ def kill(process, how=signal.SIGKILL):
         os.killpg(process.pid, how)
 
 
+@pytest.mark.sweep
 def test_a_killed_coordinator_is_an_error_in_the_others_and_a_restart_goes_on(tmp_path):
     """The hardest to lose: without it JAX ends the others from C++."""
     processes = started(tmp_path, "--steps", 10000, "--save-every", 2, "--timeout", LEFT_ALONE_WITHIN / 2)

@@ -115,6 +115,7 @@ MASKS = {
 }
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_ready_made_mask_is_what_its_definition_says(name):
     mask, definition, *sizes = MASKS[name]
@@ -136,6 +137,7 @@ def assert_lists(found, mask):
     np.testing.assert_array_equal(found.whole, np.broadcast_to(wanted == 2, found.blocks.shape))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", MASKS)
 def test_its_blocks_are_those_of_the_dense_pattern(name):
     mask, definition, *sizes = MASKS[name]
@@ -208,7 +210,7 @@ def test_lists_of_other_arrays_share_a_program():
     assert blocks._chunk._cache_size() == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_documents_mask_of_131072_is_listed_in_2_gib_with_a_bar():
     code = """
 import resource, numpy as np
@@ -301,7 +303,7 @@ def test_a_block_mask_prints_as_a_picture():
 # --- attention
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", [x for x in MASKS if x not in ("window of any", "tree", "line")])
 def test_attention_with_a_mask_and_its_blocks_is_that_with_the_dense_mask(name):
     mask, definition, *sizes = MASKS[name]

@@ -21,6 +21,7 @@ def parts(dtype="float32", seed=0):
     return out_a.astype(dtype), lse_a.astype(wide), out_b.astype(dtype), lse_b.astype(wide)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_equals_attention_over_all_columns_with_its_gradients(implementation, dtype):
     if dtype not in implementation.dtypes:

@@ -141,6 +141,7 @@ def test_tiles_of_several_pages_overlap():
     check(_named("blockwise"), problem, problem.features("everything"))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_in_other_dtypes(dtype):
     with types_of(dtype):
@@ -307,6 +308,7 @@ integers = lambda *shape: abstract(shape, jnp.int32)
 QUARTER = Scheme("int4", True, center=16)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("scheme", "rows", "ragged", "implementation"),
     [(None, 1, False, "blockwise"), (QUARTER, 900, True, "blockwise"), (QUARTER, 900, True, "metal")],

@@ -54,6 +54,7 @@ class Pool:
         return pages[: book.length(sequence)].tolist()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_thousands_of_random_steps_lose_and_mix_up_nothing(seed):
     rng = np.random.default_rng(seed)
@@ -149,6 +150,7 @@ def writer(request, monkeypatch):
 both = pytest.mark.parametrize("writer", ["blockwise", "metal"], indirect=True)
 
 
+@pytest.mark.share(4)
 @both
 @pytest.mark.parametrize(
     ("dtype", "schemes"),
@@ -205,6 +207,7 @@ def test_layers_share_a_book_and_write_under_jit():
         assert not page[1].any()  # padding is not written
 
 
+@pytest.mark.share(2)
 @both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scheme", [None, "int8"])

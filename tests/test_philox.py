@@ -49,7 +49,7 @@ def _mask(rate, seed, b, n, t, first, columns):
     return np.asarray(keep_mask(rate, (word(seed[0]), word(seed[1])), word(b), word(n), rows, first, columns))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("first,columns", [(0, 1), (0, 4), (1, 4), (3, 2), (5, 11), (8, 8), (60, 4), (63, 1)])
 def test_a_tile_anywhere_holds_the_same_bits(first, columns):
     rows = np.arange(9)
@@ -87,6 +87,7 @@ def test_seed_batch_row_and_head_each_give_independent_bits(other):
     assert abs((a == b).mean() - 0.5) < 5 * 0.5 / 100
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("wide", [False, True], ids=["32_bits", "64_bits"])
 @pytest.mark.parametrize("seed", [0, 5, -1, -7, 2**31 + 3, 2**32 - 1, 2**40 + 7, -(2**40), 2**63 + 1])
 def test_the_words_of_a_seed_do_not_depend_on_its_form(seed, wide):

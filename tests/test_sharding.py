@@ -128,7 +128,7 @@ over_meshes = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @own
 @over_meshes
 def test_answers_are_those_of_one_device(implementation, name, mesh):
@@ -277,6 +277,7 @@ def test_explicit_sharding_keeps_the_axes_of_the_query(implementation):
         assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
+@pytest.mark.share(2)
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no explicit sharding")
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("names", [("key", "value"), ("key_value_seq_lengths",), ("mask",), ()], ids=str)
@@ -353,6 +354,7 @@ def _everywhere():
     )
 
 
+@pytest.mark.share(4)
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no explicit sharding")
 @pytest.mark.parametrize("case", [pytest.param(x[1:], id=x[0]) for x in _everywhere()])
 def test_every_function_takes_explicitly_sharded_arrays_whether_their_mesh_is_set_or_not(case):

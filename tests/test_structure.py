@@ -47,7 +47,7 @@ def _lower(implementation, variant, t, s, n=4, k=2, h=32, gradient=True):
     return jax.jit(jax.grad(run) if gradient else run).lower(moving, rest).compile()
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 @lean
 def test_temporary_memory_grows_linearly_with_the_length(implementation, variant):
@@ -199,7 +199,7 @@ def test_dense_attention_multiplies_exactly_what_the_formulas_need(implementatio
     assert counter.of(backward) == scores * (4 * h + 3 * v) + LENGTH * v
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("rule", SKIPPED)
 @counted
 def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs, rule, monkeypatch):
@@ -211,6 +211,7 @@ def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs,
     assert done <= share * dense, f"{done / dense:.3f} of dense"
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize(  # few rows are multiplied with the keys of all heads
     "filled, n, products", [(1, 16, 8), (100, 32, 8), (5000, 16, 8), (16384, 40, 1), (16384, 16, 8)]
 )
@@ -233,6 +234,7 @@ def test_few_rows_meet_the_keys_of_all_heads_unless_a_gradient_follows(monkeypat
     assert counter.of(lambda: jax.vjp(attend, *inputs)) == needed
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_only_the_output_that_is_kept_grows_with_the_batch(dtype, is_causal):

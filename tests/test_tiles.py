@@ -62,6 +62,7 @@ TOLD_BY_PLACE = (
 )
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(x, id=x.name, marks=() if x.name in TOLD_BY_PLACE else pytest.mark.sweep) for x in CASES],
@@ -102,6 +103,7 @@ RAGGED = Case(
 SIZES = [(1, 1, 1), (6, 17, 300), (4, 4, 10**6), (39, 2, 80), (9, 6, 500)]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_tiles_of_any_size_give_the_same_answer(tiles, size):
     tiles(*size)
@@ -210,7 +212,7 @@ def test_a_scale_that_is_a_power_of_two_changes_no_digit(dtype, size, tiles):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
 @pytest.mark.parametrize("offset", [0, 3, -2])
 @pytest.mark.parametrize("name", ["query", "key", "value", "d_out"])

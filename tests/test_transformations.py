@@ -212,7 +212,7 @@ def test_vmap_over_some_arguments_alone(implementation, names, batch):
     _check_vmap(implementation, dict.fromkeys(names, 0), batch=batch)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "axes,batch",
     [
@@ -342,7 +342,7 @@ def _block(implementation):
     return block, at, quick_jit(jax.value_and_grad(block))(at)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_remat_changes_no_gradient(implementation, policy):
     block, at, wanted = _block(implementation)
@@ -634,7 +634,7 @@ def test_what_is_huge_and_hidden_does_not_reach_second_derivatives(implementatio
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("mapped", [("query",), ("key", "bias"), ()], ids="_".join)
 def test_a_hessian_vector_product_is_that_of_the_reference_and_maps(mapped):
     with x64():
@@ -733,7 +733,7 @@ BLIND = {
 }
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("mode", ["debug_nans", "debug_infs"])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("reason", BLIND)

@@ -151,6 +151,7 @@ SCHEMES = [
 ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("shape", [(4, 0, 16), (0, 4, 2, 16), (2, 0, 3, 5), (3, 0, 0, 2, 1)], ids=str)
 def test_nothing_is_quantised_cut_and_dequantised(shape):
     x = jnp.ones(shape)
@@ -180,6 +181,7 @@ NO_PAGES = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("zero", NO_PAGES)
 def test_paged_attention_to_nothing_or_of_nothing(implementation, zero):
     B, T, P, W, N, K, H, V = (PAGED | NO_PAGES[zero]).values()
@@ -212,6 +214,7 @@ def test_paged_attention_to_nothing_or_of_nothing(implementation, zero):
             assert not out.any() and (lse == -np.inf).all() and not gradient.any()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("scheme", [None, "int4"])
 def test_a_step_of_a_scheduler_may_be_empty(scheme):
     cache = PagedKVCache.create(4, 8, 2, 16, key_scheme=scheme, value_scheme=scheme)

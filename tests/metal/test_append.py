@@ -88,6 +88,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.share(4)
 @needs_core
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found_out(mistake):

@@ -74,6 +74,7 @@ def few(variants):
     return [p for p in found if p.feature == "everything" or p == found[0]]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("everything", EVERYTHING)
 def test_it_passes_on_the_emulated_device(on_device, monkeypatch, capsys, everything):
     if not everything:
@@ -96,6 +97,7 @@ def test_it_passes_on_the_emulated_device(on_device, monkeypatch, capsys, everyt
     assert all(0 < int(cells[4]) <= int(cells[5]) and int(cells[7]) <= tiles.THREADGROUP_BYTES for cells in kernels)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("everything", EVERYTHING)
 def test_a_virtual_device_gets_the_portable_kernels_only(on_device, native, monkeypatch, capsys, everything):
     """As on a hosted runner, which shows none of the kernels that Apple silicon takes."""
@@ -327,6 +329,7 @@ def test_metal_is_judged_on_cpu_whatever_the_default_device(monkeypatch, capsys)
     assert "all passed: metal" in capsys.readouterr().out
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_report_says_where_metal_is_left_out(tmp_path, workers):
     (tmp_path / "no_emulator.py").write_text("import sys\nsys.modules['emulator'] = None\n")
@@ -446,6 +449,7 @@ def test_every_kernel_of_every_tile_and_dtype_is_reached():
     assert switched(everything) <= switched(set().union(*found.values()))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("variants", [("portable",), tiles.NAMES, ("direct", "staged", "portable")], ids=str)
 def test_only_kernels_of_the_variants_are_reached(variants):
     found = reached(variants)
@@ -488,6 +492,7 @@ def test_each_way_to_store_keys_and_values_is_reached():
             assert found >= (readers - {"d_key_value"} if kind == kinds[-1] else readers) | split, (variant, kind)
 
 
+@pytest.mark.sweep
 def test_no_problem_is_empty():
     """Rows see something, and results are of the size of the inputs."""
     for problem in {(p.feature, p.decoding): p for p in reversed(check.problems(["staged"]))}.values():
@@ -509,6 +514,7 @@ def some(*features: str) -> list[check.Problem]:
     return [check.Problem("staged", "float16", 16, 9, feature, 20, 40) for feature in features]
 
 
+@pytest.mark.sweep
 def test_the_kernels_compiled_one_by_one_are_those_that_run(on_device, monkeypatch):
     launched: set[Kernel] = set()
 
@@ -527,6 +533,7 @@ def test_the_kernels_compiled_one_by_one_are_those_that_run(on_device, monkeypat
     assert {x.kernel for x in kernels.compiled.values()} == launched
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("fault", [device.Fault.COMPILE, device.Fault.PIPELINE], ids=lambda x: x.name)
 def test_after_a_kernel_that_does_not_compile_the_next_problem_runs(on_device, monkeypatch, capsys, fault):
     monkeypatch.setattr(check, "problems", lambda variants: some("dense", "causal"))
@@ -550,6 +557,7 @@ def test_after_a_gpu_fault_the_next_problem_runs(on_device, monkeypatch, capsys)
     on_device.reports()  # an injected fault is nobody's misuse
 
 
+@pytest.mark.sweep
 def test_work_lost_in_shared_lines_is_noticed_and_staging_helps(on_device, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(check, "problems", lambda variants: [])
     monkeypatch.setattr(check_writes, "differing", lambda: [])

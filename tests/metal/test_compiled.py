@@ -21,14 +21,14 @@ ENTRIES = [
 LEAST = {"attention_forward": 0.82, "attention_d_query": 0.85, "attention_d_key_value": 0.85}  # of cycles in products
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("variant, limit, item", ENTRIES)
 def test_no_variable_of_a_kernel_has_an_address(variant, limit, item):
     for plan, dispatch in compiled.kernels_of(variant, limit, "float16" if item == 2 else "float32"):
         assert compiled.compiled(plan, dispatch).allocas == 0, dispatch.kernel.name
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("target", compiled.TARGETS[1:])
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 def test_nor_has_it_for_other_targets_masks_or_head_sizes(variant, target):
@@ -39,6 +39,7 @@ def test_nor_has_it_for_other_targets_masks_or_head_sizes(variant, target):
         assert compiled.compiled(plan, dispatch, target).allocas == 0, dispatch.kernel.name
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("page", [0, 16])
 def test_nor_has_it_where_keys_and_values_are_stored(page):
     schemes = Scheme("int8"), Scheme("int4", True, channels=32)

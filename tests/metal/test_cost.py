@@ -29,7 +29,7 @@ def served(variant: str, limit: int, item: int) -> range:
     return range(max(below, default=0) + 1, limit + 1)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 @pytest.mark.parametrize("h, v", [(16, 16), (64, 64), (96, 96), (128, 128), (64, 32), (8, 40)])
 def test_dense_forward_does_exactly_the_products_it_must(variant, h, v):
@@ -38,7 +38,7 @@ def test_dense_forward_does_exactly_the_products_it_must(variant, h, v):
     assert found.products == problem.N * problem.T * problem.S * (h + v) // 512
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("h", [32, 64, 128])
@@ -49,6 +49,7 @@ def test_dense_backward_does_at_most_seven_products(variant, dtype, h):
     assert found["attention_forward"].products == 2 * 256 * 256 * h // 512
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 def test_causal_at_2048_does_at_most_53_hundredths_of_dense(variant):
     problem = cost.dense(16, 2048, variant, causal=True)
@@ -94,7 +95,7 @@ def test_a_threadgroup_loads_each_line_of_keys_and_values_and_its_own_queries(va
     assert (often - 0.5) * found.lines < found.device < (often + 0.5) * found.lines
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("variant, limit, item", ENTRIES)
 def test_threadgroup_memory_is_what_the_table_says(variant, limit, item):
     # a head size of its own entry that compiles fast: the arithmetic is linear in it
@@ -121,6 +122,7 @@ def test_every_entry_stays_within_its_budgets(variant, limit, item):
                 assert kernel.threadgroup_memory(*sizes, item) <= tiles.THREADGROUP_BYTES, (kernel, sizes)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", BYTES_OF_DECODING)
 def test_decoding_loads_each_stored_byte_once_and_multiplies_no_more_than_dense(name):
     stored, loaded, products = cost.decoding(cost.STORED[name])
@@ -137,6 +139,7 @@ def test_pages_add_a_hundredth():
     assert products == cost.decoding(None)[2]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_prefill_multiplies_no_more_than_dense(dtype):
     dense, paged = (
@@ -149,6 +152,7 @@ def test_prefill_multiplies_no_more_than_dense(dtype):
     assert paged.exponentials <= dense.exponentials
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 def test_counters_are_the_same_in_every_run_and_schedule(variant):
     problem = Problem(T=75, S=90, H=24, variant=variant, is_causal=True, query_offset=(3, 9))
@@ -160,7 +164,7 @@ def test_counters_are_the_same_in_every_run_and_schedule(variant):
             assert getattr(other[name], field) == getattr(counters, field)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("h", [8, 16, 24, 32])
 def test_short_heads_with_a_bias_of_pairs_are_hardly_padded(h):
     """All four gradients of B rows that share a bias [1, N, T, T]."""

@@ -70,6 +70,7 @@ for name in ("metal", "blockwise"):
 """
 
 
+@pytest.mark.sweep
 @needs("flax", "tokenizers", "safetensors")
 def test_the_sentence_encoder_gives_the_same_vectors(native, tmp_path):
     """Its model with random weights: attention over padded sentences, whatever the weights."""

@@ -311,7 +311,7 @@ def assert_equals_reference(ran, arguments, out, gradients):
         )
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("variant", ["staged", "direct", "portable"])
 @pytest.mark.parametrize("name", gallery())
 def test_attention_with_functions_is_the_references(name, variant):
@@ -319,6 +319,7 @@ def test_attention_with_functions_is_the_references(name, variant):
     assert_equals_reference(plans.run_call(arguments, variant=variant), arguments, out, gradients)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", ["distance", "hides"])
 def test_decoding_with_functions_is_the_references(name):
     arguments, out, gradients = problem_of(name, t=2, s=530)
@@ -327,7 +328,7 @@ def test_decoding_with_functions_is_the_references(name):
     assert_equals_reference(ran, arguments, out, gradients)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("rows", [1, 20], ids=["decoding", "prefill"])
 @pytest.mark.parametrize("scheme", [None, "int4"])
 def test_functions_of_pages_are_given_logical_positions(on_device, scheme, rows):
@@ -347,6 +348,7 @@ def test_functions_of_pages_are_given_logical_positions(on_device, scheme, rows)
     harness.assert_allclose(attend("metal"), attend("reference"), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.sweep
 def test_functions_beside_bias_cap_and_sixteen_bits():
     """Under a cap minus infinity hides nothing; the bias gets its gradient through the function."""
     arguments, out, gradients = problem_of("hides", logits_soft_cap=2.0, is_causal=True)
@@ -367,7 +369,7 @@ def table_gradient(arguments, **how):
     return ran.arrays["d_captured"].sum(1), np.asarray(wanted)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("variant", ["staged", "portable"])
 @pytest.mark.parametrize("name", ["relative", "distance"])
 def test_arrays_that_a_score_mod_reads_get_their_gradient(name, variant):
@@ -418,6 +420,7 @@ def test_a_gradient_that_metal_lacks_is_left_to_blockwise(on_device):
         jax.grad(loss)(table, "metal")
 
 
+@pytest.mark.sweep
 def test_mapped_tables_get_a_gradient_each(on_device):
     q, k, v = harness.qkv(B=2, T=9, S=11, N=2, K=1)
     ids = jnp.arange(11) % 3
@@ -456,7 +459,7 @@ SAME = {
 }
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("variant", ["staged", "portable"])
 @pytest.mark.parametrize("name", SAME)
 def test_a_feature_written_as_a_function_gives_what_the_feature_gives(name, variant):
@@ -469,6 +472,7 @@ def test_a_feature_written_as_a_function_gives_what_the_feature_gives(name, vari
             harness.assert_allclose(got[x], wanted[x], rtol=2e-5, atol=2e-6, err_msg=x)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", ["cap", "alibi"])
 def test_and_takes_as_many_instructions_for_each_score(name):
     """Within a twentieth, and no variable has an address."""
@@ -485,7 +489,7 @@ def test_and_takes_as_many_instructions_for_each_score(name):
     assert all(counts[1][x] <= 1.05 * counts[0][x] for x in counts[0]), counts
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("variant", ["staged", "direct", "portable"])
 def test_the_function_is_asked_only_in_blocks_that_are_partly_seen(variant):
     """What says that a block is wholly seen is believed: there a function that hides pairs is not asked."""

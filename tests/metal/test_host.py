@@ -62,7 +62,7 @@ def expected(name):
     return attend(first + q) - first
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("concurrent", [False, True], ids=["serial", "concurrent"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_two_attentions_between_a_hosts_own_dispatches(metal, native, host, name, concurrent):

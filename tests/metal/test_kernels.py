@@ -53,12 +53,13 @@ def sized(h: int, at: int, **more) -> Problem:
     return Problem(T=t, S=s, H=h, N=n, K=k, B=1, dtype=DTYPES[at % 3], variant=VARIANTS[at // 3 % 2], **rule, **more)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("problem", [sized(h, i) for i, h in enumerate(HEADS)], ids=str)
 def test_any_head_size_and_length(problem):
     plans.check(problem)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "variant, dtype, h, v",
     [
@@ -71,7 +72,7 @@ def test_values_of_another_size(variant, dtype, h, v):
     plans.check(Problem(T=45, S=70, H=h, V=v, variant=variant, dtype=dtype, is_causal=True, query_offset=2))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("rule", RULES[2:], ids=str)
 def test_masks(rule, variant):
@@ -95,7 +96,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda x: "_".join(str(int(y)) for y in vars(x.forward).values()))
 @pytest.mark.parametrize(
     "rule", [{"dtype": "float16", "H": 24}, {"is_causal": True, "query_offset": (7, -3), "V": 20}], ids=str
@@ -108,6 +109,7 @@ def _bytes(ran: plans.Ran) -> dict[str, bytes]:
     return {name: x.tobytes() for name, x in ran.arrays.items()}
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_schedule_gives_the_same_bits_and_no_report(variant):
     problem = Problem(
@@ -152,7 +154,7 @@ def test_a_poisoned_column_reaches_only_the_rows_that_see_it(variant, dtype):
 # ------------------------------------------------------------------------------------------------- through jax.jit
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "problem",
@@ -187,7 +189,7 @@ def test_through_jit_and_the_launcher(on_device, problem, variant):
     harness._program.cache_clear()
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @needs_core
 @pytest.mark.parametrize("text", ["as shipped", "with a line more"])
 @pytest.mark.parametrize(
@@ -310,7 +312,7 @@ def noticed(problem: Problem, ran: plans.Ran, how: str) -> bool:
     return False
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("mistake", MUTATIONS)
 def test_a_planted_mistake_is_noticed(mistake):
     mutate, problem, how = MUTATIONS[mistake]
@@ -386,7 +388,7 @@ BIASED = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("variant,sizes,features", BIASED, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_a_bias_of_each_score_has_its_gradient_from_dq(variant, sizes, features):
     """In the bits that the kernel of biases gives, some of it minus infinity, with two products of nine less."""

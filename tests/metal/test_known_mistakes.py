@@ -203,7 +203,7 @@ def noticed(ran: plans.Ran, arguments: dict[str, Any]) -> bool:
     return False
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_known_mistake_is_noticed(mistake):
     planted = MISTAKES[mistake]

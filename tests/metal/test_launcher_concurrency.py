@@ -209,7 +209,7 @@ print("in flight", flush=True)
 """
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("delay", [0, 50_000, 500_000])
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "del outs"])
 def test_process_may_end_while_calls_are_in_flight(delay: int, end: str, native: types.ModuleType) -> None:

@@ -62,6 +62,7 @@ def check_image(image: macos.Image, with_cxx: bool = True) -> None:
     assert sorted(shown) == sorted(["_PyInit__metal", *(f"_{name}" for name in for_hosts)]) and len(for_hosts) == 8
 
 
+@pytest.mark.sweep
 def test_module_links_strictly_for_apple_silicon(module: pathlib.Path, with_cxx: bool) -> None:
     check_image(macos.Image(module.read_bytes()), with_cxx)
 

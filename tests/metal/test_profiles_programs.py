@@ -112,7 +112,7 @@ assert np.isfinite(sums).all()
 MACHINES = dict(zip(PROGRAMS, ("m1", "m3", "m5", "paravirtual", "intel"), strict=True))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_goes_on_after_attention(name: str, native: types.ModuleType) -> None:
     # 8 MiB, of which glibc leaves out the main thread's arguments and environment

@@ -53,7 +53,7 @@ ESTIMATED = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("variant,h,options", ESTIMATED)
 def test_estimates_are_bounds(variant: str, h: int, options: dict, metal: device.Control) -> None:
     problem = plans.Problem(T=256, S=256, H=h, B=1, N=2, K=1, dtype="float16", variant=variant, **options)
@@ -85,7 +85,7 @@ def slow_m1(request, on_device: device.Control, native, monkeypatch: pytest.Monk
     native.reset()
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     "problem",
     [

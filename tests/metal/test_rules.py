@@ -66,7 +66,7 @@ def ran(problem: Problem, rules: Rules, **static) -> plans.Ran:
     return plans.both(plan, arrays, problem.cotangents(arguments))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("variant", ["staged", "direct", "portable"])
 def test_a_score_that_rides_in_a_plan(variant):
     """The same bits as the feature that it copies."""
@@ -78,7 +78,7 @@ def test_a_score_that_rides_in_a_plan(variant):
         np.testing.assert_array_equal(given.arrays[name], wanted.arrays[name], err_msg=name)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "variant, t, s", [("staged", 37, 53), ("direct", 37, 53), ("portable", 37, 53), ("staged", 2, 530)]
 )

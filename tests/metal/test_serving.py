@@ -39,7 +39,7 @@ FEW = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("problem", "wanted"), FEW, ids=str)
 def test_results_are_those_over_what_is_stored(problem, wanted):
     problem.assert_right(problem.run(wanted))
@@ -67,6 +67,7 @@ MORE_ROWS = [
 ]
 
 
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("problem", "kernel"),
     [*((x, "attention_decode_rows") for x in FEW_ROWS), *((x, "attention_decode") for x in MORE_ROWS)],
@@ -104,6 +105,7 @@ def test_values_that_would_leave_their_type_are_held_within_it(rows):
     problem.assert_right(problem.run())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("T", [2, 5])
 def test_an_undefined_element_reaches_its_channel_where_it_is_visible(T):
     schemes = Scheme("int8"), Scheme("fp8", True)
@@ -163,6 +165,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.share(8)
 @needs_core
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_of_others_is_found_out(mistake):

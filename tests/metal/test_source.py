@@ -67,7 +67,7 @@ def run_folder(text: str, plan: dict, inputs: dict[str, np.ndarray]) -> dict[str
 SIZES = "--batch 2 --queries 37 --keys 53 --heads 6 --key-heads 2 --head-size 24 --value-size 17".split()
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     "dtype, variant, options, keywords",
     [
@@ -109,6 +109,7 @@ def test_the_printed_source_and_plan_run_elsewhere_and_are_right(tmp_path, dtype
     assert_allclose(lse, wanted.lse, rtol=0, atol=4e-6)
 
 
+@pytest.mark.sweep
 def test_every_other_feature_runs_elsewhere_too(tmp_path):
     """Mask, bias, slopes, sinks, soft cap and segments at once, from the notes in the plan."""
     b, t, s, n, k, h = 2, 37, 53, 6, 2, 24
@@ -170,6 +171,7 @@ def test_the_launcher_takes_the_printed_plan_as_it_is(native, metal, tmp_path):
     native.prepare(json.dumps(plan))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "options, word",
     [("--heads 3 --key-heads 2", "multiple"), ("--head-size 100000", "head sizes"), ("--window 3", "LEFT,RIGHT")],

@@ -26,6 +26,7 @@ def dense(t: int) -> dict[str, int]:
     return dict(zip(KERNELS, (2 * one, 3 * one, 4 * one)))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", ["staged", "direct"])
 def test_a_window_of_256_at_4096_costs_at_most_0_12_of_dense(variant):
     got = products(4096, variant, is_causal=True, local_window_size=(255, 0))
@@ -33,6 +34,7 @@ def test_a_window_of_256_at_4096_costs_at_most_0_12_of_dense(variant):
         assert got[name] <= 0.12 * full, f"{name}: {got[name] / full:.3f} of dense"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", ["staged", "direct"])
 def test_a_block_mask_costs_what_its_blocks_do(variant):
     t, size = 1024, 64

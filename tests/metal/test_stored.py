@@ -112,6 +112,7 @@ CASES = [
 ]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_are_what_they_stand_for(case):
     batch, width = 2, -(-case.length // 8)

@@ -85,13 +85,14 @@ TRIED = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("hiding,beside,variant", TRIED)
 def test_values_and_gradients_are_right(on_device, variant, hiding, beside):
     with runtime.variant(variant):
         harness.assert_matches_oracle(plans.ON_METAL, arguments((hiding,), beside))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("variant", tiles.NAMES)
 def test_lists_of_everything_at_once(on_device, variant):
     x = arguments(ALL_AT_ONCE, "window and lengths") | {"key_value_ranges": np.int32([[[30, 300]] * T, [[5, 260]] * T])}
@@ -169,7 +170,7 @@ def assert_lists(lists: np.ndarray, see: np.ndarray, rows: int, columns: int, fo
             assert {x for x in listed if x % 2} <= set(wanted), (b, h, i)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("beside", ["", "lengths under the diagonal"])
 @pytest.mark.parametrize("hiding", HIDING)
 def test_a_list_names_the_visible_tiles_and_no_other(hiding, beside):
@@ -187,6 +188,7 @@ def test_a_list_names_the_visible_tiles_and_no_other(hiding, beside):
 PADDED = (250, 41)  # lengths that "padding mask" leaves
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", ["staged", "direct"])
 def test_padding_that_a_mask_describes_costs_nothing(variant):
     """A boolean mask [B, 1, 1, S], as models pass their padding, hides whole tiles: they are not multiplied."""
@@ -247,7 +249,7 @@ def noticed(ran: plans.Ran, answer: oracle.Answer) -> bool:
     return False
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_noticed(mistake):
     old, new = MISTAKES[mistake]

@@ -44,7 +44,7 @@ TRIED = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("variant,name,dtype", TRIED, indirect=["variant"])
 def test_values_and_gradients_are_right(variant, name, dtype):
     check_case(METAL, BY_NAME[name], dtype)
