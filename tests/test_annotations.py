@@ -151,7 +151,7 @@ FUNCTIONS |= {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_a_signature_says_of_shapes_is_so(name):
     if len(jax.devices()) < 2 and "mesh" in inspect.signature(FUNCTIONS[name]).parameters:

@@ -35,6 +35,7 @@ def padded(x, start, count, length):
     return np.stack(rows)
 
 
+@pytest.mark.share(2)
 @own
 @pytest.mark.parametrize(
     "feature", [{}, {"logits_soft_cap": 2.0, "sinks": True, "alibi_slopes": True}], ids=["", "all"]

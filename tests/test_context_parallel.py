@@ -417,6 +417,7 @@ def simulated(query, key, value, d_out, places):
     return out, d_q, d_k, d_v
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("ordered", layout.ORDERS)
 def test_each_device_holds_what_the_published_ring_gives_it(ordered):
     devices = 4

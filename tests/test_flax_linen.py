@@ -72,7 +72,7 @@ def test_every_argument_of_flax_is_named():
     assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in ours.values())
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 def test_module_equals_stock(mask, cross, no_stock):
@@ -294,7 +294,7 @@ def test_broadcast_dropout_warns_once_of_what_it_costs():
         run()
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("shape", [(0, T, FEATURES), (B, 0, FEATURES)], ids=str)
 @pytest.mark.parametrize("ours", [False, True], ids=["module of flax", "flash"])
 def test_modules_of_nothing(ours, shape, no_stock):

@@ -106,7 +106,7 @@ def test_every_argument_of_flax_is_named():
     assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in ours.values())
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 def test_module_equals_stock(mask, cross, no_stock):
@@ -288,7 +288,7 @@ def flash(**settings):
     )
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_flash_module_equals_numpy_and_linen(name):
     settings, arguments = SETTINGS[name]

@@ -39,7 +39,7 @@ def random(*shape, seed=3):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", [*SCORES, *MASKS])
 @pytest.mark.parametrize("implementation", [pytest.param("reference", marks=pytest.mark.sweep), "blockwise"])
 def test_functions_give_the_answers_and_gradients_of_dense_attention(implementation, name):
@@ -142,6 +142,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.share(2)
 @in_jnp
 @pytest.mark.parametrize("name", HIDDEN)
 def test_hidden_pairs_reach_no_gradient_whatever_is_infinite_or_nan_there(implementation, name):
@@ -189,7 +190,7 @@ AXES = {
 }
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @in_jnp
 @pytest.mark.parametrize("name", AXES)
 def test_mapped_axes_of_what_is_captured_and_of_arrays(implementation, arrays, name):
@@ -314,6 +315,7 @@ READS = {
 }
 
 
+@pytest.mark.share(2)
 @own
 @pytest.mark.parametrize("name", READS)
 def test_gradients_of_arrays_of_16_bits_are_summed_in_float32(implementation, name):

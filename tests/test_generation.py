@@ -382,6 +382,7 @@ def test_a_float16_cache_in_pages_is_a_padded_one_token_by_token():
         assert served.run([Request(list(prompt), 24, kind)]) == [alone(prompt, 24, kind, "float16")]
 
 
+@pytest.mark.sweep
 def test_guesses_change_the_number_of_steps_and_no_token():
     # parameters are arguments: a decoder that guesses right and one that does not run the same programs
     right = engine(guesses=3, draft=0)

@@ -243,6 +243,7 @@ def test_what_is_malformed_is_refused_by_name(folder, runner):
         assert too_long["code"] == "context_length_exceeded" and too_long["param"] == "max_tokens"
 
 
+@pytest.mark.sweep
 def test_a_hundred_streams_at_once_and_some_that_hang_up(folder, runner):
     with Running(folder, runner) as running:
         wanted = {i: running.alone(f"Number {i}", 16) for i in range(0, 100, 10)}
@@ -330,6 +331,7 @@ def test_a_fault_of_the_worker_is_an_error_of_its_requests_alone(folder, runner)
         assert others == [wanted] * 4
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("place", ["engine", "text"])
 def test_nothing_waits_for_an_engine_that_has_ended(folder, runner, place):
     """Whatever ends it: its requests end with an error, `/health` tells, and the server ends. A fault of one request's

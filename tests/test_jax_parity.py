@@ -75,7 +75,7 @@ def _stock(name, t, s):
     return seen, *run(inputs, jnp.asarray(np.where(seen[..., None], d_out, 0)))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("t,s", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_equals_jax_nn_wherever_a_row_sees_something(implementation, name, t, s):

@@ -52,6 +52,7 @@ def one_by_one(inputs, lengths, key_lengths, slack, d_out, d_lse, query_offset=0
     return out, lse, gradients
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_each_sequence_is_as_if_it_were_alone(implementation, name):
     slack, keywords = 2, CALLS[name]

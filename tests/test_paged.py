@@ -121,6 +121,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("schemes", "features", "page"), PAIRS)
 def test_ragged_batches_are_right_whatever_lies_behind_a_length(implementation, schemes, features, page):
     if not implementation.own_rules and features != "window":
@@ -141,7 +142,7 @@ def test_tiles_of_several_pages_overlap():
     check(_named("blockwise"), problem, problem.features("everything"))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_in_other_dtypes(dtype):
     with types_of(dtype):

@@ -207,7 +207,7 @@ def test_layers_share_a_book_and_write_under_jit():
         assert not page[1].any()  # padding is not written
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scheme", [None, "int8"])

@@ -89,7 +89,7 @@ def strict(wide):
             yield
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("wide, kind", MODES, ids=[f"{kind} in x64" if wide else kind for wide, kind in MODES])
 @pytest.mark.parametrize("call", [paged, packed, cached, quantised], ids=lambda x: x.__name__)
 def test_nothing_is_promoted(call, wide, kind):

@@ -50,7 +50,7 @@ quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_
 common = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": quiet}
 
 
-@settings(max_examples=8, **common)
+@settings(max_examples=5, **common)
 @given(case=cases(12), dtype=st.sampled_from(["float32", "float32", "bfloat16", "float16"]))
 def test_any_problem_is_answered_as_the_oracle_does(implementation, case, dtype):
     check_case(implementation, case, dtype, cancelled=True)

@@ -61,7 +61,7 @@ def errors(scheme: simulation.Simulated):
     return [of(x) for x in simulation.DISTRIBUTIONS]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("scheme", simulation.SCHEMES, ids=lambda x: x.label)
 def test_the_error_is_that_of_a_plain_simulation(scheme):
     for distribution, found in zip(simulation.DISTRIBUTIONS, errors(scheme)):
@@ -111,6 +111,7 @@ def flat_blocks_are_exact(scheme, dtype):
     np.testing.assert_array_equal(np.asarray(got), x)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=named)
 def test_a_block_of_one_number_is_exact(scheme, dtype):
@@ -199,6 +200,7 @@ def test_a_block_that_is_not_finite_is_nan_and_no_other():
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=named)
 def test_a_block_that_is_not_finite_is_nan_at_any_length(scheme):
     # arrays of this length XLA reduces by a kernel whose minima and maxima pass over NaN
@@ -231,7 +233,7 @@ def spans(dtype):
     return np.where(np.abs(u.astype(np.float64)) < least, u.dtype.type(0), u).reshape(-1, 1, 16)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=named)
 def test_every_number_comes_back_within_half_a_step_whatever_the_range(scheme, dtype):

@@ -78,6 +78,7 @@ def check(implementation, schemes, q, k, v, features, jit=quick_jit):
 PAIRS = [*((x, "everything") for x in SCHEMES), ("int8", "dense"), ("blocks", "causal"), ("fp8-int4", "dense")]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("schemes", "features"), PAIRS)
 def test_values_and_gradients_are_those_over_what_is_stored(implementation, schemes, features):
     if not implementation.own_rules and features != "causal":
@@ -186,6 +187,7 @@ def memory(fun, *args) -> int:
     return quick_jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("schemes", "T", "gradient"), [("int8", 1, False), ("int4-int8", 600, True)])
 def test_temporary_memory_does_not_depend_on_the_context(schemes, T, gradient):
     def temporary(s):

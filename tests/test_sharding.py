@@ -128,7 +128,7 @@ over_meshes = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @own
 @over_meshes
 def test_answers_are_those_of_one_device(implementation, name, mesh):
@@ -354,7 +354,7 @@ def _everywhere():
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no explicit sharding")
 @pytest.mark.parametrize("case", [pytest.param(x[1:], id=x[0]) for x in _everywhere()])
 def test_every_function_takes_explicitly_sharded_arrays_whether_their_mesh_is_set_or_not(case):

@@ -323,6 +323,7 @@ def _bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.sweep
 @own
 def test_results_are_the_same_to_the_last_bit_from_run_to_run(implementation):
     for problem in _problems()[1:3]:

@@ -62,7 +62,7 @@ TOLD_BY_PLACE = (
 )
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(x, id=x.name, marks=() if x.name in TOLD_BY_PLACE else pytest.mark.sweep) for x in CASES],
@@ -103,7 +103,7 @@ RAGGED = Case(
 SIZES = [(1, 1, 1), (6, 17, 300), (4, 4, 10**6), (39, 2, 80), (9, 6, 500)]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_tiles_of_any_size_give_the_same_answer(tiles, size):
     tiles(*size)
@@ -123,6 +123,7 @@ def test_dropout_drops_the_same_scores_in_any_tiling(tiles):
     np.testing.assert_array_equal(seen[0], seen[2])
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("spoil", [np.nan, np.inf, np.finfo(np.float32).max])
 def test_what_a_mask_hides_stays_hidden_across_tiles(tiles, spoil):
     tiles(4, 5, 20)
@@ -201,6 +202,7 @@ def test_few_rows_meet_pages_of_bfloat16():
     )
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("size", [(4, 5), (14, 4)], ids=["tiles", "one row of tiles"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_scale_that_is_a_power_of_two_changes_no_digit(dtype, size, tiles):

@@ -444,6 +444,7 @@ def test_grad_inside_shard_map_with_replicated_arguments(implementation):
     close(got, local(q, k, v))
 
 
+@pytest.mark.share(2)
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="one device")
 @pytest.mark.parametrize(
     "spec", [P("data"), P("data", None, "heads"), P(None, "data"), P(None, None, "heads")], ids=str
@@ -497,6 +498,7 @@ def test_export_round_trip_with_gradient(implementation):
     close(pull(again.call), pull(run))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("rocm",), ("tpu",), ("cpu", "cuda", "tpu")], ids=str)
 def test_export_lowers_for_any_platform(implementation, platforms):
     from jax import export
@@ -540,6 +542,7 @@ def test_ahead_of_time_compilation(implementation):
 # --- derivatives
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", ["llama_prefill_chunk", "soft_cap_after_bias", "everything", "negative_offset"])
 def test_gradients_equal_finite_differences(implementation, name):
     with x64():

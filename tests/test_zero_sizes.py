@@ -151,7 +151,7 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("shape", [(4, 0, 16), (0, 4, 2, 16), (2, 0, 3, 5), (3, 0, 0, 2, 1)], ids=str)
 def test_nothing_is_quantised_cut_and_dequantised(shape):
     x = jnp.ones(shape)
@@ -234,6 +234,7 @@ def test_a_step_of_a_scheduler_may_be_empty(scheme):
     assert book.length(own) == 0 and book.free_pages == 4
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("zero", ["B", "T", "S", "N"])
 def test_a_split_cache_of_nothing(zero):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))

@@ -74,7 +74,7 @@ def assert_same(reports, got, wanted):
         assert np.mean(error > 0.1) < 0.01
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", CASES)
 def test_pages_hold_what_blockwise_writes(case):
     assert_same(*ran(case))

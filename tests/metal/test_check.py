@@ -533,7 +533,7 @@ def test_the_kernels_compiled_one_by_one_are_those_that_run(on_device, monkeypat
     assert {x.kernel for x in kernels.compiled.values()} == launched
 
 
-@pytest.mark.share(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", [device.Fault.COMPILE, device.Fault.PIPELINE], ids=lambda x: x.name)
 def test_after_a_kernel_that_does_not_compile_the_next_problem_runs(on_device, monkeypatch, capsys, fault):
     monkeypatch.setattr(check, "problems", lambda variants: some("dense", "causal"))

@@ -21,7 +21,7 @@ ENTRIES = [
 LEAST = {"attention_forward": 0.82, "attention_d_query": 0.85, "attention_d_key_value": 0.85}  # of cycles in products
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("variant, limit, item", ENTRIES)
 def test_no_variable_of_a_kernel_has_an_address(variant, limit, item):
     for plan, dispatch in compiled.kernels_of(variant, limit, "float16" if item == 2 else "float32"):
@@ -106,6 +106,7 @@ def test_a_rolled_loop_over_fragments_is_noticed():
     assert any(" = alloca " in line for body in graph.lines.values() for line in body)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("variant", tiles.VARIANTS)
 def test_a_compiler_without_address_spaces_takes_the_text(variant):
     """Other GPUs' compilers do, with headers of their own: no two functions differ by an address space alone."""

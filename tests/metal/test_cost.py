@@ -95,7 +95,7 @@ def test_a_threadgroup_loads_each_line_of_keys_and_values_and_its_own_queries(va
     assert (often - 0.5) * found.lines < found.device < (often + 0.5) * found.lines
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("variant, limit, item", ENTRIES)
 def test_threadgroup_memory_is_what_the_table_says(variant, limit, item):
     # a head size of its own entry that compiles fast: the arithmetic is linear in it

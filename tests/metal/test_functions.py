@@ -140,6 +140,7 @@ ROUNDED = {
 }
 
 
+@functools.cache
 def samples() -> tuple[np.ndarray, ...]:
     """Pairs of floats and of integers: all of the edge cases with each other, then random ones."""
     floats = np.array([0, -0.0, 1, -1, 0.5, 1.5, -2.5, 1e37, -1e37, 2.0**31, -(2.0**31), 7e9, np.inf, -np.inf, np.nan])
@@ -151,67 +152,54 @@ def samples() -> tuple[np.ndarray, ...]:
     return tuple(a.astype(dtype) for a, dtype in zip(several, (*[np.float32] * 2, *[np.int32] * 2)))
 
 
-def kernel_text(index: int, struct: str) -> str:
-    return f"""
-kernel void f{index}(device const float* x [[buffer(0)]], device const int* y [[buffer(1)]],
+KERNEL = """
+kernel void evaluate(device const float* x [[buffer(0)]], device const int* y [[buffer(1)]],
     device const int* i [[buffer(2)]], device const int* j [[buffer(3)]], device const int* captured [[buffer(4)]],
-    device int* out [[buffer(5)]], uint k [[thread_position_in_grid]]) {{
+    device int* out [[buffer(5)]], uint k [[thread_position_in_grid]]) {
   Given given;
   given.captured = captured;
   given.b = y[k];
   given.n = 0;
-  out[k] = as_type<int>({struct}::value(given, x[k], i[k], j[k]));
-}}
+  out[k] = as_type<int>(STRUCT::value(given, x[k], i[k], j[k]));
+}
 """
 
 
-def programs(cases):
-    """A function (x, y, i, j) as a score_mod, which is given the bits of y as its batch index."""
-    return {
-        name: modifiers(lambda score, b, n, t, s, f=f: f(score, bits(b), t, s), None, np.float32)
-        for name, f in cases.items()
-    }
-
-
-@functools.cache
-def computed() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """What kernels and JAX make of the samples, by function; all kernels are compiled at once."""
-    found = programs(EXACT | {name: f for name, (f, _) in ROUNDED.items()})
-    rules = {name: functions.rules_of(x.score, None) for name, x in found.items()}
-    structs = [x.score.removeprefix("ModifiedScore<").removesuffix(">") for x in rules.values()]
-    texts = dict.fromkeys(x.definitions for x in rules.values())
-    kernels = (kernel_text(k, struct) for k, struct in enumerate(structs))
-    library = emulator.compile(source.base() + "".join([*texts, *kernels]), fast_math=False)
+def by_kernel_and_by_jax(f) -> tuple[np.ndarray, np.ndarray]:
+    """What both make of the samples: a function as a score_mod, which is given the bits of y as its batch index."""
+    modified = modifiers(lambda score, b, n, t, s: f(score, bits(b), t, s), None, np.float32)
+    rule = functions.rules_of(modified.score, None)
+    text = KERNEL.replace("STRUCT", rule.score.removeprefix("ModifiedScore<").removesuffix(">"))
+    library = emulator.compile(source.base() + rule.definitions + text, fast_math=False)
     x, y, i, j = samples()
-    results = {}
-    for k, (name, modified) in enumerate(found.items()):
-        vectors = [np.asarray(v).view(np.int32) for v in (modified.floats, modified.integers) if v is not None]
-        words = np.concatenate([*vectors, np.zeros(1, np.int32)])
-        out = np.zeros(x.size, np.int32)
-        given = dict(enumerate((x, y.view(np.int32), i, j, words, out)))
-        ran = library.kernel(f"f{k}")(given, threads=x.size, threadgroup=32, outputs=[5])
-        assert not ran.reports, (name, ran.reports)
-        scalars = (x, y.view(np.int32), np.zeros_like(i), i, j)
-        by_jax = jax.jit(jax.vmap(lambda *s, p=modified: p.score.evaluate(s, p.floats, p.integers)))(*scalars)
-        results[name] = out.view(np.float32), np.asarray(by_jax)
-    return results
+    vectors = [np.asarray(v).view(np.int32) for v in (modified.floats, modified.integers) if v is not None]
+    out = np.zeros(x.size, np.int32)
+    given = dict(enumerate((x, y.view(np.int32), i, j, np.concatenate([*vectors, np.zeros(1, np.int32)]), out)))
+    ran = library.kernel("evaluate")(given, threads=x.size, threadgroup=32, outputs=[5])
+    assert not ran.reports
+    scalars = (x, y.view(np.int32), np.zeros_like(i), i, j)
+    by_jax = jax.jit(jax.vmap(lambda *s: modified.score.evaluate(s, modified.floats, modified.integers)))(*scalars)
+    return out.view(np.float32), np.asarray(by_jax)
 
 
 @needs_core
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", EXACT)
 def test_what_is_exact_has_the_bits_that_jax_gives(name):
-    got, wanted = computed()[name]
+    got, wanted = by_kernel_and_by_jax(EXACT[name])
     same = (got.view(np.int32) == wanted.view(np.int32)) | (np.isnan(got) & np.isnan(wanted))
     same |= (name in ("max", "min", "clamp")) & (got == wanted)  # of zeros the sign is any
     assert same.all(), [(a[~same][:5].tolist()) for a in (*samples(), got, wanted)]
 
 
 @needs_core
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_what_is_rounded_is_within_a_few_units_of_the_last_place(name):
-    got, wanted = computed()[name]
+    f, units = ROUNDED[name]
+    got, wanted = by_kernel_and_by_jax(f)
     with np.errstate(invalid="ignore"):
-        near = np.abs(got.astype(np.float64) - wanted) <= ROUNDED[name][1] * np.spacing(np.abs(wanted))
+        near = np.abs(got.astype(np.float64) - wanted) <= units * np.spacing(np.abs(wanted))
     same = near | (got == wanted) | (np.isnan(got) & np.isnan(wanted))
     tiny = (np.abs(got) < 2e-38) & (np.abs(wanted) < 2e-38)  # JAX may flush them
     assert (same | tiny).all(), [(a[~same][:5].tolist()) for a in (*samples(), got, wanted)]
@@ -381,6 +369,7 @@ def test_arrays_that_a_score_mod_reads_get_their_gradient(name, variant):
     np.testing.assert_array_equal(table_gradient(arguments, variant=variant, seed=3)[0], got)
 
 
+@pytest.mark.sweep
 def test_reads_beyond_an_array_and_of_hidden_pairs_have_no_gradient():
     """Not even where a derivative is not finite."""
     table = jnp.asarray(np.where(np.arange(60) % 9 == 4, 0, rng.random(60)), jnp.float32)

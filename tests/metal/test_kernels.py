@@ -72,7 +72,7 @@ def test_values_of_another_size(variant, dtype, h, v):
     plans.check(Problem(T=45, S=70, H=h, V=v, variant=variant, dtype=dtype, is_causal=True, query_offset=2))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("rule", RULES[2:], ids=str)
 def test_masks(rule, variant):
@@ -261,7 +261,7 @@ MUTATIONS = {
         "bounds",
     ),
     "the ragged end is written": (
-        replacing("    if (lane.row < left) {\n      store_row<V>", "    {\n      store_row<V>"),
+        replacing("    if (lane.row < left) {\n      store_row<V,", "    {\n      store_row<V,"),
         Problem(),
         "bounds",
     ),
@@ -312,7 +312,12 @@ def noticed(problem: Problem, ran: plans.Ran, how: str) -> bool:
     return False
 
 
-@pytest.mark.share(8)
+def test_every_mistake_can_be_planted():
+    text = source.base()
+    assert all(mutate(text) != text for mutate, _, _ in MUTATIONS.values())
+
+
+@pytest.mark.share(16)
 @pytest.mark.parametrize("mistake", MUTATIONS)
 def test_a_planted_mistake_is_noticed(mistake):
     mutate, problem, how = MUTATIONS[mistake]

@@ -93,7 +93,7 @@ def test_fault_of_one_caller_leaves_the_others_alone(
     assert native.statistics()["failures"] == 3
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("n", [1000, LARGE])
 @pytest.mark.parametrize("fault", [Fault.GPU, Fault.HANG, Fault.UNNAMED], ids=lambda fault: fault.name.lower())
 def test_work_that_a_fault_of_another_takes_along_is_done_again(

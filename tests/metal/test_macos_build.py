@@ -156,6 +156,7 @@ def test_wheel_for_other_machines_is_pure_and_has_the_kernels(pure: pathlib.Path
     assert not [name for name in names if name.endswith((".so", ".dylib", ".cc")) or name.startswith("tests/")]
 
 
+@pytest.mark.sweep
 def test_wheel_for_a_mac_installs_there(
     pure: pathlib.Path, module: pathlib.Path, with_cxx: bool, tmp_path: pathlib.Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_decoding_is_right(problem, kernel):
     problem.assert_right(problem.run())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("T", [1, 5])
 def test_a_capped_score_of_an_infinite_query_is_the_cap(T):
     """Units and zeros of its keys would come to infinities of both signs."""
@@ -92,6 +93,7 @@ def test_a_capped_score_of_an_infinite_query_is_the_cap(T):
     problem.assert_right(problem.run())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("rows", [2, 8])
 def test_values_that_would_leave_their_type_are_held_within_it(rows):
     schemes = Scheme("int8"), Scheme("int8", channels=None)

@@ -156,6 +156,7 @@ def test_inline_bytes_are_explained(tmp_path):
     assert (fields["query_offset"], fields["scale"]) == (7, pytest.approx(24**-0.5))
 
 
+@pytest.mark.sweep
 def test_the_output_can_be_printed_whole_or_in_parts(tmp_path):
     text, plan = write(tmp_path, *SIZES)
     assert command(*SIZES, "--what", "msl").stdout == text
@@ -171,7 +172,7 @@ def test_the_launcher_takes_the_printed_plan_as_it_is(native, metal, tmp_path):
     native.prepare(json.dumps(plan))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "options, word",
     [("--heads 3 --key-heads 2", "multiple"), ("--head-size 100000", "head sizes"), ("--window 3", "LEFT,RIGHT")],
