@@ -56,7 +56,7 @@ def backward(
             p_kept, dp = (p, dp) if kept is None else (p * kept, dp * kept)
             ds, d_terms = pullback(p * (dp - delta_i))
             # what is not finite and visible makes scores NaN, or has a weight of 0: NaN in either case
-            of_rows = (tile.weights_by_rows, ds, q, False), (tile.weights_by_rows, p_kept, do, True)
+            of_rows = (tile.weights_by_rows, ds, lambda: q, False), (tile.weights_by_rows, p_kept, lambda: do, True)
             return d_terms, tile.products((tile.weights_by_keys, ds, k, False), *(of_rows if of_keys else ()))
 
         def keys(tile: Tile, carry: Any) -> Any:

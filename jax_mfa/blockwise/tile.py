@@ -101,11 +101,11 @@ class Tile:
         """The tile's part of an operand, or of an array like it, aligned."""
         return self.aligned(name, self.cut(name, x))
 
-    def keys(self, name: str, x: Any = None) -> Array:
-        """The tile's part of the "key" or "value", or of an array like it, as wide as sums: [R|1, S, E, H|V]."""
+    def keys(self, name: str, x: Any = None) -> Callable[[], Array]:
+        """What cuts the tile's part of the "key" or "value", or of an array like it, as wide as sums: [R|1, S, E, H|V].
+        Where results are mended it is cut again: XLA's CPU backend would else cut it twice each time."""
         x = getattr(self.operands, name) if x is None else x
-        x = self.cut(name, x) if isinstance(x, jax.Array) else x.tile(self)
-        return x.astype(self.acc)
+        return lambda: (self.cut(name, x) if isinstance(x, jax.Array) else x.tile(self)).astype(self.acc)
 
     # --- what is visible
 
@@ -224,12 +224,12 @@ class Tile:
 
     # --- products
 
-    def rows_by_keys(self, a: Array, b: Array) -> Array:
+    def rows_by_keys(self, a: Array, b: Callable[[], Array]) -> Array:
         """Σ over channels of [R, E, T, G, x] and keys [R|1, S, E, x]: [R, E, T, G, S]."""
-        by_head = lambda: jnp.einsum("retgx,rsex->retgs", a, b)
+        by_head = lambda: jnp.einsum("retgx,rsex->retgs", a, b())
         if not self.all_heads:
             return by_head()
-        (r, e, t, g, x), (keys, own) = a.shape, self._heads_in_one(b)
+        (r, e, t, g, x), (keys, own) = a.shape, self._heads_in_one(b())
         rows = jnp.where(own, a[..., None, :], 0).reshape(r, e * t * g, e * x)
         found = jnp.einsum("rsx,rmx->rms", keys, rows).reshape(r, e, t, g, -1)
         # a key that is not finite spoils the scores of other heads
@@ -249,12 +249,12 @@ class Tile:
             return jnp.einsum("retgs,retgx->resx", w, a).transpose(0, 2, 1, 3)
         return jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)
 
-    def products(self, *factors: tuple[Callable[..., Array], Array, Array, bool]) -> Sequence[Array]:
+    def products(self, *factors: tuple[Callable[..., Array], Array, Callable[[], Array], bool]) -> Sequence[Array]:
         """Products of weights, 0 where hidden, and what they weigh: each the function, its two factors, and whether
         the weights are probabilities. Hidden NaN and infinities are mended: only what is visible of them counts."""
-        found = [product(w, b) for product, w, b, _ in factors]
+        found = [product(w, b()) for product, w, b, _ in factors]
         hides = self.all_heads or self.own or self.spec.has_mask(self.operands)  # keys that do not count may be met
-        return mended(found, lambda: [self._again(*x) for x in factors]) if hides else found
+        return mended(found, lambda: [self._again(f, w, b(), p) for f, w, b, p in factors]) if hides else found
 
     def trusted(self, results: Callable[[Tile], Any]) -> Any:
         """`results(tile)`, as if the bias were finite, which takes less time: where it is −∞ a probability is 0 by
