@@ -547,6 +547,7 @@ def test_after_a_kernel_that_does_not_compile_the_next_problem_runs(on_device, m
     assert "FAILED: 1 of metal, 2 problems" in printed
 
 
+@pytest.mark.sweep
 def test_after_a_gpu_fault_the_next_problem_runs(on_device, monkeypatch, capsys):
     monkeypatch.setattr(check, "problems", lambda variants: some("dense", "causal", "mask"))
     with on_device.fault(device.Fault.GPU, times=1):
