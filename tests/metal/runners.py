@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from jax_mfa.cli import show
-from jax_mfa.metal import runtime
+from jax_mfa.metal import runtime, source
 from jax_mfa.metal.plan import Buffer, Plan
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}
@@ -143,6 +143,13 @@ def _chosen() -> Runner:
 
 CHOSEN = _chosen()
 needs_core = pytest.mark.skipif(not isinstance(CHOSEN, Core), reason="needs the emulator core, which checks and counts")
+
+
+def planted(old: str, new: str) -> str:
+    """The kernels' text with a mistake: `new` where it says `old`."""
+    text = source.base()
+    assert old in text, f"the kernels no longer say {old!r}: plant this mistake elsewhere"
+    return text.replace(old, new)
 
 
 def run(

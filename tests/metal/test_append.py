@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runners
-from runners import needs_core
+from runners import needs_core, planted
 
 from jax_mfa import PagedKVCache, Scheme
 from jax_mfa.cli import check_writes
 from jax_mfa.kv_cache import pool as paged_cache
 from jax_mfa.kv_cache.page_book import Write
-from jax_mfa.metal import append, source
+from jax_mfa.metal import append
 from jax_mfa.metal.problem import Shape
 from jax_mfa.problem import Storage
 
@@ -88,12 +88,16 @@ MISTAKES = {
 }
 
 
+def test_every_mistake_can_be_planted():
+    for old, new, *_ in MISTAKES.values():
+        planted(old, new)
+
+
 @pytest.mark.share(4)
 @needs_core
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found_out(mistake):
     old, new, case = MISTAKES[mistake]
-    text = source.base()
-    assert old in text
+    text = planted(old, new)
     with pytest.raises(AssertionError):
-        assert_same(*ran(case, text=text.replace(old, new)))
+        assert_same(*ran(case, text=text))

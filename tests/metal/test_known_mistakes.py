@@ -15,9 +15,10 @@ import numpy as np
 import oracle
 import plans
 import pytest
+from runners import planted
 
 from jax_mfa import BlockMask
-from jax_mfa.metal import operands, runtime, source, tiles
+from jax_mfa.metal import operands, runtime, tiles
 
 RNG = np.random.default_rng(8)
 SLOPES = np.float32([0.5, 0.25, 0.125, 0.0625])
@@ -203,18 +204,17 @@ def noticed(ran: plans.Ran, arguments: dict[str, Any]) -> bool:
 
 
 def test_every_mistake_can_be_planted():
-    text = source.base()
-    assert not [planted.old for planted in MISTAKES.values() if planted.old not in text]
+    for mistake in MISTAKES.values():
+        planted(mistake.old, mistake.new)
 
 
 @pytest.mark.share(16)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_known_mistake_is_noticed(mistake):
-    planted = MISTAKES[mistake]
-    text = source.base()
-    assert not noticed(plans.run_call(planted.call, variant=planted.variant), planted.call)
-    wrong = plans.run_call(planted.call, variant=planted.variant, text=text.replace(planted.old, planted.new))
-    assert noticed(wrong, planted.call)
+    known = MISTAKES[mistake]
+    text = planted(known.old, known.new)
+    assert not noticed(plans.run_call(known.call, variant=known.variant), known.call)
+    assert noticed(plans.run_call(known.call, variant=known.variant, text=text), known.call)
 
 
 OFFSETS = """
@@ -262,8 +262,7 @@ def test_offsets_of_more_than_2_to_the_31_elements(old, new, at):
         (2 * 3 + 1) * rows * rows + (rows - 1) * rows + 5,
     ]
     assert min(wanted) > 2**32
-    assert old in source.base()
-    text = source.base().replace(old, new) if old else source.base()
+    text = planted(old, new)
     got = np.zeros(4, np.uint64)
     kernel = emulator.compile(text + OFFSETS, fast_math=False).kernel("offsets")
     assert not kernel([np.zeros(1, np.float16), got, packed], threads=1, outputs=[1]).reports

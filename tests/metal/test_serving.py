@@ -9,11 +9,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from runners import needs_core
+from runners import needs_core, planted
 from serving import Serving
 
 from jax_mfa import Scheme
-from jax_mfa.metal import source
 
 ALL = ("query", "key", "value")
 EVERYTHING = {"local_window_size": (25, None), "logits_soft_cap": 2.0, "sinks": True, "alibi_slopes": True}
@@ -167,16 +166,20 @@ MISTAKES = {
 }
 
 
+def test_every_mistake_can_be_planted():
+    for old, new, *_ in MISTAKES.values():
+        planted(old, new)
+
+
 @pytest.mark.share(8)
 @needs_core
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_of_others_is_found_out(mistake):
     old, new, problem, wanted = MISTAKES[mistake]
-    text = source.base()
-    assert old in text, f"the kernels no longer say {old!r}: plant this mistake elsewhere"
+    text = planted(old, new)
     problem.assert_right(problem.run(wanted))
     with pytest.raises(AssertionError):
-        problem.assert_right(problem.run(wanted, text=text.replace(old, new)))
+        problem.assert_right(problem.run(wanted, text=text))
 
 
 SCHEMES = [

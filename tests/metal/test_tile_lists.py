@@ -249,6 +249,11 @@ def noticed(ran: plans.Ran, answer: oracle.Answer) -> bool:
     return False
 
 
+def test_every_mistake_can_be_planted():
+    for old, _ in MISTAKES.values():
+        assert source.base().count(old) == 1, old
+
+
 @pytest.mark.share(16)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_noticed(mistake):
