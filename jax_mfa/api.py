@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, choice, partial, primitives, recording, reference, sharding
-from jax_mfa.arguments import known_lengths, specify, specify_abstract
+from jax_mfa.arguments import known_lengths, specify, specify_abstract, unwrapped
 from jax_mfa.choice import Explanation, Implementation, explained, names_of
 from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.flex.program import MaskMod, ScoreMod, modifiers
@@ -114,8 +114,8 @@ def attend_by_name(arguments: dict[str, Any], implementation: Implementation | N
 
 
 def with_modifiers(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments with `modifiers` in place of the functions score_mod and mask_mod."""
-    found = dict(arguments)
+    """The same arguments as arrays, with `modifiers` in place of the functions score_mod and mask_mod."""
+    found = {name: unwrapped(x) for name, x in arguments.items()}
     functions = found.pop("score_mod", None), found.pop("mask_mod", None)
     # traced here: where sharding is explicit, what functions read has another type within `sharding.automatically`
     dtype = accumulation_dtype(getattr(arguments["query"], "dtype", np.float32))
@@ -345,6 +345,7 @@ def decode_attention(
     if taken:
         raise ValueError(f"{sorted(taken)[0]} must not be given: decode_attention derives it from lengths")
     refuse_unknown("decode_attention", keywords, {})
+    query, key, value = map(unwrapped, (query, key, value))
     if min(len(checks.shape(query)), len(checks.shape(key))) < 3:
         specify(query, key, value)  # says what is wrong with them
     lead = np.shape(query)[:-3]

@@ -34,8 +34,14 @@ from jax_mfa.problem import (
 _KINDS: dict[str, Any] = {"f": jnp.floating, "i": jnp.integer, "b": np.bool_, "c": jnp.complexfloating}
 
 
+def unwrapped(x: Any) -> Any:
+    """The array of a library's parameter or variable; anything else as it is."""
+    return x.__jax_array__() if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array) else x
+
+
 def _as_given(name: str, x: Any, kinds: str, expected: str) -> Any:
     """`x` as an array, of numpy or JAX, whose dtype is of one of these `_KINDS`."""
+    x = unwrapped(x)
     if isinstance(x, (list, tuple, numbers.Number)):
         numpy: Any = jnp if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)) else np
         try:

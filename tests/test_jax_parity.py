@@ -144,6 +144,28 @@ def test_the_batch_axis_may_be_missing_as_in_jax_nn(implementation):
     assert_close(implementation.attend(q, k, v, is_causal=True), wanted, "float32", terms=32, largest_score=4)
 
 
+class Parameter:
+    """An array as some libraries hold theirs."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __jax_array__(self):
+        return jnp.asarray(self.x)
+
+
+@pytest.mark.parametrize("function", ["dot_product_attention", "flash_attention", "flex_attention", "decode_attention"])
+def test_parameters_of_libraries_are_arrays(function):
+    q, k, v = qkv()
+    attention = getattr(jax_mfa, function)
+    keywords = {"bias": arrays((2, 4, q.shape[1], k.shape[1]))[0], "sinks": arrays((4,))[0]}
+    if function == "decode_attention":
+        keywords["lengths"] = np.array([5, k.shape[1]], np.int32)
+    wanted = attention(q, k, v, **keywords)
+    held = {name: Parameter(x) for name, x in keywords.items()}
+    jax.tree.map(np.testing.assert_array_equal, attention(*map(Parameter, (q, k, v)), **held), wanted)
+
+
 def test_float16_runs_under_jit(implementation):
     # where stock jax.nn raises on CPU
     q, k, v = qkv(dtype="float16")
