@@ -213,26 +213,14 @@ def test_tiles_that_no_row_can_see_are_not_computed(implementation, long_inputs,
 
 
 @pytest.mark.share(8)
-@pytest.mark.parametrize(  # few rows are multiplied with the keys of all heads
-    "filled, n, products", [(1, 16, 8), (100, 32, 8), (5000, 16, 8), (16384, 40, 1), (16384, 16, 8)]
-)
-def test_decoding_costs_what_the_lengths_are_and_not_what_the_cache_is(filled, n, products, monkeypatch):
+@pytest.mark.parametrize("filled, n", [(1, 16), (100, 32), (5000, 16), (16384, 136), (16384, 16)])
+def test_decoding_costs_what_the_lengths_are_and_not_what_the_cache_is(filled, n, monkeypatch):
     size, k, h = 16384, 8, 16
     query, key, value = (x for x in qkv(B=1, T=1, S=size, N=n, K=k, H=h))
     counter = Counter(monkeypatch)
     decode = lambda: jax_mfa.decode_attention(query, key, value, np.array([filled]), implementation="blockwise")
-    visited = counter.of(decode) / (products * n * 2 * h)  # columns
+    visited = counter.of(decode) / (n * 2 * h)  # columns
     assert filled <= visited < filled + 2048
-
-
-def test_few_rows_meet_the_keys_of_all_heads_unless_a_gradient_follows(monkeypatch):
-    """Keys are then read as they lie; the backward pass shares what the forward pass computes of each head."""
-    inputs = qkv(B=1, T=1, S=2**17, N=4, K=4)  # more than one tile
-    attend = lambda *x: jax_mfa.dot_product_attention(*x, implementation="blockwise")
-    counter = Counter(monkeypatch)
-    needed = 2 * inputs[0].size * 2**17
-    assert counter.of(attend, *inputs) == 4 * needed
-    assert counter.of(lambda: jax.vjp(attend, *inputs)) == needed
 
 
 @pytest.mark.share(2)

@@ -155,7 +155,7 @@ def test_a_nan_that_is_seen_taints_the_rows_that_see_it_across_tiles(tiles):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
 @pytest.mark.parametrize("heads", [4, 1])
-def test_few_rows_meet_all_heads_in_one_product(spoil, dtype, heads):
+def test_what_few_rows_see_of_one_head_stays_there(spoil, dtype, heads):
     """What of one head or behind a length is not finite stays there; without a gradient, which goes another way."""
     q, k, v = qkv(B=2, T=2, S=400, N=2 * heads, K=heads, dtype=dtype)
     arguments = {"key_value_seq_lengths": np.array([390, 400], np.int32), "logits_soft_cap": 2.0}

@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_mfa.blockwise.key_values import KeyValueTiles
 from jax_mfa.blockwise.tile import Tile, part_of
-from jax_mfa.blockwise.tiles import Tiles, few_queries, tiles_of
+from jax_mfa.blockwise.tiles import Tiles, tiles_of
 from jax_mfa.kv_cache.storage import as_bits, from_bits
 from jax_mfa.problem import Operands, Specification, accumulation_dtype, expand_entries
 
@@ -84,7 +84,7 @@ class Loop:
         """
         self.spec, self.operands = spec, spec.viewed(operands, KeyValueTiles)
         o, c = self.operands, tiles_of(plan, spec, self.operands, differentiated)
-        self.tiles, self.all_heads = c, few_queries(spec, o, differentiated)
+        self.tiles = c
         self.acc = accumulation_dtype(o.query.dtype)
         (batch, t), (s, k) = o.query.shape[:2], o.value.shape[1:3]
         self.tiles_of_queries, self.tiles_of_keys = -(-t // c.block_q), -(-s // c.block_kv)
@@ -112,7 +112,7 @@ class Loop:
             start, own = _start(i, self.tiles.block_q, self.operands.query.shape[1])
             starts = {"B": b * self.tiles.batch, "K": e * self.tiles.heads, "T": start, "S": 0}
             own = {"T": own} if self.ragged[1] else {}
-            tile = Tile(self.spec, self.operands, self.tiles, starts, own, self.all_heads)
+            tile = Tile(self.spec, self.operands, self.tiles, starts, own)
             return body(tile, (b, i), bits)
 
         if isinstance(turns, int) and turns == 0:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa import compat
-from jax_mfa.blockwise.tiles import TRANSPOSED, Tiles
+from jax_mfa.blockwise.tiles import FEW_QUERIES, TRANSPOSED, Tiles
 from jax_mfa.flex.program import Program
 from jax_mfa.kv_cache.storage import as_bits, dtype_of, from_bits
 from jax_mfa.philox import keep_mask
@@ -36,7 +36,6 @@ class Tile:
     tiles: Tiles
     starts: dict[str, Any]  # where its batch entries, key heads, queries and keys begin, by letter: B, K, T, S
     own: dict[str, Any]  # the first query and key, by T and S, that the tile before does not hold too, if it may
-    all_heads: bool  # whether products are of all heads at once
 
     def __post_init__(self) -> None:
         self.batch = self.operands.query.shape[0]
@@ -226,22 +225,13 @@ class Tile:
 
     def rows_by_keys(self, a: Array, b: Callable[[], Array]) -> Array:
         """Σ over channels of [R, E, T, G, x] and keys [R|1, S, E, x]: [R, E, T, G, S]."""
-        by_head = lambda: jnp.einsum("retgx,rsex->retgs", a, b())
-        if not self.all_heads:
-            return by_head()
-        (r, e, t, g, x), (keys, own) = a.shape, self._heads_in_one(b())
-        rows = jnp.where(own, a[..., None, :], 0).reshape(r, e * t * g, e * x)
-        found = jnp.einsum("rsx,rmx->rms", keys, rows).reshape(r, e, t, g, -1)
-        # a key that is not finite spoils the scores of other heads
-        return lax.cond(jnp.isfinite(found).all(), lambda: found, by_head)
+        if a.shape[2] * a.shape[3] <= FEW_QUERIES:  # keys are not transposed
+            return jnp.einsum("rsex,retgx->restg", b(), a).transpose(0, 1, 3, 4, 2)
+        return jnp.einsum("retgx,rsex->retgs", a, b())
 
     def weights_by_keys(self, w: Array, b: Array) -> Array:
         """Σ over keys of [R, E, T, G, S] and [R|1, S, E, x]: [R, E, T, G, x]."""
-        if not self.all_heads:
-            return jnp.einsum("retgs,rsex->retgx", w, b)
-        (r, e, t, g, s), (keys, own) = w.shape, self._heads_in_one(b)
-        found = jnp.einsum("rms,rsx->rmx", w.reshape(r, e * t * g, s), keys).reshape(r, e, t, g, e, -1)
-        return jnp.where(own, found, 0).sum(4)
+        return jnp.einsum("retgs,rsex->retgx", w, b)
 
     def weights_by_rows(self, w: Array, a: Array) -> Array:
         """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x]: [R, S, E, x]."""
@@ -253,7 +243,7 @@ class Tile:
         """Products of weights, 0 where hidden, and what they weigh: each the function, its two factors, and whether
         the weights are probabilities. Hidden NaN and infinities are mended: only what is visible of them counts."""
         found = [product(w, b()) for product, w, b, _ in factors]
-        hides = self.all_heads or self.own or self.spec.has_mask(self.operands)  # keys that do not count may be met
+        hides = self.own or self.spec.has_mask(self.operands)  # keys that do not count may be met
         return mended(found, lambda: [self._again(f, w, b(), p) for f, w, b, p in factors]) if hides else found
 
     def trusted(self, results: Callable[[Tile], Any]) -> Any:
@@ -275,12 +265,6 @@ class Tile:
         # an infinity counts though its probability may have been rounded to 0; any other weight makes NaN of it
         high, low = (jnp.where(x > 0, np.inf if probable else np.nan, 0) for x in (counts - many * low, low))
         return sums + high - low
-
-    def _heads_in_one(self, b: Array) -> tuple[Array, Array]:
-        """Keys [R|1, S, E, x] as one matrix [R, S, E · x], and where a query's head is that of a key."""
-        s, e, x = b.shape[1:]
-        b = jnp.broadcast_to(b, (self.tiles.batch, s, e, x))
-        return b.reshape(-1, s, e * x), jnp.eye(e, dtype=bool).reshape(e, 1, 1, e, 1)
 
 
 def mended(found: Any, again: Callable[[], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 1. Few scores are one tile: the dense program.
 2. Many go by equal tiles, an outer loop over tiles of queries and an inner one over the tiles of keys that they see.
-3. Few queries against many keys (decoding) take all heads in a step, whose keys are read as they lie.
+3. Few queries of a head against many keys (decoding) take all heads in a step, whose keys are read as they lie.
 
 Knows shapes alone; `jax_mfa.tune` overrides what it says.
 """
@@ -19,9 +19,9 @@ LARGEST = 2**20  # elements of a step's largest array: stays in caches, and is l
 DENSE = 2**21  # elements of the largest array of a problem that is one tile
 BLOCK = 1024, 1024  # queries and keys of a tile
 BLOCK_IN_BAND = 512, 256  # and where a band of positions hides some of them
-FEW_QUERIES = 32  # queries of all heads that a step multiplies with the keys of all heads
-LARGEST_OF_FEW = 2**17  # elements of the keys of such a step, which stay in a core's cache
-FEW_KEYS = 128, 512  # and the fewest and most keys
+FEW_QUERIES = 16  # queries of a key head up to which keys are not transposed, and a step takes those of all heads
+LARGEST_OF_FEW = 2**16  # elements of the keys of such a step, which stay in a core's cache
+FEW_KEYS = 128  # and the fewest keys
 TRANSPOSED = 4  # queries a channel of a tile, up to which its weights are transposed, and not what they give
 ALIGNMENT = 16  # of tiles that do not divide a length
 TUNED_BLOCKS = (128, 256, 512, 1024, 2048)  # of which `tune` tries all pairs
@@ -44,23 +44,17 @@ def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tile
     """The tiles of a pass; `differentiated` where a gradient is computed, or follows."""
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
-    if few_queries(spec, operands, differentiated):
-        of_key, (fewest, most) = k * max(h, v), FEW_KEYS
-        block_kv = _equal(s, min(max(LARGEST_OF_FEW // of_key, fewest), most), spec.page_size)
-        alone = operands.key_lengths is not None or not isinstance(batch, int)  # exported for any batch
-        return Tiles(1 if alone else _divisor(batch, LARGEST_OF_FEW // (block_kv * of_key)), k, t, block_kv)
     if is_dense(operands):
         return Tiles(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
+    if not differentiated and s > FEW_KEYS and t * (n // k) <= FEW_QUERIES:
+        of_key = k * max(h, v)
+        block_kv = _equal(s, max(LARGEST_OF_FEW // of_key, FEW_KEYS), spec.page_size)
+        alone = operands.key_lengths is not None or not isinstance(batch, int)  # exported for any batch
+        return Tiles(1 if alone else _divisor(batch, LARGEST_OF_FEW // (block_kv * of_key)), k, t, block_kv)
     size = lambda block_q: max(block_q // (n // k), 64)
     whole = max(t, s) <= _equal(t, size(BLOCK_IN_BAND[0]))  # one tile of queries sees all tiles of keys
     block_q, block_kv = BLOCK if whole or spec.band == (None, None) else BLOCK_IN_BAND
     return step_of(spec, operands, size(block_q), block_kv)
-
-
-def few_queries(spec: Specification, operands: Operands, differentiated: bool) -> bool:
-    """Whether all heads of a step are one product with keys and values as they lie."""
-    (t, n), s = operands.query.shape[1:3], operands.value.shape[1]
-    return not (differentiated or is_dense(operands)) and t * n <= FEW_QUERIES and s >= 4 * t * n
 
 
 def is_dense(operands: Operands) -> bool:
