@@ -28,6 +28,8 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
     loop = Loop("blockwise forward", spec, operands, differentiated)
     acc, dtype, names = loop.acc, operands.query.dtype, ("out", "row_max", "row_sum")
     rows, v = operands.query.shape[:3], loop.operands.value.shape[-1]
+    all_see, at_once = spec.every_row_sees(loop.operands), loop.tiles_of_keys == 1
+    never_empty = all_see and at_once and operands.sinks is None  # where a row of −∞ alone has no softmax
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
         q = tile.operand("query").astype(acc)
@@ -36,7 +38,8 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
             """Adds a tile of keys: Σ p · value, the largest score, and Σ p."""
             scores, tile.visible = tile.scores(tile.rows_by_keys(q, tile.keys("key")), tile.terms(), False)
             row_max = tile.largest(scores) if before is None else jnp.maximum(before[1], tile.largest(scores))
-            shift = jnp.where(row_max == -jnp.inf, 0, row_max)  # of rows that have seen nothing yet
+            # of rows that have seen nothing yet, or only −∞; XLA asks it for each score, which takes time
+            shift = row_max if never_empty else jnp.where(row_max == -jnp.inf, 0, row_max)
             p, kept = jnp.exp(scores - shift), tile.dropped()
             p_kept, row_sum = p if kept is None else p * kept, p.sum(-1, keepdims=True)
             (sums,) = tile.products((tile.weights_by_keys, p_kept, tile.keys("value"), True))
@@ -48,11 +51,10 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
 
         none = jnp.zeros((*q.shape[:-1], 1), acc)
         start = jnp.zeros((*q.shape[:-1], v), acc), jnp.full(none.shape, -jnp.inf, acc), none
-        whole = tile.trusted(lambda tile: loop.over_keys(tile, place, keys, None if loop.tiles_of_keys == 1 else start))
+        whole = tile.trusted(lambda tile: loop.over_keys(tile, place, keys, None if at_once else start))
 
         sums, row_max, row_sum = (tile.natural(name, x) for name, x in zip(names, whole))
-        sees = spec.every_row_sees(loop.operands) or row_max != -jnp.inf
-        undefined = (row_sum == 0) & sees  # rows whose scores are −∞ all
+        undefined = (row_sum == 0) & (all_see or row_max != -jnp.inf)  # rows whose scores are −∞ all
         row_max = jnp.where(jnp.isnan(row_sum), jnp.nan, row_max)  # XLA's maxima may pass over NaN
         row_max, row_sum = jnp.where(undefined, -jnp.inf, row_max), jnp.where(undefined, jnp.nan, row_sum)
         sinks = None if operands.sinks is None else tile.cut("sinks").astype(acc)[:, None]
