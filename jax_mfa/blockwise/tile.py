@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mfa import compat
-from jax_mfa.blockwise.tiles import FEW_QUERIES, TRANSPOSED, Tiles
+from jax_mfa.blockwise.tiles import FEW_QUERIES, Tiles
 from jax_mfa.flex.program import Program
 from jax_mfa.kv_cache.storage import as_bits, dtype_of, from_bits
 from jax_mfa.philox import keep_mask
@@ -225,7 +225,7 @@ class Tile:
 
     def rows_by_keys(self, a: Array, b: Callable[[], Array]) -> Array:
         """Σ over channels of [R, E, T, G, x] and keys [R|1, S, E, x]: [R, E, T, G, S]."""
-        if a.shape[2] * a.shape[3] <= FEW_QUERIES:  # keys are not transposed
+        if a.shape[2] * a.shape[3] <= FEW_QUERIES:  # scores are transposed, and not keys
             return jnp.einsum("rsex,retgx->restg", b(), a).transpose(0, 1, 3, 4, 2)
         return jnp.einsum("retgx,rsex->retgs", a, b())
 
@@ -235,7 +235,7 @@ class Tile:
 
     def weights_by_rows(self, w: Array, a: Array) -> Array:
         """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x]: [R, S, E, x]."""
-        if w.shape[2] * w.shape[3] <= TRANSPOSED * a.shape[-1]:
+        if w.shape[2] * w.shape[3] <= FEW_QUERIES:  # weights are transposed, and not what they give
             return jnp.einsum("retgs,retgx->resx", w, a).transpose(0, 2, 1, 3)
         return jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)
 

@@ -1,4 +1,4 @@
-"""The rule that cuts a problem into tiles: three cases, nine tuned numbers, the same on every version of JAX.
+"""The rule that cuts a problem into tiles: three cases, eight tuned numbers, the same on every version of JAX.
 
 1. Few scores are one tile: the dense program.
 2. Many go by equal tiles, an outer loop over tiles of queries and an inner one over the tiles of keys that they see.
@@ -19,10 +19,9 @@ LARGEST = 2**20  # elements of a step's largest array: stays in caches, and is l
 DENSE = 2**21  # elements of the largest array of a problem that is one tile
 BLOCK = 1024, 1024  # queries and keys of a tile
 BLOCK_IN_BAND = 512, 256  # and where a band of positions hides some of them
-FEW_QUERIES = 16  # queries of a key head up to which keys are not transposed, and a step takes those of all heads
+FEW_QUERIES = 16  # queries of a key head up to which small factors are transposed, and a step takes all heads
 LARGEST_OF_FEW = 2**16  # elements of the keys of such a step, which stay in a core's cache
 FEW_KEYS = 128  # and the fewest keys
-TRANSPOSED = 4  # queries a channel of a tile, up to which its weights are transposed, and not what they give
 ALIGNMENT = 16  # of tiles that do not divide a length
 TUNED_BLOCKS = (128, 256, 512, 1024, 2048)  # of which `tune` tries all pairs
 
