@@ -114,11 +114,11 @@ def attend_by_name(arguments: dict[str, Any], implementation: Implementation | N
 
 
 def with_modifiers(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments as arrays, with `modifiers` in place of the functions score_mod and mask_mod."""
+    """The same arguments, unwrapped, with `modifiers` in place of the functions score_mod and mask_mod."""
     found = {name: unwrapped(x) for name, x in arguments.items()}
     functions = found.pop("score_mod", None), found.pop("mask_mod", None)
     # traced here: where sharding is explicit, what functions read has another type within `sharding.automatically`
-    dtype = accumulation_dtype(getattr(arguments["query"], "dtype", np.float32))
+    dtype = accumulation_dtype(getattr(found["query"], "dtype", np.float32))
     traced = modifiers(*functions, dtype)
     return found if traced is None else {**found, "modifiers": traced}
 

@@ -83,8 +83,8 @@ class Loop:
           once: whether a query may be met once only, and not in both of two tiles that overlap.
         """
         self.spec, self.operands = spec, spec.viewed(operands, KeyValueTiles)
-        o, c = self.operands, tiles_of(plan, spec, self.operands, differentiated)
-        self.tiles = c
+        o = self.operands
+        self.tiles = c = tiles_of(plan, spec, o, differentiated)
         self.acc = accumulation_dtype(o.query.dtype)
         (batch, t), (s, k) = o.query.shape[:2], o.value.shape[1:3]
         self.tiles_of_queries, self.tiles_of_keys = -(-t // c.block_q), -(-s // c.block_kv)
