@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import arrays, assert_close, cotangents, qkv, quick_jit
+from harness import arrays, assert_close, cotangents, mesh_of, needs_eight_devices, qkv, quick_jit
 
 import jax_mfa
 
@@ -164,6 +164,14 @@ def test_parameters_of_libraries_are_arrays(function):
     wanted = attention(q, k, v, **keywords)
     held = {name: Parameter(x) for name, x in keywords.items()}
     jax.tree.map(np.testing.assert_array_equal, attention(*map(Parameter, (q, k, v)), **held), wanted)
+
+
+@needs_eight_devices
+def test_parameters_of_libraries_are_arrays_over_devices():
+    x = qkv(T=8, S=8)
+    place = {"mesh": mesh_of(4), "axis_name": "ring", "is_causal": True}
+    got, wanted = (jax_mfa.context_parallel_attention(*map(f, x), **place) for f in (Parameter, np.asarray))
+    np.testing.assert_array_equal(got, wanted)
 
 
 def test_float16_runs_under_jit(implementation):

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import api, checks, choice, compat
-from jax_mfa.arguments import specify, specify_abstract
+from jax_mfa.arguments import specify, specify_abstract, unwrapped
 from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel import attend
 from jax_mfa.context_parallel import layout as layouts
@@ -286,6 +286,7 @@ def _call(layout: Layout, implementation: Any, positions: Any, arguments: dict[s
     choice.names_of(implementation)  # reject unknown names before checking arrays
     layouts.refuse_quantised(layout.function, arguments)
     checks.boolean("return_residual", return_residual)
+    arguments = {name: unwrapped(x) for name, x in arguments.items()}
     run = _of_own_share if layout.mesh is None else _of_whole_arrays
     out, lse = run(layout, implementation, positions, **arguments)
     return (out, lse) if return_residual else out
