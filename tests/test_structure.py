@@ -223,6 +223,15 @@ def test_decoding_costs_what_the_lengths_are_and_not_what_the_cache_is(filled, n
     assert filled <= visited < filled + 2048
 
 
+def test_few_queries_cost_their_own_products_whether_or_not_a_gradient_follows(monkeypatch):
+    inputs = qkv(B=1, T=1, S=2**17, N=4, K=4)  # more than one tile
+    attend = lambda *x: jax_mfa.dot_product_attention(*x, implementation="blockwise")
+    counter = Counter(monkeypatch)
+    needed = 2 * inputs[0].size * 2**17
+    assert counter.of(attend, *inputs) == needed
+    assert counter.of(lambda: jax.vjp(attend, *inputs)) == needed
+
+
 @pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_causal", [False, True])

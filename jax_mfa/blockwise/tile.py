@@ -41,6 +41,7 @@ class Tile:
         self.batch = self.operands.query.shape[0]
         self.group = self.operands.query.shape[2] // self.operands.value.shape[2]
         self.acc = accumulation_dtype(self.operands.query.dtype)
+        self.few = self.tiles.block_q * self.group <= FEW_QUERIES  # so that products transpose what has their size
 
     # --- parts of arrays
 
@@ -225,7 +226,7 @@ class Tile:
 
     def rows_by_keys(self, a: Array, b: Callable[[], Array]) -> Array:
         """Σ over channels of [R, E, T, G, x] and keys [R|1, S, E, x]: [R, E, T, G, S]."""
-        if a.shape[2] * a.shape[3] <= FEW_QUERIES:  # scores are transposed, and not keys
+        if self.few:  # scores are transposed, and not keys
             return jnp.einsum("rsex,retgx->restg", b(), a).transpose(0, 1, 3, 4, 2)
         return jnp.einsum("retgx,rsex->retgs", a, b())
 
@@ -235,7 +236,7 @@ class Tile:
 
     def weights_by_rows(self, w: Array, a: Array) -> Array:
         """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x]: [R, S, E, x]."""
-        if w.shape[2] * w.shape[3] <= FEW_QUERIES:  # weights are transposed, and not what they give
+        if self.few:  # weights are transposed, and not what they give
             return jnp.einsum("retgs,retgx->resx", w, a).transpose(0, 2, 1, 3)
         return jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)
 
