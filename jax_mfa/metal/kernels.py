@@ -206,7 +206,7 @@ def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, split_k
     group, splits = x.n // x.k * x.t, -(-x.s // split_keys)
     numbers = {"splits": struct.pack("<i", splits), "split_keys": struct.pack("<i", split_keys)}
     name = "decode_rows" if isinstance(tile, tiles.DecodeRows) else "decode"
-    grid = (-(-splits // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.k * x.b)
+    grid = (-(-splits * x.k // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.b)
     attend = _launch(MATRICES, name, x, tile, grid, x.pairs * (tile.slices * x.h + x.v), numbers=numbers)
     grid, work = (group, x.k, x.b), x.b * x.t * x.n * x.v * splits
     return attend, _launch(MATRICES, "merge", x, tiles.MergeTile(), grid, work, numbers=numbers)

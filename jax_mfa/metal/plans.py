@@ -14,7 +14,7 @@ from jax_mfa.metal import kernels, source, tiles
 from jax_mfa.metal.functions import PLAIN, Rules
 from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Plan
 from jax_mfa.metal.problem import LaunchProblem
-from jax_mfa.problem import Specification
+from jax_mfa.problem import Specification, Storage
 
 Variant = str | tiles.Split | tiles.Tiles
 Decoder = tiles.DecodeTiles | tiles.DecodeRows
@@ -78,14 +78,28 @@ def _select(variant: str | tiles.Tiles, x: LaunchProblem) -> tiles.Tiles:
     return tiles.select(chosen, x.h, x.v, ITEM_SIZES[x.operand])
 
 
+def _has_units(storage: Storage | None, size: int) -> bool:
+    """Whether elements become operands without being decoded: as `Spans` of `metal/core/scaled.h`."""
+    if storage is None or storage.scheme.center:
+        return False
+    channels = storage.scheme.channels or size
+    span = min(channels, size)
+    return size % 32 == span % 32 == size % span == channels % span == 0
+
+
 def decoding(x: LaunchProblem) -> tuple[LaunchProblem, Decoder] | None:
     """A forward pass of few queries against many keys, as its kernel takes it, and the tile; None of any other, and
     where registers do not suffice."""
     if x.t > tiles.DECODE_QUERIES or x.s < tiles.DECODE_KEYS or x.spec.dropout_rate:
         return None
     wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
-    keys = 8 if x.spec.key_storage or x.spec.value_storage else 16  # of few bits the next eight are in registers too
-    tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[wide.operand], keys)
+    key, value = x.spec.key_storage, x.spec.value_storage if x.spec.value_size is None else x.spec.key_storage
+    bits = [{"int4": 4}.get(y.scheme.kind, 8) if y else 0 for y in (key, value)]
+    halves = x.dtype == "float16" and _has_units(key, x.h) and _has_units(value, x.v)
+    operand = "float16" if halves else wide.operand
+    tile = tiles.decode(
+        x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[operand], (bits[0], bits[1]) if any(bits) else None, paired=halves
+    )
     return None if tile is None else (wide, tile)
 
 

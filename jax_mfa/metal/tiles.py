@@ -118,20 +118,29 @@ DECODE_KEYS = 512
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTiles(Tile):
-    """Template arguments of `attention_decode`, in its order."""
+    """Template arguments of `attention_decode`, in its order.
+
+    Paired rows stand twice in a fragment, which has four of them (`metal/core/lanes.h`).
+    """
 
     blocks: int
     simdgroups: int
     keys: int
     slices: int
+    paired: bool = False
 
     @property
     def rows(self) -> int:
-        return self.blocks * 8
+        return self.blocks * (4 if self.paired else 8)
 
     def fragment_bytes(self, h: int, v: int, item: int) -> int:
-        output = _fragments(self.rows, _sliced(v, self.slices), 4)
-        return output + _fragments(self.rows, padded(h), item) + _fragments(self.rows, self.keys, 4)
+        rows = self.blocks * 8
+        output = _fragments(rows, _sliced(v, self.slices), 4)
+        return output + _fragments(rows, padded(h), item) + _fragments(rows, self.keys, 4)
+
+    def stored_bytes(self, h: int, v: int, bits: tuple[int, int]) -> int:
+        """Bytes per thread of a tile of keys as they are stored, in so many bits, and of two tiles of values."""
+        return self.keys * (h * bits[0] + 2 * _sliced(v, self.slices) * bits[1]) // 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,23 +169,31 @@ class MergeTile(Tile):
         return self.simdgroups * (v + 2) * 4
 
 
-def decode(rows: int, h: int, v: int, item: int, keys: int = 16) -> DecodeTiles | DecodeRows | None:
-    """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit. Fragments
-    take so many `keys` at once.
+def decode(
+    rows: int, h: int, v: int, item: int, bits: tuple[int, int] | None = None, paired: bool = False
+) -> DecodeTiles | DecodeRows | None:
+    """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit. Of keys and
+    values, elements of so many `bits` are in registers too, as they are stored.
 
     Up to four rows, which would leave half of a fragment empty, do without the matrix unit: as many lanes share a key
-    as leave each eight channels.
+    as leave each eight channels. Where they may be `paired`, three or four fill a fragment.
     """
+
+    def fits(tile: DecodeTiles) -> bool:
+        needed = tile.fragment_bytes(h, v, item) + (tile.stored_bytes(h, v, bits) if bits else 0)
+        return needed <= FRAGMENT_BUDGET and (tile.slices == 1 or padded(v) % (8 * tile.slices) == 0)
+
+    if paired and rows in (3, 4):
+        for keys in (16, 8):
+            if fits(tile := DecodeTiles(1, 4, keys, 1, True)):
+                return tile
     lanes = next((x for x in (8, 16) if max(h, v) <= x * 8), 32)
     few = DecodeRows(1 if rows == 1 else 2 if rows == 2 else 4, 4, 16 if rows <= 2 or lanes == 8 else 8, lanes)
     if rows <= few.rows and few.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET:
         return few
-    for blocks in (2, 1):
-        for slices in (1, 2, 4):
-            tile = DecodeTiles(blocks, 4, keys, slices)
-            fits = tile.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET and (slices == 1 or padded(v) % (8 * slices) == 0)
-            if fits and (blocks == 1 or rows > 8):
-                return tile
+    for slices, blocks, keys in itertools.product((1, 2, 4), (2, 1) if rows > 8 else (1,), (16, 8) if bits else (16,)):
+        if fits(tile := DecodeTiles(blocks, 4, keys, slices)):
+            return tile
     return None
 
 

@@ -22,19 +22,19 @@ struct GroupRow {
   }
 };
 
-// The query rows of a simdgroup in registers; those outside are zero, and are not stored. Where keys are units, their sums over the
-// channels of each span too.
+// The rows of a simdgroup as fragments [channel, row] in registers, a lane's two columns of each; those outside are zero, and are not
+// stored. Where keys are units, their sums over the channels of each span too.
 template <typename Types, typename Operand, int BLOCKS, int SPANS>
 struct GroupRows {
   static constant constexpr int count = padded(Types::H) / 8;
   Fragment<Operand> kept[BLOCKS][count];
-  float sums[BLOCKS][SPANS];
+  float sums[BLOCKS][SPANS][2];
   bool finite;  // all
-  typename Types::Query::Tile rows[BLOCKS];
-  bool inside[BLOCKS];
+  typename Types::Query::Tile rows[BLOCKS][2];
+  bool inside[BLOCKS][2];
 
-  INLINED float element(int block, int channel) const {
-    return inside[block] && channel < Types::H ? float(rows[block].at(0, channel)) : 0.0f;
+  INLINED float element(int block, int e, int channel) const {
+    return inside[block][e] && channel < Types::H ? float(rows[block][e].at(0, channel)) : 0.0f;
   }
 
   INLINED void sum_up() {
@@ -43,67 +43,149 @@ struct GroupRows {
     for (int block = 0; block < BLOCKS; ++block) {
       UNROLLED
       for (int s = 0; s < SPANS; ++s) {
-        float sum = 0;
         UNROLLED
-        for (int i = 0; i < count / SPANS; ++i) {
-          const Fragment<Operand> x = kept[block][s * (count / SPANS) + i];
-          sum += float(x.thread_elements()[0]) + float(x.thread_elements()[1]);
+        for (int e = 0; e < 2; ++e) {
+          float sum = 0;
+          UNROLLED
+          for (int i = 0; i < count / SPANS; ++i) {
+            sum += float(kept[block][s * (count / SPANS) + i].thread_elements()[e]);
+          }
+          sums[block][s][e] = sum_along_column(sum);
+          finite = finite && is_finite(sums[block][s][e]);
         }
-        sums[block][s] = sum_along_row(sum);
-        finite = finite && is_finite(sums[block][s]);
       }
     }
     finite = simd_all(finite);
   }
+};
 
-  INLINED Fragment<Operand> at(int block, int i) const {
-    return kept[block][i];
+// What the keys so far have come to, for rows that are columns of fragments.
+template <typename Types, int BLOCKS, int COUNT, int SPANS>
+struct GroupRunning {
+  Fragment<float> sums[BLOCKS][COUNT];  // [channel, row], of weights times values
+  float zeros[BLOCKS][SPANS][2];        // of weights times zeros of values, where those are units: of the lane's own keys
+  float row_max[BLOCKS][2];
+  float row_sum[BLOCKS][2];  // of the lane's own keys; absent where none is visible
+
+  INLINED GroupRunning() {
+    clear(sums);
+    UNROLLED
+    for (int block = 0; block < BLOCKS; ++block) {
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        row_max[block][e] = -INFINITY;
+        row_sum[block][e] = absent_weight();
+        UNROLLED
+        for (int s = 0; s < SPANS; ++s) {
+          zeros[block][s][e] = 0;
+        }
+      }
+    }
+  }
+
+  INLINED bool finite() const {
+    float zero = 0;
+    UNROLLED
+    for (int block = 0; block < BLOCKS; ++block) {
+      UNROLLED
+      for (int i = 0; i < COUNT; ++i) {
+        zero = fma(sums[block][i].thread_elements()[0], 0.0f, fma(sums[block][i].thread_elements()[1], 0.0f, zero));
+      }
+    }
+    return simd_all(zero == 0);
+  }
+
+  // Products [key, row] of keys from `column` on become scores, and these weights; earlier sums shrink where the maximum rises. Where
+  // all pairs are visible, nothing is MASKED.
+  template <bool MASKED, int COLUMNS, typename Rules>
+  INLINED void weigh(thread Fragment<float> (&s)[BLOCKS][COLUMNS], const thread Rules& rules, int column, Lane lane) {
+    const bool may_be_masked = MASKED || rules.may_be_masked();
+    UNROLLED
+    for (int block = 0; block < BLOCKS; ++block) {
+      float shrink[2];
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        bool seen[COLUMNS];
+        float largest = row_max[block][e];
+        UNROLLED
+        for (int c = 0; c < COLUMNS; ++c) {
+          float x = -INFINITY;
+          seen[c] = rules.template of<MASKED>(block, e, s[block][c].thread_elements()[e], column + c * 8 + lane.row, x);
+          s[block][c].thread_elements()[e] = x;
+          largest = max(largest, x);
+        }
+        largest = max_along_column(largest);
+        const float from = or_zero(largest);
+        shrink[e] = weight_of(row_max[block][e], from);
+        row_max[block][e] = largest;
+        row_sum[block][e] *= shrink[e];
+        UNROLLED
+        for (int c = 0; c < COLUMNS; ++c) {
+          const float weight = weight_of(s[block][c].thread_elements()[e], from);
+          s[block][c].thread_elements()[e] = !may_be_masked || seen[c] ? weight : absent_weight();
+          row_sum[block][e] += s[block][c].thread_elements()[e];
+        }
+        UNROLLED
+        for (int i = 0; i < SPANS; ++i) {
+          zeros[block][i][e] *= shrink[e];
+        }
+      }
+      if (simd_any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {  // seldom, after the first tiles
+        UNROLLED
+        for (int i = 0; i < COUNT; ++i) {
+          sums[block][i].thread_elements()[0] *= shrink[0];
+          sums[block][i].thread_elements()[1] *= shrink[1];
+        }
+      }
+    }
   }
 };
 
-// The rows of a group, each of its own head, as `attend` asks about them.
+// What rows, each of its own head, ask of pairs.
 template <typename Types, int BLOCKS>
 struct GroupRules {
-  typename Types::Visibility visibility[BLOCKS];
-  typename Types::Score score[BLOCKS];
-  int row[BLOCKS];
+  typename Types::Visibility visibility[BLOCKS][2];
+  typename Types::Score score[BLOCKS][2];
+  int row[BLOCKS][2];
 
   template <bool MASKED>
-  INLINED bool of(int block, float product, int column, thread float& x) const {
-    return (!MASKED || visibility[block].visible(row[block], column)) && score[block].of(product, row[block], column, x);
+  INLINED bool of(int block, int e, float product, int column, thread float& x) const {
+    return (!MASKED || visibility[block][e].visible(row[block][e], column)) &&
+           score[block][e].of(product, row[block][e], column, x);
   }
 
   INLINED bool may_be_masked() const {
-    return score[0].may_be_masked();
+    return score[0][0].may_be_masked();
   }
-
-  template <int COLUMNS>
-  INLINED void factors(int, int, thread float2 (&)[COLUMNS]) const {}
 };
 
-template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
+// PAIRED rows are four a block, each of which has two columns (core/lanes.h).
+template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES, bool PAIRED>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode(
     DECODE_OPERANDS,
-    uint3 launched [[threadgroup_position_in_grid]],  // of (splits / SIMDGROUPS, tile of rows and slice, key head and batch row)
+    uint3 launched [[threadgroup_position_in_grid]],  // of (splits and key heads / SIMDGROUPS, tile of rows and slice, batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
   constexpr int V = Types::V;
   constexpr int v_fragments = slice_fragments(V, SLICES);
+  constexpr int in_block = PAIRED ? 4 : 8;  // rows
   using Keys = KeysInLanes<Types, Spans<typename Types::Key, Types::H>::even>;
-  using Values = ValuesInLanes<Types, v_fragments, Spans<typename Types::Value, v_fragments * 8>::even>;
+  using Values = ValuesInLanes<Types, v_fragments, Spans<typename Types::Value, v_fragments * 8>::even, PAIRED>;
   using KeyTile = typename Keys::template Tile<KEYS / 8>;
   using ValueTile = typename Values::template Tile<KEYS / 8>;
   using Operand = typename Keys::Operand;
-  constexpr bool ahead = Keys::units && Values::units;  // small tiles are loaded while others are computed
+  using Running = GroupRunning<Types, BLOCKS, v_fragments, Values::spans>;
   const Features features = FEATURES;
   const uint3 group = place_in(p.grid, launched);
   const Lane lane(lane_index);
-  const int split = int(group.x) * SIMDGROUPS + simdgroup;
+  // simdgroups side by side have the same keys of other heads, which lie side by side
+  const int place = int(group.x) * SIMDGROUPS + simdgroup;
+  const int split = place / p.key_heads;
   const int slice = int(group.y) % SLICES;
   const int from = slice * v_fragments;
-  const int first = int(group.y) / SLICES * BLOCKS * 8;
-  const int key_head = int(group.z) % p.key_heads;
-  const int batch = int(group.z) / p.key_heads;
+  const int first = int(group.y) / SLICES * BLOCKS * in_block;
+  const int key_head = place % p.key_heads;
+  const int batch = group.z;
   const int rows = p.heads / p.key_heads * p.queries;
   if (split >= splits) {
     return;
@@ -114,20 +196,18 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   GroupRules<Types, BLOCKS> rules;
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
-    const GroupRow own(p, key_head, first + block * 8 + lane.row);
-    rules.row[block] = own.row;
-    rules.visibility[block] = typename Types::Visibility(features, batch, own.head, lane_index);
-    rules.score[block] = typename Types::Score(features, batch, own.head, all.offset);
-    q.rows[block] = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
-    q.inside[block] = own.inside;
     UNROLLED
-    for (int i = 0; i < q.count; ++i) {
-      Operand x[2];
+    for (int e = 0; e < 2; ++e) {
+      const GroupRow own(p, key_head, first + block * in_block + (lane.column + e) % in_block);
+      rules.row[block][e] = own.row;
+      rules.visibility[block][e] = typename Types::Visibility(features, batch, own.head, lane_index);
+      rules.score[block][e] = typename Types::Score(features, batch, own.head, all.offset);
+      q.rows[block][e] = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
+      q.inside[block][e] = own.inside;
       UNROLLED
-      for (int e = 0; e < 2; ++e) {
-        x[e] = Operand(q.element(block, KeyTile::channel(i, lane.column + e)));
+      for (int i = 0; i < q.count; ++i) {
+        q.kept[block][i].thread_elements()[e] = Operand(q.element(block, e, KeyTile::channel(i, lane.row)));
       }
-      q.kept[block][i] = fragment_of<Operand>(x[0], x[1]);
     }
   }
   q.finite = true;
@@ -137,7 +217,7 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
 
   const auto key_source = keys_of<Types>(features, key, batch, key_head, all.columns);
   const auto value_source = values_of<Types>(features, value, batch, key_head, all.columns);
-  Running<BLOCKS, v_fragments, Values::spans> running;
+  Running running;
   const int begin = max(split * split_keys, all.column_begin(0) / KEYS * KEYS);
   const int end = min((split + 1) * split_keys, all.column_end(0, p.queries - 1));
   // columns that all rows see; masks may differ among the rows of a simdgroup
@@ -145,61 +225,98 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
   const int whole_end = all.by_bands() && p.queries <= all.rows ? min(all.column_end(0, 0), end) : 0;
   int column = begin;
   if (column >= whole_begin && column + KEYS <= whole_end && q.finite) {
-    KeyTile next_keys(key_source, column, lane_index, lane);
-    ValueTile next_values(value_source, column, lane_index, lane, from);
+    // the next keys are loaded after the last use of these, the next values and all scales while these are used
+    KeyTile keys(key_source, lane);
+    ValueTile next_values(value_source, from, lane);
+    keys.look(column, lane_index);
+    next_values.look(column, lane_index);
+    keys.load(lane_index);
+    next_values.load(lane_index);
     ROLLED
     for (; column + KEYS <= whole_end; column += KEYS) {
-      if (!ahead) {
-        next_keys = KeyTile(key_source, column, lane_index, lane);
-        next_values = ValueTile(value_source, column, lane_index, lane, from);
-      }
-      KeyTile keys = next_keys;
+      const bool more = column + 2 * KEYS <= whole_end;
       ValueTile values = next_values;
-      if (ahead && column + 2 * KEYS <= whole_end) {
-        next_keys = KeyTile(key_source, column + KEYS, lane_index, lane);
-        next_values = ValueTile(value_source, column + KEYS, lane_index, lane, from);
-      }
       if (!keys.prepare() || !values.prepare()) {
         break;  // the loop below decodes what it has to
       }
-      const bool spoilt = rules.may_be_masked() && !values.finite();
-      attend<false, KEYS / 8>(running, q, rules, keys, values, column, from, spoilt, lane);
+      if (more) {
+        keys.look(column + KEYS, lane_index);
+        next_values.look(column + KEYS, lane_index);
+        next_values.load(lane_index);
+      }
+      Fragment<float> s[BLOCKS][KEYS / 8];
+      multiply_keys(s, q, keys);
+      if (more) {
+        keys.load(lane_index);
+      }
+      running.template weigh<false>(s, rules, column, lane);
+      accumulate_values(running.sums, s, values, from);
+      accumulate_zeros(running.zeros, s, values);
+    }
+    if (rules.may_be_masked() && !running.finite()) {  // values that are not reach visible pairs only
+      running = Running();
+      column = begin;
     }
   }
   ROLLED
   for (; column < end; column += 8) {
-    typename Keys::template Tile<1> keys(key_source, column, lane_index, lane);
-    typename Values::template Tile<1> values(value_source, column, lane_index, lane, from);
+    typename Keys::template Tile<1> keys(key_source, lane);
+    typename Values::template Tile<1> values(value_source, from, lane);
+    keys.look(column, lane_index);
+    values.look(column, lane_index);
+    keys.load(lane_index);
+    values.load(lane_index);
     keys.decode(!keys.prepare() || !q.finite);
     values.decode(!values.prepare());
-    attend<true, 1>(running, q, rules, keys, values, column, from, !values.finite(), lane);
+    Fragment<float> s[BLOCKS][1];
+    multiply_keys(s, q, keys);
+    running.template weigh<true>(s, rules, column, lane);
+    if (values.finite()) {
+      accumulate_values(running.sums, s, values, from);
+      accumulate_zeros(running.zeros, s, values);
+    } else {
+      UNROLLED
+      for (int block = 0; block < BLOCKS; ++block) {
+        UNROLLED
+        for (int e = 0; e < 2; ++e) {
+          const float weight = s[block][0].thread_elements()[e];
+          s[block][0].thread_elements()[e] = lane.column < in_block ? weight : absent_weight();
+        }
+      }
+      accumulate_present_values(running.sums, s, values, from, lane);
+    }
   }
 
   const ulong plane = (ulong(batch) * p.key_heads + key_head) * splits + split;
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
-    const int row = first + block * 8;
-    const float sum = sum_along_row(running.row_sum[block]);
-    float zeros[Values::spans];
     UNROLLED
-    for (int s = 0; s < Values::spans; ++s) {
-      zeros[s] = sum_along_row(running.zeros[block][s]);
-    }
-    device float* at = split_out + (plane * rows + row) * V;
-    UNROLLED
-    for (int i = 0; i < v_fragments; ++i) {
-      const int channel = ValueTile::channel(from + i, lane);
+    for (int e = 0; e < 2; ++e) {
+      const int row = first + block * in_block + lane.column + e;
+      const bool stored = lane.column < in_block && row < rows;
+      const float sum = sum_along_column(running.row_sum[block][e]);
+      float zeros[Values::spans];
       UNROLLED
-      for (int e = 0; e < 2; ++e) {
-        if (row + lane.row < rows && channel + e < V) {
-          at[lane.row * V + channel + e] = running.sums[block][i].thread_elements()[e] + zeros[i * Values::spans / v_fragments];
+      for (int s = 0; s < Values::spans; ++s) {
+        zeros[s] = sum_along_column(running.zeros[block][s][e]);
+      }
+      device float* at = split_out + (plane * rows + row) * V;
+      UNROLLED
+      for (int i = 0; i < v_fragments; ++i) {
+        const int channel = ValueTile::channel(from + i, lane.row);
+        float y = running.sums[block][i].thread_elements()[e];
+        if (PAIRED) {
+          y += simd_shuffle_xor(y, lane_of(0, 4)) / WeightsInLanes<true>::low_unit;
+        }
+        if (stored && channel < V) {
+          at[channel] = y + zeros[i * Values::spans / v_fragments];
         }
       }
-    }
-    if (slice == 0 && lane.column == 0 && row + lane.row < rows) {
-      device float* state = split_state + (plane * rows + row + lane.row) * 2;
-      state[0] = running.row_max[block];
-      state[1] = sum;
+      if (slice == 0 && lane.row == 0 && stored) {
+        device float* state = split_state + (plane * rows + row) * 2;
+        state[0] = running.row_max[block][e];
+        state[1] = sum;
+      }
     }
   }
 }
@@ -210,7 +327,7 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES>
 template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode_rows(
     DECODE_ROWS_OPERANDS,
-    uint3 launched [[threadgroup_position_in_grid]],  // of (splits / SIMDGROUPS, tile of rows, key head and batch row)
+    uint3 launched [[threadgroup_position_in_grid]],  // of (splits and key heads / SIMDGROUPS, tile of rows, batch row)
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane_index [[thread_index_in_simdgroup]]) {
   constexpr int V = Types::V;
@@ -228,10 +345,12 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
   constexpr bool ahead = Types::Key::Encoding::bits <= 8 && Types::Value::Encoding::bits <= 8;
   const Features features = FEATURES;
   const uint3 group = place_in(p.grid, launched);
-  const int split = int(group.x) * SIMDGROUPS + simdgroup;
+  // simdgroups side by side have the same keys of other heads, which lie side by side
+  const int place = int(group.x) * SIMDGROUPS + simdgroup;
+  const int split = place / p.key_heads;
   const int first = int(group.y) * ROWS;
-  const int key_head = int(group.z) % p.key_heads;
-  const int batch = int(group.z) / p.key_heads;
+  const int key_head = place % p.key_heads;
+  const int batch = group.z;
   const int rows = p.heads / p.key_heads * p.queries;
   const int part = lane_index & (LANES - 1);
   const int slot = lane_index / LANES;

@@ -43,10 +43,9 @@ struct FinishedRow {
 };
 
 // What the columns so far have come to.
-template <int BLOCKS, int COUNT, int SPANS = 1>
+template <int BLOCKS, int COUNT>
 struct Running {
   Fragment<float> sums[BLOCKS][COUNT];  // of weights times values
-  float zeros[BLOCKS][SPANS];           // of weights times zeros of values, where those are units: of the lane's own columns
   float row_max[BLOCKS];
   float row_sum[BLOCKS];  // of the lane's own columns; absent where none is visible
 
@@ -56,10 +55,6 @@ struct Running {
     for (int block = 0; block < BLOCKS; ++block) {
       row_max[block] = -INFINITY;
       row_sum[block] = absent_weight();
-      UNROLLED
-      for (int s = 0; s < SPANS; ++s) {
-        zeros[block][s] = 0;
-      }
     }
   }
 
@@ -70,10 +65,6 @@ struct Running {
       UNROLLED
       for (int i = 0; i < COUNT; ++i) {
         exchange(sums[block][i], sums[block + 1][i]);
-      }
-      UNROLLED
-      for (int s = 0; s < SPANS; ++s) {
-        exchange(zeros[block][s], zeros[block + 1][s]);
       }
       exchange(row_max[block], row_max[block + 1]);
       exchange(row_sum[block], row_sum[block + 1]);
@@ -110,10 +101,6 @@ struct Running {
       }
       row_max[block] = largest;
       row_sum[block] = sum;
-      UNROLLED
-      for (int s = 0; s < SPANS; ++s) {
-        zeros[block][s] *= shrink;
-      }
       if (simd_any(shrink != 1.0f)) {  // seldom, after the first tiles
         UNROLLED
         for (int i = 0; i < COUNT; ++i) {
@@ -125,18 +112,13 @@ struct Running {
   }
 };
 
-// Values that are decoded have no zeros left.
-template <typename Zeros, typename Weights, typename Values>
-INLINED void accumulate_zeros(thread Zeros&, const thread Weights&, const thread Values&) {}
-
 // Scores of own rows with 8 · COLUMNS columns from `column` on, where the tiles begin; their weights, and what these add to the
 // output. `Rows` says what `of` a product becomes and what dropout thins. Where all pairs are visible, nothing
 // is MASKED. Where a tile of values is `spoilt` by NaN or infinity, those reach visible pairs only.
-template <bool MASKED, int COLUMNS, int BLOCKS, int COUNT, int SPANS, typename Own, typename Rows, typename Keys, typename Values>
+template <bool MASKED, int COLUMNS, int BLOCKS, int COUNT, typename Own, typename Rows, typename Keys, typename Values>
 INLINED void attend(
-    thread Running<BLOCKS, COUNT, SPANS>& running, const thread Own& own, const thread Rows& rows, const thread Keys& keys,
+    thread Running<BLOCKS, COUNT>& running, const thread Own& own, const thread Rows& rows, const thread Keys& keys,
     const thread Values& values, int column, int from, bool spoilt, Lane lane) {
-  constexpr int width = Values::fragments;
   Fragment<float> s[BLOCKS][COLUMNS];
   uint seen[BLOCKS];
   multiply_rows(s, own, keys);
@@ -172,10 +154,5 @@ INLINED void attend(
       }
     }
   }
-  if (spoilt) {
-    accumulate_present<width>(running.sums, s, values, from, lane);
-  } else {
-    accumulate<width>(running.sums, s, values, from);
-    accumulate_zeros(running.zeros, s, values);
-  }
+  accumulate_or_present<Values::fragments>(running.sums, s, values, from, spoilt, lane);
 }

@@ -180,22 +180,23 @@ struct Quantized {
     return float((word >> (bits * e)) & ((1u << bits) - 1));
   }
 
-  // The same as a unit, exact in 16 bits, two in few operations; of elements that are finite. An integer becomes the first bits of a
-  // half's mantissa, in [1, 2): less the middle where sums are long and cancel. e4m3 becomes a half, whose exponent has a bias larger
-  // by 8: subnormal numbers of the one are those of the other.
-  INLINED static half unit(uint word, int e) {
+  // Element e of either half of a word as units, exact in 16 bits, two in few operations; of elements that are finite. An integer becomes
+  // the first bits of a half's mantissa, in [1, 2): less the middle where sums are long and cancel. A sign is its first bit, flipped.
+  // e4m3 becomes a half, whose exponent has a bias larger by 8: subnormal numbers of the one are those of the other.
+  INLINED static vec<half, 2> units(uint word, int e) {
     if (KIND == fp8_kind) {
       const uint pair = e & 1 ? word : word << 8;
-      const uint two = ((pair >> 1) & 0x3F803F80u) | (pair & 0x80008000u);
-      return as_type<vec<half, 2>>(two)[e >> 1];
+      return as_type<vec<half, 2>>(((pair >> 1) & 0x3F803F80u) | (pair & 0x80008000u));
     }
-    constexpr int in_half = 16 / bits;
     constexpr uint mask = ((1u << bits) - 1) << (10 - bits);
-    const uint flipped = SYMMETRIC ? word ^ (KIND == int4_kind ? 0x88888888u : 0x80808080u) : word;
-    const int up = 10 - bits - bits * (e % in_half);
-    const uint moved = up > 0 ? flipped << (up > 0 ? up : 0) : flipped >> (up > 0 ? 0 : -up);
-    const uint two = (moved & (mask * 0x10001u)) | 0x3C003C00u;
-    return as_type<vec<half, 2>>(two)[e / in_half];
+    const int up = 10 - bits - bits * e;
+    const uint moved = up > 0 ? word << (up > 0 ? up : 0) : word >> (up > 0 ? 0 : -up);
+    return as_type<vec<half, 2>>((moved & (mask * 0x10001u)) ^ (SYMMETRIC ? 0x3E003E00u : 0x3C003C00u));
+  }
+
+  INLINED static half unit(uint word, int e) {
+    constexpr int in_half = 16 / bits;
+    return units(word, e % in_half)[e / in_half];
   }
 
   // Not 0 where an element of a word is not finite.

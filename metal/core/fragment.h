@@ -38,6 +38,18 @@ INLINED float max_along_row(float x) {
   return max(x, simd_shuffle_xor(x, ushort(8)));
 }
 
+INLINED float max_along_column(float x) {
+  x = max(x, simd_shuffle_xor(x, ushort(2)));
+  x = max(x, simd_shuffle_xor(x, ushort(4)));
+  return max(x, simd_shuffle_xor(x, ushort(16)));
+}
+
+INLINED float sum_along_column(float x) {
+  x += simd_shuffle_xor(x, ushort(2));
+  x += simd_shuffle_xor(x, ushort(4));
+  return x + simd_shuffle_xor(x, ushort(16));
+}
+
 INLINED float sum_along_row(float x) {
   x += simd_shuffle_xor(x, ushort(1));
   return x + simd_shuffle_xor(x, ushort(8));

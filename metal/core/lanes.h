@@ -1,15 +1,16 @@
 // Fragments for a kernel whose simdgroups share no rows: straight from device memory to the lanes that need them. Each lane reads
 // runs of channels that lie side by side, no byte is read twice, and what lanes have in common one of them reads for all.
 //
-// A product does not mind in which order its terms come, nor a sum where its columns stand: a lane's run fills one place of all
-// fragments, so that own rows are taken, and sums are stored, in that order.
+// Scores stand as [key, row] and sums of values as [channel, row]: keys and values are the left factor of products, and what is known of
+// a row is known of a column of fragments. A product does not mind in which order its terms come, nor a sum where its rows stand: a
+// lane's run fills places of all fragments, so that own rows are taken, and sums are stored, in that order.
 #pragma once
 
 #include "core/product.h"
 #include "core/stored.h"
 
-// The channels of one row that are dealt out to PARTS lanes.
-template <typename Source, int PARTS>
+// The channels of one row that are dealt out to PARTS lanes, of which MOST or fewer are read at once.
+template <typename Source, int PARTS, int MOST = 8>
 struct Run {
   using Encoding = typename Source::Encoding;
   using Row = typename Source::Row;
@@ -19,7 +20,7 @@ struct Run {
 
   // how many elements a lane reads at once
   INLINED static constexpr bool fits(int n) {
-    return !ragged && n <= Encoding::most && width % n == 0;
+    return !ragged && n <= MOST && n <= Encoding::most && width % n == 0;
   }
   static constant constexpr int together = fits(8) ? 8 : (fits(4) ? 4 : (fits(2) ? 2 : 1));
 
@@ -137,13 +138,61 @@ INLINED uint unit_of_eight(const thread Source& source, int first, ushort lane_i
   return simd_shuffle(result, ushort(0));
 }
 
-// 8 · COLUMNS keys from `first` on, a multiple of 8, as transposed fragments.
+// 8 · COLUMNS keys from `first` on, a multiple of 8, as fragments [key, channel].
 template <typename Source, typename Operand, int COLUMNS>
 struct LaneKeys {
-  using Part = Run<Source, 8>;
+  using Part = Run<Source, 4>;
+  static constant constexpr int count = padded(Source::size) / 8;
+  Source source;
+  Lane lane;
+  int first;
+  Part runs[COLUMNS];
+
+  INLINED LaneKeys(Source source, Lane lane) : source(source), lane(lane) {}
+
+  INLINED void look(int next, ushort) {
+    first = next;
+  }
+
+  INLINED void load(ushort lane_index) {
+    UNROLLED
+    for (int c = 0; c < COLUMNS; ++c) {
+      const uint unit = unit_of_eight(source, first + c * 8, lane_index);
+      const int at = min(first + c * 8 + lane.row, source.count - 1);
+      const int part = lane.column / 2;
+      runs[c] = Part(source.token_of(unit, at), part, lane_of(lane.row, Part::reader_of(part) * 2));
+    }
+  }
+
+  INLINED bool prepare() {
+    return true;
+  }
+
+  INLINED void decode(bool) {}
+
+  // The channel of a place in fragment i.
+  INLINED static int channel(int i, int place) {
+    return place / 2 * Part::width + 2 * i + place % 2;
+  }
+};
+
+// As many values as fragments [channel, key], of float32 as weights are; COUNT are summed.
+template <typename Source, int COLUMNS, int COUNT>
+struct LaneValues {
+  using Part = Run<Source, 8, (COUNT & -COUNT)>;
+  static constant constexpr int fragments = padded(Source::size) / 8;
+  Source source;
+  Lane lane;
+  int first;
   Part runs[COLUMNS][2];
 
-  INLINED LaneKeys(Source source, int first, ushort lane_index, Lane lane) {
+  INLINED LaneValues(Source source, int, Lane lane) : source(source), lane(lane) {}
+
+  INLINED void look(int next, ushort) {
+    first = next;
+  }
+
+  INLINED void load(ushort lane_index) {
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
       const uint unit = unit_of_eight(source, first + c * 8, lane_index);
@@ -165,110 +214,109 @@ struct LaneKeys {
   INLINED static int channel(int i, int place) {
     return place * Part::width + i;
   }
-};
 
-// As many values, as fragments that lie straight.
-template <typename Source, typename Operand, int COLUMNS>
-struct LaneValues {
-  using Part = Run<Source, 4>;
-  static constant constexpr int fragments = padded(Source::size) / 8;
-  Part runs[COLUMNS];
-
-  INLINED LaneValues(Source source, int first, ushort lane_index, Lane lane, int = 0) {
-    UNROLLED
-    for (int c = 0; c < COLUMNS; ++c) {
-      const uint unit = unit_of_eight(source, first + c * 8, lane_index);
-      const int at = min(first + c * 8 + lane.row, source.count - 1);
-      const int part = lane.column / 2;
-      runs[c] = Part(source.token_of(unit, at), part, lane_of(lane.row, Part::reader_of(part) * 2));
-    }
-  }
-
-  INLINED bool prepare() {
-    return true;
-  }
-
-  INLINED void decode(bool) {}
-
-  // The channel of a lane's first element in fragment i.
-  INLINED static int channel(int i, Lane lane) {
-    return lane.column / 2 * Part::width + 2 * i;
-  }
-
-  // Fragment i of eight rows, for rare use: of any i.
-  INLINED Fragment<Operand> straight(int c, int i) const {
-    const Part run = runs[COLUMNS == 1 ? 0 : c];
-    float x[2];
-    UNROLLED
-    for (int e = 0; e < 2; ++e) {
-      x[e] = run.alone(2 * i + e);
-    }
-    return fragment_of<Operand>(Operand(x[0]), Operand(x[1]));
+  // The lane's element of fragment i, of any, of its first or second key.
+  INLINED float alone(int c, int e, int i) const {
+    return e == 0 ? runs[c][0].alone(i) : runs[c][1].alone(i);
   }
 
   INLINED bool finite() const {
     float zero = 0;
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
-      zero += runs[c].spoilt();
+      zero += runs[c][0].spoilt() + runs[c][1].spoilt();
     }
     return simd_all(zero == 0);
   }
 };
 
-// result = own rows · keysᵀ
+// result = keys · own rowsᵀ
 template <int BLOCKS, int COLUMNS, typename Own, typename Source, typename Operand>
-INLINED void multiply_rows(
+INLINED void multiply_keys(
     thread Fragment<float> (&result)[BLOCKS][COLUMNS], const thread Own& own,
     const thread LaneKeys<Source, Operand, COLUMNS>& keys) {
-  using Part = Run<Source, 8>;
+  using Keys = LaneKeys<Source, Operand, COLUMNS>;
+  using Part = typename Keys::Part;
+  // an odd number in a word is one: two of them make a fragment
+  constexpr int pairs = Part::together == 1 ? 1 : Part::together / 2;
   clear(result);
   UNROLLED
-  for (int i = 0; i < Part::width; i += Part::together) {
+  for (int i = 0; i < Keys::count; i += pairs) {
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
-      const auto left = keys.runs[c][0].word(i);
-      const auto right = keys.runs[c][1].word(i);
+      const auto word = keys.runs[c].word(2 * i);
+      const auto other = Part::together == 1 ? keys.runs[c].word(2 * i + 1) : word;
       UNROLLED
-      for (int e = 0; e < Part::together; ++e) {
-        const Fragment<Operand> operand = fragment_of<Operand>(
-            Operand(keys.runs[c][0].element(left, i + e, e)), Operand(keys.runs[c][1].element(right, i + e, e)));
+      for (int e = 0; e < pairs; ++e) {
+        const int at = 2 * (i + e);
+        const float x = keys.runs[c].element(word, at, 2 * e);
+        const float y = keys.runs[c].element(other, at + 1, Part::together == 1 ? 0 : 2 * e + 1);
+        const Fragment<Operand> operand = fragment_of<Operand>(Operand(x), Operand(y));
         UNROLLED
         for (int block = 0; block < BLOCKS; ++block) {
-          simdgroup_multiply_accumulate(result[block][c], own.at(block, i + e), operand, result[block][c]);
+          simdgroup_multiply_accumulate(result[block][c], operand, own.kept[block][i + e], result[block][c]);
         }
       }
     }
   }
 }
 
-// sums += weights · values, of whose WIDTH fragments those from `from` on
-template <int WIDTH, int BLOCKS, int COLUMNS, int COUNT, typename Source, typename Operand>
-INLINED void accumulate(
+// sums += valuesᵀ · weights, of fragments from `from` on
+template <int BLOCKS, int COLUMNS, int COUNT, typename Source>
+INLINED void accumulate_values(
     thread Fragment<float> (&sums)[BLOCKS][COUNT], const thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
-    const thread LaneValues<Source, Operand, COLUMNS>& values, int from) {
-  using Part = Run<Source, 4>;
-  // an odd number in a word is one: two of them make a fragment
-  constexpr int pairs = Part::together == 1 ? 1 : Part::together / 2;
+    const thread LaneValues<Source, COLUMNS, COUNT>& values, int from) {
+  using Values = LaneValues<Source, COLUMNS, COUNT>;
+  constexpr int together = Values::Part::together;
+  constexpr int width = Values::fragments;
   UNROLLED
   for (int c = 0; c < COLUMNS; ++c) {
     UNROLLED
-    for (int i = 0; i < COUNT; i += pairs) {
-      if ((COUNT < WIDTH && WIDTH % COUNT == 0) || from + i < WIDTH) {
-        const int at = 2 * (from + i);
-        const auto word = values.runs[c].word(at);
-        const auto other = Part::together == 1 ? values.runs[c].word(at + 1) : word;
+    for (int i = 0; i < COUNT; i += together) {
+      // the last slice may be narrower, unless all are alike
+      if ((COUNT < width && width % COUNT == 0) || from + i < width) {
+        const auto left = values.runs[c][0].word(from + i);
+        const auto right = values.runs[c][1].word(from + i);
         UNROLLED
-        for (int e = 0; e < pairs; ++e) {
-          const float x = values.runs[c].element(word, at + 2 * e, 2 * e);
-          const float y = values.runs[c].element(other, at + 2 * e + 1, Part::together == 1 ? 0 : 2 * e + 1);
-          const Fragment<Operand> operand = fragment_of<Operand>(Operand(x), Operand(y));
+        for (int e = 0; e < together; ++e) {
+          const Fragment<float> operand = fragment_of<float>(
+              values.runs[c][0].element(left, from + i + e, e), values.runs[c][1].element(right, from + i + e, e));
           UNROLLED
           for (int block = 0; block < BLOCKS; ++block) {
-            simdgroup_multiply_accumulate(sums[block][i + e], weights[block][c], operand, sums[block][i + e]);
+            simdgroup_multiply_accumulate(sums[block][i + e], operand, weights[block][c], sums[block][i + e]);
           }
         }
       }
     }
+  }
+}
+
+// The same element by element, so that NaN and infinity reach those only whose pair is present: rare, hence small.
+template <int BLOCKS, int COUNT, typename Values>
+INLINED void accumulate_present_values(
+    thread Fragment<float> (&sums)[BLOCKS][COUNT], const thread Fragment<float> (&weights)[BLOCKS][1], const thread Values& values,
+    int from, Lane lane) {
+  ROLLED
+  for (int i = 0; i < COUNT; ++i) {
+    if (from + i < Values::fragments) {
+      const float left = values.alone(0, 0, from + i);
+      const float right = values.alone(0, 1, from + i);
+      ROLLED
+      for (int k = 0; k < 8; ++k) {
+        const float even = simd_shuffle(left, lane_of(lane.row, k));
+        const float odd = simd_shuffle(right, lane_of(lane.row, k));
+        UNROLLED
+        for (int block = 0; block < BLOCKS; ++block) {
+          UNROLLED
+          for (int e = 0; e < 2; ++e) {
+            const float weight = simd_shuffle(float(weights[block][0].thread_elements()[e]), lane_of(k, lane.column));
+            if (!is_absent(weight)) {
+              sums[block][0].thread_elements()[e] += weight * ((k & 1) ? odd : even);
+            }
+          }
+        }
+      }
+    }
+    rotate(sums);
   }
 }

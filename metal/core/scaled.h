@@ -18,188 +18,251 @@ struct Spans {
                                         SIZE % size == 0 && channels % size == 0;
 };
 
-// Elements of one row that are dealt to PARTS lanes, span by span; each of them reads some of the scales and zeros.
+// Weights as they enter products, and what values become there. PAIRED rows stand twice in fragments, in the first and the last half of
+// columns, and weights are two halves: the first columns have the leading bits, the last ones those that follow, times `low_unit`. A
+// product with elements of 16 bits is as exact as of float32 then, and the fragment is full.
+template <bool PAIRED>
+struct WeightsInLanes {
+  using Element = float;
+
+  INLINED static float of(float weight, Lane) {
+    return weight;
+  }
+};
+
+template <>
+struct WeightsInLanes<true> {
+  using Element = half;
+  static constant constexpr float low_unit = 2048.0f;
+
+  INLINED static half of(float weight, Lane lane) {
+    const half high = half(weight);
+    return lane.column < 4 ? high : half((weight - float(high)) * low_unit);
+  }
+};
+
+// The elements of one row that are dealt to PARTS lanes, span by span.
 template <typename Source, typename Of, int PARTS>
-struct ScaledRun {
+struct UnitRun {
   using Encoding = typename Source::Encoding;
-  using Number = typename Encoding::Number;
   static constant constexpr int width = Of::size / PARTS;
-  static constant constexpr int together = least_of(width & -width, 128 / Encoding::bits);
-  static constant constexpr int entries = Of::count * (Encoding::zeroed ? 2 : 1);
-  static constant constexpr int rounds = (entries + PARTS - 1) / PARTS;
-  using Elements = Words<Source, width, together, false>;
+  using Elements = Words<Source, width, least_of(width & -width, 128 / Encoding::bits), false>;
   Elements words[Of::count];
-  Number stored[rounds];
 
-  ScaledRun() = default;
+  UnitRun() = default;
 
-  INLINED ScaledRun(typename Source::Row row, int first, int part) {
+  INLINED UnitRun(typename Source::Row row, int first, int part) {
     UNROLLED
     for (int s = 0; s < Of::count; ++s) {
       const int channel = first + s * Of::size + part * width;
       words[s] = Elements(Elements::place(row.data, channel), channel);
     }
-    UNROLLED
-    for (int i = 0; i < rounds; ++i) {
-      const int entry = min(i * PARTS + part, entries - 1);
-      const bool zero = Encoding::zeroed && entry >= Of::count;
-      const int s = zero ? entry - Of::count : entry;
-      stored[i] = (zero ? row.zeros : row.scales)[Source::Row::group(first + s * Of::size)];
-    }
   }
 
-  // Whether all that a part read is finite, and no element has to be held within its type, as scales and zeros say each for itself.
-  INLINED bool bounded(int part) const {
+  INLINED uint not_finite() const {
     uint bad = 0;
     UNROLLED
     for (int s = 0; s < Of::count; ++s) {
       bad |= words[s].not_finite();
     }
-    bool result = bad == 0;
-    UNROLLED
-    for (int i = 0; i < rounds; ++i) {
-      const float most = largest_number(Number(0.0f)) / (i * PARTS + part < Of::count ? float(2 * Encoding::levels) : 2.0f);
-      result = result && fabs(float(stored[i])) <= most;
-    }
-    return result;
+    return bad;
   }
 };
 
-// The scales and zeros of a lane's columns of 8 · COLUMNS keys, span by span, and whether these have to be decoded.
-template <typename Encoding, bool BALANCED, int COLUMNS, int SPANS>
-struct ColumnScales {
-  float scales[COLUMNS][2][SPANS];
-  float zeros[COLUMNS][2][SPANS];
-  bool careful = false;
+// The rows of 8 · COLUMNS keys from `first` on, a multiple of 8, and the scales and zeros of their spans: each is read by one lane, and
+// passed on to those whose key it is of.
+template <typename Source, typename Of, bool BALANCED, bool PAIRED, int COLUMNS>
+struct UnitTile {
+  using Encoding = typename Source::Encoding;
+  using Number = typename Encoding::Number;
+  static constant constexpr int keys = 8 * COLUMNS;
+  static constant constexpr int rounds = (keys * Of::count + 31) / 32;
+  Source source;
+  int first;
+  Lane lane;
+  uint units[COLUMNS];
+  Number stored_scales[rounds];  // of span j / keys and key j % keys, j the lane's number plus 32 a round
+  Number stored_zeros[rounds];
+  float scales[Of::count][COLUMNS];  // of the lane's keys, known from `distribute` on
+  float zeros[Of::count][COLUMNS];
+  bool careful;  // whether elements are decoded
 
-  INLINED void decode(bool all) {
-    careful = all;
-  }
+  INLINED UnitTile(Source source, Lane lane) : source(source), lane(lane), careful(false) {}
 
-  // From a tile, whose `entry` i of a column is its scale or, after these, its zero.
-  template <typename Tile>
-  INLINED void take(const thread Tile& tile) {
+  INLINED void look(int next, ushort lane_index, int from) {
+    first = next;
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
-      UNROLLED
-      for (int e = 0; e < 2; ++e) {
+      units[c] = unit_of_eight(source, first + c * 8, lane_index);
+    }
+    UNROLLED
+    for (int i = 0; i < rounds; ++i) {
+      stored_scales[i] = Number(0.0f);
+      stored_zeros[i] = Number(0.0f);
+      if ((i + 1) * 32 <= keys * Of::count || i * 32 + lane_index < keys * Of::count) {
+        const int key = lane_index % keys;
+        uint unit = units[0];
         UNROLLED
-        for (int s = 0; s < SPANS; ++s) {
-          const float zero = Encoding::zeroed ? tile.entry(c, e, SPANS + s) : 0.0f;
-          const Scaling<Encoding, BALANCED> scaling(tile.entry(c, e, s), zero);
-          scales[c][e][s] = scaling.scale;
-          zeros[c][e][s] = scaling.zero;
+        for (int c = 1; c < COLUMNS; ++c) {
+          unit = key >= c * 8 ? units[c] : unit;
+        }
+        const auto row = row_of(unit, key);
+        const int group = Source::Row::group(from + (i * 32 + lane_index) / keys * Of::size);
+        stored_scales[i] = row.scales[group];
+        if (Encoding::zeroed) {
+          stored_zeros[i] = row.zeros[group];
         }
       }
     }
   }
+
+  INLINED typename Source::Row row_of(uint unit, int key) const {
+    return source.token_of(unit, min(first + key, source.count - 1));
+  }
+
+  // When all has arrived, of which `bad` is 0 if elements are finite: whether none has to be held within its type. Where rows are paired,
+  // weights times scales are halves.
+  INLINED bool distribute(uint bad) {
+    bool bounded = bad == 0;
+    float own_scales[rounds];
+    float own_zeros[rounds];
+    UNROLLED
+    for (int i = 0; i < rounds; ++i) {
+      const float stored_scale = float(stored_scales[i]);
+      const Scaling<Encoding, BALANCED> own(stored_scale, float(stored_zeros[i]));
+      bounded = bounded && own.bounded && (!PAIRED || fabs(own.scale) <= largest_number(half(0.0f)));
+      own_scales[i] = own.scale;
+      own_zeros[i] = own.zero;
+    }
+    UNROLLED
+    for (int s = 0; s < Of::count; ++s) {
+      UNROLLED
+      for (int c = 0; c < COLUMNS; ++c) {
+        const ushort reader = ushort(s * keys % 32 + c * 8 + lane.row);
+        scales[s][c] = simd_shuffle(own_scales[s * keys / 32], reader);
+        zeros[s][c] = simd_shuffle(own_zeros[s * keys / 32], reader);
+      }
+    }
+    return simd_all(bounded);
+  }
+
+  INLINED void decode(bool all) {
+    careful = all;
+  }
 };
 
-// 8 · COLUMNS keys from `first` on, a multiple of 8, as transposed fragments.
+// Keys as fragments [key, channel].
 template <typename Source, typename Operand, int COLUMNS>
-struct ScaledKeys
-    : ColumnScales<
-          typename Source::Encoding, balanced_keys<typename Source::Encoding>(), COLUMNS, Spans<Source, Source::size>::count> {
-  using Of = Spans<Source, Source::size>;
-  using Run = ScaledRun<Source, Of, 8>;
+struct UnitKeys : UnitTile<Source, Spans<Source, Source::size>, balanced_keys<typename Source::Encoding>(), false, COLUMNS> {
   using Encoding = typename Source::Encoding;
   static constant constexpr bool balanced = balanced_keys<Encoding>();
-  Source source;
-  int first;
-  Lane lane;
-  Run runs[COLUMNS][2];
+  using Of = Spans<Source, Source::size>;
+  using Base = UnitTile<Source, Of, balanced, false, COLUMNS>;
+  using Part = UnitRun<Source, Of, 4>;
+  static constant constexpr int apart = 16 / Encoding::bits;
+  static constant constexpr int in_span = Of::size / 8;
+  Part runs[COLUMNS];
 
-  INLINED ScaledKeys(Source source, int first, ushort lane_index, Lane lane) : source(source), first(first), lane(lane) {
+  INLINED UnitKeys(Source source, Lane lane) : Base(source, lane) {}
+
+  INLINED void look(int first, ushort lane_index) {
+    Base::look(first, lane_index, 0);
+  }
+
+  INLINED void load(ushort) {
+    const Lane lane = this->lane;
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
-      const uint unit = unit_of_eight(source, first + c * 8, lane_index);
-      UNROLLED
-      for (int e = 0; e < 2; ++e) {
-        runs[c][e] = Run(source.token_of(unit, min(first + c * 8 + lane.column + e, source.count - 1)), 0, lane.row);
-      }
+      runs[c] = Part(this->row_of(this->units[c], c * 8 + lane.row), 0, lane.column / 2);
     }
   }
 
   // When all has arrived: whether nobody has to be careful.
   INLINED bool prepare() {
-    bool bounded = true;
+    uint bad = 0;
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
-      UNROLLED
-      for (int e = 0; e < 2; ++e) {
-        bounded = bounded && runs[c][e].bounded(lane.row);
-      }
+      bad |= runs[c].not_finite();
     }
-    this->take(*this);
-    return simd_all(bounded);
+    return this->distribute(bad);
   }
 
-  INLINED float entry(int c, int e, int i) const {
-    return simd_shuffle(float(runs[c][e].stored[i / 8]), lane_of(i % 8, lane.column));
-  }
-
-  INLINED typename Encoding::Unit unit(int c, int e, int s, int i) const {
-    return runs[c][e].words[s].template unit<balanced, typename Encoding::Unit>(i);
+  // Fragment i of a span: two of a lane's elements, `apart` in their row.
+  INLINED Fragment<Operand> operand_of(int c, int s, int i) const {
+    return units_of<Encoding, balanced, Operand>(runs[c].words[s].words[i / apart], i % apart);
   }
 
   // The channel of a place in fragment i.
   INLINED static int channel(int i, int place) {
-    return i / Run::width * Of::size + place * Run::width + i % Run::width;
+    const int run = i / in_span * Of::size + place / 2 * Part::width;
+    return run + i % in_span / apart * 2 * apart + i % apart + place % 2 * apart;
   }
 
-  INLINED float alone(int c, int e, int channel) const {
-    return source.tile(min(first + c * 8 + lane.column + e, source.count - 1)).at(0, channel);
+  INLINED float alone(int c, int channel) const {
+    return this->source.tile(min(this->first + c * 8 + this->lane.row, this->source.count - 1)).at(0, channel);
   }
 };
 
-// As many values, of which COUNT fragments from `from` on, a multiple of COUNT, as fragments that lie straight.
-template <typename Source, typename Operand, int COLUMNS, int COUNT>
-struct ScaledValues : ColumnScales<typename Source::Encoding, true, COLUMNS, Spans<Source, COUNT * 8>::count> {
-  using Of = Spans<Source, COUNT * 8>;
-  using Run = ScaledRun<Source, Of, 4>;
+// Values as fragments [channel, key], of which COUNT from `from` on, a multiple of COUNT, are summed.
+template <typename Source, int COLUMNS, int COUNT, bool PAIRED>
+struct UnitValues : UnitTile<Source, Spans<Source, COUNT * 8>, true, PAIRED, COLUMNS> {
   using Encoding = typename Source::Encoding;
+  using Operand = typename WeightsInLanes<PAIRED>::Element;
+  using Of = Spans<Source, COUNT * 8>;
+  using Base = UnitTile<Source, Of, true, PAIRED, COLUMNS>;
+  using Part = UnitRun<Source, Of, 8>;
   static constant constexpr int fragments = padded(Source::size) / 8;
-  Source source;
-  int first;
-  Lane lane;
-  Run runs[COLUMNS];
+  Part runs[COLUMNS][2];
 
-  INLINED ScaledValues(Source source, int first, ushort lane_index, Lane lane, int from) : source(source), first(first), lane(lane) {
+  int from;
+
+  INLINED UnitValues(Source source, int from, Lane lane) : Base(source, lane), from(from) {}
+
+  INLINED void look(int first, ushort lane_index) {
+    Base::look(first, lane_index, from * 8);
+  }
+
+  INLINED void load(ushort) {
+    const Lane lane = this->lane;
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
-      const uint unit = unit_of_eight(source, first + c * 8, lane_index);
-      runs[c] = Run(source.token_of(unit, min(first + c * 8 + lane.row, source.count - 1)), from * 8, lane.column / 2);
+      UNROLLED
+      for (int e = 0; e < 2; ++e) {
+        runs[c][e] = Part(this->row_of(this->units[c], c * 8 + lane.column + e), from * 8, lane.row);
+      }
     }
   }
 
   INLINED bool prepare() {
-    bool bounded = true;
+    uint bad = 0;
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
-      bounded = bounded && runs[c].bounded(lane.column / 2);
+      bad |= runs[c][0].not_finite() | runs[c][1].not_finite();
     }
-    this->take(*this);
-    return simd_all(bounded);
+    return this->distribute(bad);
   }
 
-  INLINED float entry(int c, int e, int i) const {
-    return simd_shuffle(float(runs[c].stored[i / 4]), lane_of(lane.column + e, i % 4 * 2));
+  // Fragment i of a span, a lane's channel of both its keys: of two words the same half, in which all lie together.
+  INLINED Fragment<Operand> operand_of(int c, int s, int i) const {
+    constexpr int in_half = 16 / Encoding::bits;
+    const int half_of = i / in_half % 2;
+    const vec<ushort, 2> left = as_type<vec<ushort, 2>>(runs[c][0].words[s].words[i / (2 * in_half)]);
+    const vec<ushort, 2> right = as_type<vec<ushort, 2>>(runs[c][1].words[s].words[i / (2 * in_half)]);
+    vec<ushort, 2> both;
+    both[0] = left[half_of];
+    both[1] = right[half_of];
+    return units_of<Encoding, true, Operand>(as_type<uint>(both), i % in_half);
   }
 
-  INLINED typename Encoding::Unit unit(int c, int s, int i) const {
-    return runs[c].words[s].template unit<true, typename Encoding::Unit>(i);
+  // The channel of a place in fragment i.
+  INLINED static int channel(int i, int place) {
+    return i / Part::width * Of::size + place * Part::width + i % Part::width;
   }
 
-  // The channel of a lane's first element in fragment i.
-  INLINED static int channel(int i, Lane lane) {
-    constexpr int in_span = Of::size / 8;
-    return i / in_span * Of::size + lane.column / 2 * Run::width + i % in_span * 2;
-  }
-
-  // Fragment i of eight rows, for rare use: of any i.
-  INLINED Fragment<float> straight(int c, int i) const {
-    const auto row = source.tile(min(first + c * 8 + lane.row, source.count - 1));
-    return fragment_of<float>(row.at(0, channel(i, lane)), row.at(0, channel(i, lane) + 1));
+  // The lane's element of fragment i, of any, of its first or second key.
+  INLINED float alone(int c, int e, int i) const {
+    const int key = min(this->first + c * 8 + this->lane.column + e, this->source.count - 1);
+    return this->source.tile(key).at(0, channel(i, this->lane.row));
   }
 
   INLINED bool finite() const {
@@ -207,25 +270,24 @@ struct ScaledValues : ColumnScales<typename Source::Encoding, true, COLUMNS, Spa
   }
 };
 
-// result = own rows · keysᵀ
+// result = keys · own rowsᵀ
 template <int BLOCKS, int COLUMNS, typename Own, typename Source, typename Operand>
-INLINED void multiply_rows(
+INLINED void multiply_keys(
     thread Fragment<float> (&result)[BLOCKS][COLUMNS], const thread Own& own,
-    const thread ScaledKeys<Source, Operand, COLUMNS>& keys) {
-  using Keys = ScaledKeys<Source, Operand, COLUMNS>;
-  constexpr int width = Keys::Run::width;
+    const thread UnitKeys<Source, Operand, COLUMNS>& keys) {
+  using Keys = UnitKeys<Source, Operand, COLUMNS>;
   clear(result);
   if (keys.careful) {
     ROLLED
     for (int channel = 0; channel < Source::size; ++channel) {
       UNROLLED
       for (int c = 0; c < COLUMNS; ++c) {
+        const float x = keys.alone(c, channel);
         UNROLLED
-        for (int e = 0; e < 2; ++e) {
-          const float x = keys.alone(c, e, channel);
+        for (int block = 0; block < BLOCKS; ++block) {
           UNROLLED
-          for (int block = 0; block < BLOCKS; ++block) {
-            result[block][c].thread_elements()[e] = fma(own.element(block, channel), x, result[block][c].thread_elements()[e]);
+          for (int e = 0; e < 2; ++e) {
+            result[block][c].thread_elements()[e] = fma(own.element(block, e, channel), x, result[block][c].thread_elements()[e]);
           }
         }
       }
@@ -233,72 +295,75 @@ INLINED void multiply_rows(
     return;
   }
   UNROLLED
-  for (int c = 0; c < COLUMNS; ++c) {
-    Fragment<float> sums[BLOCKS][Keys::Of::count];
+  for (int s = 0; s < Keys::Of::count; ++s) {
+    Fragment<float> sums[BLOCKS][COLUMNS];
     clear(sums);
     UNROLLED
-    for (int i = 0; i < width; ++i) {
+    for (int i = 0; i < Keys::in_span; ++i) {
       UNROLLED
-      for (int s = 0; s < Keys::Of::count; ++s) {
-        const Fragment<Operand> operand = fragment_of<Operand>(Operand(keys.unit(c, 0, s, i)), Operand(keys.unit(c, 1, s, i)));
+      for (int c = 0; c < COLUMNS; ++c) {
+        const Fragment<Operand> operand = keys.operand_of(c, s, i);
         UNROLLED
         for (int block = 0; block < BLOCKS; ++block) {
-          simdgroup_multiply_accumulate(sums[block][s], own.at(block, s * width + i), operand, sums[block][s]);
+          simdgroup_multiply_accumulate(sums[block][c], operand, own.kept[block][s * Keys::in_span + i], sums[block][c]);
         }
       }
     }
     UNROLLED
     for (int block = 0; block < BLOCKS; ++block) {
       UNROLLED
-      for (int e = 0; e < 2; ++e) {
-        float x = 0;
+      for (int c = 0; c < COLUMNS; ++c) {
         UNROLLED
-        for (int s = 0; s < Keys::Of::count; ++s) {
-          x = fma(sums[block][s].thread_elements()[e], keys.scales[c][e][s], fma(own.sums[block][s], keys.zeros[c][e][s], x));
+        for (int e = 0; e < 2; ++e) {
+          const float x = fma(sums[block][c].thread_elements()[e], keys.scales[s][c], result[block][c].thread_elements()[e]);
+          result[block][c].thread_elements()[e] = fma(own.sums[block][s][e], keys.zeros[s][c], x);
         }
-        result[block][c].thread_elements()[e] = x;
       }
     }
   }
 }
 
-// sums += weights · (values less their zeros)
-template <int WIDTH, int BLOCKS, int COLUMNS, int COUNT, typename Source, typename Operand>
-INLINED void accumulate(
+// sums += (values less their zeros)ᵀ · weights
+template <int BLOCKS, int COLUMNS, int COUNT, typename Source, bool PAIRED>
+INLINED void accumulate_values(
     thread Fragment<float> (&sums)[BLOCKS][COUNT], const thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
-    const thread ScaledValues<Source, Operand, COLUMNS, COUNT>& values, int) {
-  using Values = ScaledValues<Source, Operand, COLUMNS, COUNT>;
+    const thread UnitValues<Source, COLUMNS, COUNT, PAIRED>& values, int) {
+  using Values = UnitValues<Source, COLUMNS, COUNT, PAIRED>;
   constexpr int in_span = Values::Of::size / 8;
   UNROLLED
-  for (int c = 0; c < COLUMNS; ++c) {
+  for (int s = 0; s < Values::Of::count; ++s) {
+    Fragment<typename Values::Operand> scaled[BLOCKS][COLUMNS];
     UNROLLED
-    for (int s = 0; s < Values::Of::count; ++s) {
-      Fragment<float> scaled[BLOCKS];
+    for (int block = 0; block < BLOCKS; ++block) {
       UNROLLED
-      for (int block = 0; block < BLOCKS; ++block) {
-        scaled[block] = fragment_of<float>(
-            weights[block][c].thread_elements()[0] * values.scales[c][0][s],
-            weights[block][c].thread_elements()[1] * values.scales[c][1][s]);
+      for (int c = 0; c < COLUMNS; ++c) {
+        UNROLLED
+        for (int e = 0; e < 2; ++e) {
+          const float weight = weights[block][c].thread_elements()[e] * values.scales[s][c];
+          scaled[block][c].thread_elements()[e] = WeightsInLanes<PAIRED>::of(weight, values.lane);
+        }
       }
+    }
+    UNROLLED
+    for (int c = 0; c < COLUMNS; ++c) {
       UNROLLED
       for (int i = 0; i < in_span; ++i) {
-        const Fragment<Operand> operand =
-            fragment_of<Operand>(Operand(values.unit(c, s, 2 * i)), Operand(values.unit(c, s, 2 * i + 1)));
+        const Fragment<typename Values::Operand> operand = values.operand_of(c, s, i);
         UNROLLED
         for (int block = 0; block < BLOCKS; ++block) {
           const int at = s * in_span + i;
-          simdgroup_multiply_accumulate(sums[block][at], scaled[block], operand, sums[block][at]);
+          simdgroup_multiply_accumulate(sums[block][at], operand, scaled[block][c], sums[block][at]);
         }
       }
     }
   }
 }
 
-// The zeros of all channels of a span come to the same: a sum of a lane's own columns.
-template <int BLOCKS, int COLUMNS, int COUNT, typename Source, typename Operand, int SPANS>
+// The zeros of all channels of a span come to the same: a sum of a lane's own keys.
+template <int BLOCKS, int COLUMNS, int COUNT, typename Source, int SPANS, bool PAIRED>
 INLINED void accumulate_zeros(
-    thread float (&sums)[BLOCKS][SPANS], const thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
-    const thread ScaledValues<Source, Operand, COLUMNS, COUNT>& values) {
+    thread float (&sums)[BLOCKS][SPANS][2], const thread Fragment<float> (&weights)[BLOCKS][COLUMNS],
+    const thread UnitValues<Source, COLUMNS, COUNT, PAIRED>& values) {
   UNROLLED
   for (int block = 0; block < BLOCKS; ++block) {
     UNROLLED
@@ -307,12 +372,16 @@ INLINED void accumulate_zeros(
       for (int c = 0; c < COLUMNS; ++c) {
         UNROLLED
         for (int e = 0; e < 2; ++e) {
-          sums[block][s] = fma(weights[block][c].thread_elements()[e], values.zeros[c][e][s], sums[block][s]);
+          sums[block][s][e] = fma(weights[block][c].thread_elements()[e], values.zeros[s][c], sums[block][s][e]);
         }
       }
     }
   }
 }
+
+// Values that are decoded have no zeros left.
+template <typename Zeros, typename Weights, typename Values>
+INLINED void accumulate_zeros(thread Zeros&, const thread Weights&, const thread Values&) {}
 
 // The operand that units become: what queries of 16 bits are multiplied with as they are, else float32.
 template <typename T>
@@ -341,21 +410,20 @@ struct KeysInLanes<Types, true> {
   using Operand = typename OperandOf<typename Types::T>::Type;
   static constant constexpr int spans = Spans<typename Types::Key, Types::H>::count;
   template <int COLUMNS>
-  using Tile = ScaledKeys<typename Types::Key, Operand, COLUMNS>;
+  using Tile = UnitKeys<typename Types::Key, Operand, COLUMNS>;
 };
 
-template <typename Types, int COUNT, bool UNITS>
+template <typename Types, int COUNT, bool UNITS, bool PAIRED>
 struct ValuesInLanes {
-  static constant constexpr bool units = false;
+  static_assert(!PAIRED, "the weights of paired rows are halves, and what is decoded is not");
   static constant constexpr int spans = 1;
   template <int COLUMNS>
-  using Tile = LaneValues<typename Types::Value, typename Types::Operand, COLUMNS>;
+  using Tile = LaneValues<typename Types::Value, COLUMNS, COUNT>;
 };
 
-template <typename Types, int COUNT>
-struct ValuesInLanes<Types, COUNT, true> {
-  static constant constexpr bool units = true;
+template <typename Types, int COUNT, bool PAIRED>
+struct ValuesInLanes<Types, COUNT, true, PAIRED> {
   static constant constexpr int spans = Spans<typename Types::Value, COUNT * 8>::count;
   template <int COLUMNS>
-  using Tile = ScaledValues<typename Types::Value, typename OperandOf<typename Types::T>::Type, COLUMNS, COUNT>;
+  using Tile = UnitValues<typename Types::Value, COLUMNS, COUNT, PAIRED>;
 };

@@ -82,6 +82,16 @@ struct Words {
   }
 };
 
+// Two elements of a word as an operand, BALANCED less the middle of units.
+template <typename Encoding, bool BALANCED, typename Operand>
+INLINED Fragment<Operand> units_of(uint word, int e) {
+  auto x = Encoding::units(word, e);
+  if (BALANCED && Encoding::middle != 0) {
+    x -= decltype(x)(Encoding::middle);
+  }
+  return fragment_of<Operand>(Operand(x[0]), Operand(x[1]));
+}
+
 // Units of keys are balanced where their products must be as precise as float32: these are few.
 template <typename Encoding>
 constexpr bool balanced_keys() {

@@ -56,10 +56,19 @@ def test_nor_has_it_where_keys_and_values_are_stored(page):
 @pytest.mark.parametrize("channels", [64, 16])
 def test_nor_has_it_where_decoders_share_a_row_of_stored_values(channels):
     schemes = Scheme("int8", channels=channels), Scheme("int4", channels=channels)
-    problem = Serving(T=9, key_value_seq_lengths=(1024,), schemes=schemes, H=128, N=1, K=1, dtype="float16")
+    problem = Serving(T=9, key_value_seq_lengths=(1024,), schemes=schemes, H=256, N=1, K=1, dtype="float16")
     (plan,) = problem.plans()
     dispatch = plan.dispatches[0]
-    assert dispatch.kernel.template[0] == "attention_decode" and dispatch.kernel.template[-1] == 2  # slices
+    assert dispatch.kernel.template[0] == "attention_decode" and dispatch.kernel.template[-2] > 1  # slices
+    assert " = alloca " not in compiled.representation(compiled.text_of(plan, dispatch)), dispatch.kernel.name
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_nor_has_it_where_rows_are_paired(kind):
+    problem = Serving(T=4, key_value_seq_lengths=(1024,), schemes=(Scheme(kind),) * 2, H=128, N=1, K=1, dtype="float16")
+    (plan,) = problem.plans()
+    dispatch = plan.dispatches[0]
+    assert dispatch.kernel.template[0] == "attention_decode" and dispatch.kernel.template[-1] is True
     assert " = alloca " not in compiled.representation(compiled.text_of(plan, dispatch)), dispatch.kernel.name
 
 

@@ -54,6 +54,15 @@ FEW_ROWS = [
 ]
 
 
+# three and four rows of float16 that stand twice in a fragment, over units
+PAIRED_ROWS = [
+    Serving(T=1, N=4, K=1, schemes=(Scheme("int8"), Scheme("int4")), H=128, dtype="float16", **EVERYTHING),
+    Serving(T=2, schemes=(Scheme("fp8"), Scheme("int8", True, channels=None)), page=16, H=64, dtype="float16"),
+    Serving(T=3, N=2, schemes=(Scheme("int4", True, channels=32), Scheme("fp8", True)), H=96, V=32, dtype="float16"),
+    Serving(T=1, N=3, K=1, schemes=(Scheme("int4", channels=32), Scheme("int4", tokens=8)), H=192, dtype="float16"),
+]
+
+
 # more rows, with the matrix unit: units as its operands where runs of channels share scales, else element by element
 MORE_ROWS = [
     Serving(T=3, schemes=(Scheme("int8"), Scheme("int4")), H=128, dtype="float16", **EVERYTHING),
@@ -69,18 +78,23 @@ MORE_ROWS = [
 @pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("problem", "kernel"),
-    [*((x, "attention_decode_rows") for x in FEW_ROWS), *((x, "attention_decode") for x in MORE_ROWS)],
+    [
+        *((x, ("attention_decode_rows", False)) for x in FEW_ROWS),
+        *((x, ("attention_decode", True)) for x in PAIRED_ROWS),
+        *((x, ("attention_decode", False)) for x in MORE_ROWS),
+    ],
     ids=str,
 )
 def test_decoding_is_right(problem, kernel):
     problem = dataclasses.replace(problem, key_value_seq_lengths=(2100, 77))
     (plan,) = problem.plans()
-    assert plan.dispatches[0].kernel.template[0] == kernel
+    function, *_, last = plan.dispatches[0].kernel.template
+    assert (function, last is True) == kernel
     problem.assert_right(problem.run())
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("T", [1, 2, 5])
 def test_a_capped_score_of_an_infinite_query_is_the_cap(T):
     """Units and zeros of its keys would come to infinities of both signs."""
     schemes = Scheme("int8"), Scheme("int8")
@@ -93,7 +107,7 @@ def test_a_capped_score_of_an_infinite_query_is_the_cap(T):
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("rows", [2, 8])
+@pytest.mark.parametrize("rows", [2, 4, 8])
 def test_values_that_would_leave_their_type_are_held_within_it(rows):
     schemes = Scheme("int8"), Scheme("int8", channels=None)
     problem = Serving(T=rows // 2, key_value_seq_lengths=(600, 520), schemes=schemes, H=32, dtype="float16")

@@ -50,33 +50,39 @@ template <typename Source, int TABLED, int LENGTH>
   }
   bool finite = true;
   for (int first = 0; first < LENGTH; first += 8) {
-    const LaneKeys<Source, T, 1> keys(source, first, lane_index, lane);
-    const LaneValues<Source, T, 1> values(source, first, lane_index, lane);
+    LaneKeys<Source, T, 1> keys(source, lane);
+    LaneValues<Source, 1, fragments> values(source, 0, lane);
+    keys.look(first, lane_index);
+    keys.load(lane_index);
+    values.look(first, lane_index);
+    values.load(lane_index);
     struct Own {
-      device const float* at_row;
-      Lane lane;
-      Fragment<T> at(int, int i) const {
-        const int x = LaneKeys<Source, T, 1>::channel(i, lane.column);
-        const int y = LaneKeys<Source, T, 1>::channel(i, lane.column + 1);
-        return fragment_of<T>(T(x < size ? at_row[x] : 0.0f), T(y < size ? at_row[y] : 0.0f));
-      }
+      Fragment<T> kept[1][fragments];
     };
-    Fragment<float> s[1][1];
-    multiply_rows(s, Own{left + lane.row * size, lane}, keys);
+    Own own;
     Fragment<float> weights[1][1];
+    const int turn = lane.row + lane.column;  // weights 1, 2, 4, …, in each row from another place on
+    for (int e = 0; e < 2; ++e) {
+      for (int i = 0; i < fragments; ++i) {
+        const int x = keys.channel(i, lane.row);
+        own.kept[0][i].thread_elements()[e] = T(x < size ? left[(lane.column + e) * size + x] : 0.0f);
+      }
+      weights[0][0].thread_elements()[e] = float(1 << ((turn + e) % 8));
+    }
+    Fragment<float> s[1][1];
+    multiply_keys(s, own, keys);
     Fragment<float> sum[1][fragments];
     clear(sum);
-    const int turn = lane.row + lane.column;  // weights 1, 2, 4, …, in each row from another place on
-    weights[0][0] = fragment_of<float>(float(1 << (turn % 8)), float(1 << ((turn + 1) % 8)));
-    accumulate<fragments>(sum, weights, values, 0);
+    accumulate_values(sum, weights, values, 0);
     const ulong at = ((group.y * 2 + group.x) * ((LENGTH + 7) / 8) + first / 8) * 8;
     for (int e = 0; e < 2; ++e) {
-      products[(at + lane.row) * 8 + lane.column + e] = s[0][0].thread_elements()[e];
+      const int row = lane.column + e;
+      products[(at + row) * 8 + lane.row] = s[0][0].thread_elements()[e];
       for (int i = 0; i < fragments; ++i) {
-        const int channel = LaneValues<Source, T, 1>::channel(i, lane) + e;
+        const int channel = values.channel(i, lane.row);
         if (channel < size) {
-          sums[(at + lane.row) * size + channel] = sum[0][i].thread_elements()[e];
-          alone[(at + lane.row) * size + channel] = float(values.straight(0, i).thread_elements()[e]);
+          sums[(at + row) * size + channel] = sum[0][i].thread_elements()[e];
+          alone[(at + row) * size + channel] = values.alone(0, e, i);
         }
       }
     }
