@@ -43,9 +43,11 @@ def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tile
     """The tiles of a pass; `differentiated` where a gradient is computed, or follows."""
     batch, t, n, h = operands.query.shape
     s, k, v = operands.value.shape[1:]
-    if is_dense(operands):
+    few = not differentiated and s > FEW_KEYS and t * (n // k) <= FEW_QUERIES
+    # one tile would make float32 of a whole cache of 16 bits
+    if is_dense(operands, LARGEST if few and operands.query.dtype.itemsize <= 2 else DENSE):
         return Tiles(max(batch, 1), max(k, 1), max(t, 1), max(s, 1))
-    if not differentiated and s > FEW_KEYS and t * (n // k) <= FEW_QUERIES:
+    if few:
         of_key = k * max(h, v)
         block_kv = _equal(s, max(LARGEST_OF_FEW // of_key, FEW_KEYS), spec.page_size)
         alone = operands.key_lengths is not None or not isinstance(batch, int)  # exported for any batch
@@ -56,12 +58,13 @@ def usual(spec: Specification, operands: Operands, differentiated: bool) -> Tile
     return step_of(spec, operands, size(block_q), block_kv)
 
 
-def is_dense(operands: Operands) -> bool:
-    """Whether a problem is one tile. Long caches with lengths, of which a part may be read, are not."""
+def is_dense(operands: Operands, largest: int = DENSE) -> bool:
+    """Whether a problem, of arrays up to so many elements, is one tile. Long caches with lengths, of which a part may
+    be read, are not."""
     (batch, t, n, h), (s, k, v) = operands.query.shape, operands.value.shape[1:]
     if not isinstance(batch, int) or (operands.key_lengths is not None and s > 4 * BLOCK[1]):
         return False
-    return batch * max(n * t * max(s, h, v), s * k * max(h, v)) <= DENSE
+    return batch * max(n * t * max(s, h, v), s * k * max(h, v)) <= largest
 
 
 def tiles_of(plan: str, spec: Specification, operands: Operands, differentiated: bool) -> Tiles:
