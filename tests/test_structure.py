@@ -101,6 +101,13 @@ def test_decoding_copies_and_converts_no_whole_cache(dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < tiles * 4 * blockwise.tiles.LARGEST_OF_FEW
 
 
+def test_few_queries_make_no_float32_of_a_large_cache():
+    query, cache = (jax.ShapeDtypeStruct((1, n, 8, 64), "bfloat16") for n in (1, 4096))
+    attend = lambda *x: jax_mfa.dot_product_attention(*x, implementation="blockwise")
+    compiled = jax.jit(attend).lower(query, cache, cache).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * 4 * blockwise.tiles.LARGEST_OF_FEW
+
+
 def _buffers(text, kind=r"(?:pred|[sufb]f?\d+)"):
     """Element counts of every array shape in a compiled program, of this element type."""
     shapes = re.findall(rf"\b{kind}\[([\d,]+)\]", text)
