@@ -120,7 +120,7 @@ DECODE_KEYS = 512
 class DecodeTiles(Tile):
     """Template arguments of `attention_decode`, in its order.
 
-    Paired rows stand twice in a fragment, which has four of them (`metal/core/lanes.h`).
+    Paired rows stand twice in a fragment, which has four of them (`metal/core/scaled.h`).
     """
 
     blocks: int

@@ -159,7 +159,7 @@ struct GroupRules {
   }
 };
 
-// PAIRED rows are four a block, each of which has two columns (core/lanes.h).
+// PAIRED rows are four a block, each of which has two columns (core/scaled.h).
 template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES, bool PAIRED>
 [[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void attention_decode(
     DECODE_OPERANDS,
