@@ -105,10 +105,12 @@ class Tile:
         """What cuts the tile's part of the "key" or "value", or of an array like it, as wide as sums: [R|1, S, E, H|V].
         Where results are mended it is cut again: XLA's CPU backend would else cut it twice each time."""
         x = getattr(self.operands, name) if x is None else x
+        if not isinstance(x, jax.Array):
+            return lambda: x.tile(self).astype(self.acc)
 
         def part() -> Array:
-            found = self.cut(name, x) if isinstance(x, jax.Array) else x.tile(self)
-            # that backend would else cut and transpose in one loop, which is slow on some versions
+            found = self.cut(name, x)
+            # what is not converted it would else cut and transpose in one loop, which is slow on some versions
             alone = self.few and found is not x and found.dtype == self.acc
             return lax.optimization_barrier(found) if alone else found.astype(self.acc)
 
