@@ -170,7 +170,7 @@ class MergeTile(Tile):
 
 
 def decode(
-    rows: int, h: int, v: int, item: int, bits: tuple[int, int] | None = None, paired: bool = False
+    rows: int, h: int, v: int, item: int, bits: tuple[int, int] = (0, 0), paired: bool = False
 ) -> DecodeTiles | DecodeRows | None:
     """Tiles for `rows` rows of a group, as many at once as registers allow; None where not even eight fit. Of keys and
     values, elements of so many `bits` are in registers too, as they are stored.
@@ -180,7 +180,7 @@ def decode(
     """
 
     def fits(tile: DecodeTiles) -> bool:
-        needed = tile.fragment_bytes(h, v, item) + (tile.stored_bytes(h, v, bits) if bits else 0)
+        needed = tile.fragment_bytes(h, v, item) + tile.stored_bytes(h, v, bits)
         return needed <= FRAGMENT_BUDGET and (tile.slices == 1 or padded(v) % (8 * tile.slices) == 0)
 
     if paired and rows in (3, 4):
@@ -191,7 +191,9 @@ def decode(
     few = DecodeRows(1 if rows == 1 else 2 if rows == 2 else 4, 4, 16 if rows <= 2 or lanes == 8 else 8, lanes)
     if rows <= few.rows and few.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET:
         return few
-    for slices, blocks, keys in itertools.product((1, 2, 4), (2, 1) if rows > 8 else (1,), (16, 8) if bits else (16,)):
+    for slices, blocks, keys in itertools.product(
+        (1, 2, 4), (2, 1) if rows > 8 else (1,), (16, 8) if any(bits) else (16,)
+    ):
         if fits(tile := DecodeTiles(blocks, 4, keys, slices)):
             return tile
     return None

@@ -60,7 +60,7 @@ struct GroupRows {
 };
 
 // What the keys so far have come to, for rows that are columns of fragments.
-template <typename Types, int BLOCKS, int COUNT, int SPANS>
+template <int BLOCKS, int COUNT, int SPANS>
 struct GroupRunning {
   Fragment<float> sums[BLOCKS][COUNT];  // [channel, row], of weights times values
   float zeros[BLOCKS][SPANS][2];        // of weights times zeros of values, where those are units: of the lane's own keys
@@ -174,7 +174,7 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES, bool
   using KeyTile = typename Keys::template Tile<KEYS / 8>;
   using ValueTile = typename Values::template Tile<KEYS / 8>;
   using Operand = typename Keys::Operand;
-  using Running = GroupRunning<Types, BLOCKS, v_fragments, Values::spans>;
+  using Running = GroupRunning<BLOCKS, v_fragments, Values::spans>;
   const Features features = FEATURES;
   const uint3 group = place_in(p.grid, launched);
   const Lane lane(lane_index);

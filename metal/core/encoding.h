@@ -51,7 +51,6 @@ struct Plain {
   using Number = T;
   using Element = T;
   using Data = T;
-  using Unit = float;
   using Word = vec<T, 4>;
   static constant constexpr int most = 4;
   static constant constexpr int bits = 8 * sizeof(T);
@@ -130,7 +129,6 @@ struct Quantized {
   using Number = T;
   using Element = float;  // 16 bits would round once more
   using Data = uchar;
-  using Unit = half;
   using Word = uint;
   static constant constexpr int most = KIND == int4_kind ? 8 : 4;
   static constant constexpr int bits = KIND == int4_kind ? 4 : 8;

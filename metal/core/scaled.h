@@ -116,8 +116,12 @@ struct UnitTile {
     }
   }
 
+  INLINED int token(int key) const {
+    return min(first + key, source.count - 1);
+  }
+
   INLINED typename Source::Row row_of(uint unit, int key) const {
-    return source.token_of(unit, min(first + key, source.count - 1));
+    return source.token_of(unit, token(key));
   }
 
   // When all has arrived, of which `bad` is 0 if elements are finite: whether none has to be held within its type. Where rows are paired,
@@ -199,7 +203,7 @@ struct UnitKeys : UnitTile<Source, Spans<Source, Source::size>, balanced_keys<ty
   }
 
   INLINED float alone(int c, int channel) const {
-    return this->source.tile(min(this->first + c * 8 + this->lane.row, this->source.count - 1)).at(0, channel);
+    return this->source.tile(this->token(c * 8 + this->lane.row)).at(0, channel);
   }
 };
 
@@ -213,7 +217,6 @@ struct UnitValues : UnitTile<Source, Spans<Source, COUNT * 8>, true, PAIRED, COL
   using Part = UnitRun<Source, Of, 8>;
   static constant constexpr int fragments = padded(Source::size) / 8;
   Part runs[COLUMNS][2];
-
   int from;
 
   INLINED UnitValues(Source source, int from, Lane lane) : Base(source, lane), from(from) {}
@@ -261,8 +264,7 @@ struct UnitValues : UnitTile<Source, Spans<Source, COUNT * 8>, true, PAIRED, COL
 
   // The lane's element of fragment i, of any, of its first or second key.
   INLINED float alone(int c, int e, int i) const {
-    const int key = min(this->first + c * 8 + this->lane.column + e, this->source.count - 1);
-    return this->source.tile(key).at(0, channel(i, this->lane.row));
+    return this->source.tile(this->token(c * 8 + this->lane.column + e)).at(0, channel(i, this->lane.row));
   }
 
   INLINED bool finite() const {

@@ -51,7 +51,7 @@ struct Share {
   }
 
   INLINED float unit(int i) const {
-    return words.template unit<BALANCED, float>(i);
+    return words.template unit<BALANCED>(i);
   }
 
   // Element i with all that lies beside it, of such a row.

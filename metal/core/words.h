@@ -65,10 +65,10 @@ struct Words {
   }
 
   // Element i as a unit, BALANCED less the middle of units.
-  template <bool BALANCED, typename As>
-  INLINED As unit(int i) const {
-    const As x = As(Encoding::unit(words[i / in_word], i % in_word));
-    return BALANCED && Encoding::middle != 0 ? x - As(Encoding::middle) : x;
+  template <bool BALANCED>
+  INLINED float unit(int i) const {
+    const float x = float(Encoding::unit(words[i / in_word], i % in_word));
+    return BALANCED && Encoding::middle != 0 ? x - Encoding::middle : x;
   }
 
   // Not 0 where an element is not finite.

@@ -486,11 +486,11 @@ def test_each_way_to_store_keys_and_values_is_reached():
     readers = {"forward", "d_query", "d_key_value"}
     for variant, kernels in reached(tiles.NAMES).items():
         split = {"decode", "decode_rows"} if variant == tiles.NAMES[0] else set()
+        paired = [x for x in kernels if x.template[0] == "attention_decode" and x.template[-1] is True]
         for kind in kinds:
             found = {x.template[0].partition("_")[2] for x in kernels if kind in str(x.template[1])}
             # pages have no gradient
             assert found >= (readers - {"d_key_value"} if kind == kinds[-1] else readers) | split, (variant, kind)
-            paired = [x for x in kernels if x.template[0] == "attention_decode" and x.template[-1] is True]
             assert any(kind in str(x.template[1]) for x in paired) == bool(split)
 
 
