@@ -184,7 +184,7 @@ def decode(
         return needed <= FRAGMENT_BUDGET and (tile.slices == 1 or padded(v) % (8 * tile.slices) == 0)
 
     if paired and rows in (3, 4):
-        for keys in (16, 8):
+        for keys in (32, 16, 8):
             if fits(tile := DecodeTiles(1, 4, keys, 1, True)):
                 return tile
     lanes = next((x for x in (8, 16) if max(h, v) <= x * 8), 32)
@@ -192,7 +192,7 @@ def decode(
     if rows <= few.rows and few.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET:
         return few
     for slices, blocks, keys in itertools.product(
-        (1, 2, 4), (2, 1) if rows > 8 else (1,), (16, 8) if any(bits) else (16,)
+        (1, 2, 4), (2, 1) if rows > 8 else (1,), (32, 16, 8) if any(bits) else (16,)
     ):
         if fits(tile := DecodeTiles(blocks, 4, keys, slices)):
             return tile

@@ -206,8 +206,13 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES, bool
       q.inside[block][e] = own.inside;
       UNROLLED
       for (int i = 0; i < q.count; ++i) {
-        q.kept[block][i].thread_elements()[e] = Operand(q.element(block, e, KeyTile::channel(i, lane.row)));
+        const bool read = lane.column < in_block;
+        q.kept[block][i].thread_elements()[e] = Operand(read ? q.element(block, e, KeyTile::channel(i, lane.row)) : 0.0f);
       }
+    }
+    UNROLLED
+    for (int i = 0; i < q.count; ++i) {
+      q.kept[block][i] = WeightsInLanes<PAIRED>::rows(q.kept[block][i], lane_index);
     }
   }
   q.finite = true;
@@ -332,12 +337,11 @@ template <typename Types, int ROWS, int SIMDGROUPS, int KEYS, int LANES>
     ushort lane_index [[thread_index_in_simdgroup]]) {
   constexpr int V = Types::V;
   constexpr int STEPS = KEYS * LANES / 32;
-  constexpr bool balanced = balanced_keys<typename Types::Key::Encoding>();
-  using KeyPart = Share<typename Types::Key, LANES, balanced>;
-  using ValuePart = Share<typename Types::Value, LANES, true>;
+  using KeyPart = Share<typename Types::Key, LANES>;
+  using ValuePart = Share<typename Types::Value, LANES>;
   using Deals = Deal<ROWS, STEPS, LANES, (KeyPart::late > ValuePart::late ? KeyPart::late : ValuePart::late)>;
-  using Keys = Shares<typename Types::Key, Deals, STEPS, LANES, balanced>;
-  using Values = Shares<typename Types::Value, Deals, STEPS, LANES, true>;
+  using Keys = Shares<typename Types::Key, Deals, STEPS, LANES>;
+  using Values = Shares<typename Types::Value, Deals, STEPS, LANES>;
   constexpr bool keys_scaled = Types::Key::Encoding::scaled;
   constexpr bool values_scaled = Types::Value::Encoding::scaled;
   constexpr int held = Deals::held;

@@ -97,10 +97,6 @@ struct Plain {
     return element_of(T(0.0f), word, e);
   }
 
-  INLINED static constexpr float zero_unit(bool) {
-    return 0.0f;
-  }
-
   INLINED static float unit(uint word, int e) {
     return number(word, e);
   }
@@ -132,6 +128,7 @@ struct Quantized {
   using Word = uint;
   static constant constexpr int most = KIND == int4_kind ? 8 : 4;
   static constant constexpr int bits = KIND == int4_kind ? 4 : 8;
+  static constant constexpr int in_byte = 8 / bits;
   static constant constexpr bool scaled = true;
   static constant constexpr bool zeroed = !SYMMETRIC;
   static constant constexpr bool centred = CENTER != 0;
@@ -143,12 +140,8 @@ struct Quantized {
   static constant constexpr int center = CENTER;
   static constant constexpr float per_unit = KIND == fp8_kind ? 256.0f : float(1 << bits);
 
-  // the middle of units; one stands for per_unit times itself, `balanced` less the middle, and zero_unit steps of a scale
-  static constant constexpr float middle = KIND == fp8_kind ? 0.0f : 1.5f;
-
-  INLINED static constexpr float zero_unit(bool balanced) {
-    return KIND == fp8_kind ? 0.0f : ((balanced ? 0.5f : -1.0f) - (SYMMETRIC ? 0.5f : 0.0f)) * per_unit;
-  }
+  // the element, in steps of a scale, whose unit is 0; another one's unit stands for per_unit times itself more
+  static constant constexpr float middle = KIND == fp8_kind || SYMMETRIC ? 0.0f : per_unit / 2;
 
   INLINED static constexpr int room(int size) {
     return KIND == int4_kind ? (size + 1) / 2 : size;
@@ -178,23 +171,32 @@ struct Quantized {
     return float((word >> (bits * e)) & ((1u << bits) - 1));
   }
 
-  // Element e of either half of a word as units, exact in 16 bits, two in few operations; of elements that are finite. An integer becomes
-  // the first bits of a half's mantissa, in [1, 2): less the middle where sums are long and cancel. A sign is its first bit, flipped.
-  // e4m3 becomes a half, whose exponent has a bias larger by 8: subnormal numbers of the one are those of the other.
-  INLINED static vec<half, 2> units(uint word, int e) {
+  // Two elements of a word as units, e of the byte b of either half: exact in 16 bits, in few operations, of elements that are finite. An
+  // integer becomes the last bits of a half between 1024 and 2048, and this a number from -1/2 to 1/2, so that long sums do not cancel; its
+  // sign is its first bit, flipped. e4m3 becomes a half, whose exponent has a bias larger by 8: subnormal numbers of the one are those of
+  // the other.
+  INLINED static uint bytes(uint word, int b) {
     if (KIND == fp8_kind) {
-      const uint pair = e & 1 ? word : word << 8;
-      return as_type<vec<half, 2>>(((pair >> 1) & 0x3F803F80u) | (pair & 0x80008000u));
+      return b == 1 ? word : word << 8;
     }
-    constexpr uint mask = ((1u << bits) - 1) << (10 - bits);
-    const int up = 10 - bits - bits * e;
-    const uint moved = up > 0 ? word << (up > 0 ? up : 0) : word >> (up > 0 ? 0 : -up);
-    return as_type<vec<half, 2>>((moved & (mask * 0x10001u)) ^ (SYMMETRIC ? 0x3E003E00u : 0x3C003C00u));
+    const uint byte = b == 0 ? word : word >> 8;
+    return (SYMMETRIC ? byte ^ (bits == 4 ? 0x00880088u : 0x00800080u) : byte) | 0x64006400u;
+  }
+
+  INLINED static vec<half, 2> units(uint bytes, int e) {
+    if (KIND == fp8_kind) {
+      return as_type<vec<half, 2>>(((bytes >> 1) & 0x3F803F80u) | (bytes & 0x80008000u));
+    }
+    const uint mask = ((1u << bits) - 1) << (bits * e);
+    vec<half, 2> x = as_type<vec<half, 2>>(bytes & ((mask | 0x6400u) * 0x10001u));
+    const float unit = 1.0f / (per_unit * float(1 << (bits * e)));
+    x[0] = fma(x[0], half(unit), half(-1024.0f * unit - 0.5f));
+    x[1] = fma(x[1], half(unit), half(-1024.0f * unit - 0.5f));
+    return x;
   }
 
   INLINED static half unit(uint word, int e) {
-    constexpr int in_half = 16 / bits;
-    return units(word, e % in_half)[e / in_half];
+    return units(bytes(word, e / in_byte % 2), e % in_byte)[e / in_byte / 2];
   }
 
   // Not 0 where an element of a word is not finite.

@@ -18,12 +18,17 @@ struct Spans {
                                         SIZE % size == 0 && channels % size == 0;
 };
 
-// Weights as they enter products, and what values become there. PAIRED rows stand twice in fragments, in the first and the last half of
-// columns, and weights are two halves: the first columns have the leading bits, the last ones those that follow, times `low_unit`. A
-// product with elements of 16 bits is as exact as of float32 then, and the fragment is full.
+// Rows and weights as they enter products, and what values become there. PAIRED rows stand twice in fragments, in the first and the last
+// half of columns, and weights are two halves: the first columns have the leading bits, the last ones those that follow, times `low_unit`.
+// A product with elements of 16 bits is as exact as of float32 then, and the fragment is full.
 template <bool PAIRED>
 struct WeightsInLanes {
   using Element = float;
+
+  template <typename T>
+  INLINED static Fragment<T> rows(Fragment<T> x, ushort) {
+    return x;
+  }
 
   INLINED static float of(float weight, Lane) {
     return weight;
@@ -34,6 +39,15 @@ template <>
 struct WeightsInLanes<true> {
   using Element = half;
   static constant constexpr float low_unit = 2048.0f;
+
+  // The first columns, which alone were read, and what the last ones have of them.
+  INLINED static Fragment<half> rows(Fragment<half> x, ushort lane_index) {
+    vec<half, 2> pair;
+    pair[0] = x.thread_elements()[0];
+    pair[1] = x.thread_elements()[1];
+    pair = as_type<vec<half, 2>>(simd_shuffle(as_type<uint>(pair), ushort(lane_index & ~lane_of(0, 4))));
+    return fragment_of<half>(pair[0], pair[1]);
+  }
 
   INLINED static half of(float weight, Lane lane) {
     const half high = half(weight);
@@ -71,7 +85,7 @@ struct UnitRun {
 
 // The rows of 8 · COLUMNS keys from `first` on, a multiple of 8, and the scales and zeros of their spans: each is read by one lane, and
 // passed on to those whose key it is of.
-template <typename Source, typename Of, bool BALANCED, bool PAIRED, int COLUMNS>
+template <typename Source, typename Of, bool PAIRED, int COLUMNS>
 struct UnitTile {
   using Encoding = typename Source::Encoding;
   using Number = typename Encoding::Number;
@@ -133,7 +147,7 @@ struct UnitTile {
     UNROLLED
     for (int i = 0; i < rounds; ++i) {
       const float stored_scale = float(stored_scales[i]);
-      const Scaling<Encoding, BALANCED> own(stored_scale, float(stored_zeros[i]));
+      const Scaling<Encoding> own(stored_scale, float(stored_zeros[i]));
       bounded = bounded && own.bounded && (!PAIRED || fabs(own.scale) <= largest_number(half(0.0f)));
       own_scales[i] = own.scale;
       own_zeros[i] = own.zero;
@@ -157,11 +171,10 @@ struct UnitTile {
 
 // Keys as fragments [key, channel].
 template <typename Source, typename Operand, int COLUMNS>
-struct UnitKeys : UnitTile<Source, Spans<Source, Source::size>, balanced_keys<typename Source::Encoding>(), false, COLUMNS> {
+struct UnitKeys : UnitTile<Source, Spans<Source, Source::size>, false, COLUMNS> {
   using Encoding = typename Source::Encoding;
-  static constant constexpr bool balanced = balanced_keys<Encoding>();
   using Of = Spans<Source, Source::size>;
-  using Base = UnitTile<Source, Of, balanced, false, COLUMNS>;
+  using Base = UnitTile<Source, Of, false, COLUMNS>;
   using Part = UnitRun<Source, Of, 4>;
   static constant constexpr int apart = 16 / Encoding::bits;
   static constant constexpr int in_span = Of::size / 8;
@@ -191,9 +204,9 @@ struct UnitKeys : UnitTile<Source, Spans<Source, Source::size>, balanced_keys<ty
     return this->distribute(bad);
   }
 
-  // Fragment i of a span: two of a lane's elements, `apart` in their row.
-  INLINED Fragment<Operand> operand_of(int c, int s, int i) const {
-    return units_of<Encoding, balanced, Operand>(runs[c].words[s].words[i / apart], i % apart);
+  // Of fragment i of a span, two of a lane's elements, `apart` in their row, and of those in the same bytes.
+  INLINED uint bytes_of(int c, int s, int i) const {
+    return Encoding::bytes(runs[c].words[s].words[i / apart], i % apart / Encoding::in_byte);
   }
 
   // The channel of a place in fragment i.
@@ -209,11 +222,11 @@ struct UnitKeys : UnitTile<Source, Spans<Source, Source::size>, balanced_keys<ty
 
 // Values as fragments [channel, key], of which COUNT from `from` on, a multiple of COUNT, are summed.
 template <typename Source, int COLUMNS, int COUNT, bool PAIRED>
-struct UnitValues : UnitTile<Source, Spans<Source, COUNT * 8>, true, PAIRED, COLUMNS> {
+struct UnitValues : UnitTile<Source, Spans<Source, COUNT * 8>, PAIRED, COLUMNS> {
   using Encoding = typename Source::Encoding;
   using Operand = typename WeightsInLanes<PAIRED>::Element;
   using Of = Spans<Source, COUNT * 8>;
-  using Base = UnitTile<Source, Of, true, PAIRED, COLUMNS>;
+  using Base = UnitTile<Source, Of, PAIRED, COLUMNS>;
   using Part = UnitRun<Source, Of, 8>;
   static constant constexpr int fragments = padded(Source::size) / 8;
   Part runs[COLUMNS][2];
@@ -245,8 +258,8 @@ struct UnitValues : UnitTile<Source, Spans<Source, COUNT * 8>, true, PAIRED, COL
     return this->distribute(bad);
   }
 
-  // Fragment i of a span, a lane's channel of both its keys: of two words the same half, in which all lie together.
-  INLINED Fragment<Operand> operand_of(int c, int s, int i) const {
+  // Of fragment i of a span, a lane's channel of both its keys, and of those in the same bytes: of two words the same half.
+  INLINED uint bytes_of(int c, int s, int i) const {
     constexpr int in_half = 16 / Encoding::bits;
     const int half_of = i / in_half % 2;
     const vec<ushort, 2> left = as_type<vec<ushort, 2>>(runs[c][0].words[s].words[i / (2 * in_half)]);
@@ -254,7 +267,7 @@ struct UnitValues : UnitTile<Source, Spans<Source, COUNT * 8>, true, PAIRED, COL
     vec<ushort, 2> both;
     both[0] = left[half_of];
     both[1] = right[half_of];
-    return units_of<Encoding, true, Operand>(as_type<uint>(both), i % in_half);
+    return Encoding::bytes(as_type<uint>(both), i % in_half / Encoding::in_byte);
   }
 
   // The channel of a place in fragment i.
@@ -301,13 +314,21 @@ INLINED void multiply_keys(
     Fragment<float> sums[BLOCKS][COLUMNS];
     clear(sums);
     UNROLLED
-    for (int i = 0; i < Keys::in_span; ++i) {
+    for (int i = 0; i < Keys::in_span; i += Keys::Encoding::in_byte) {
+      uint bytes[COLUMNS];
       UNROLLED
       for (int c = 0; c < COLUMNS; ++c) {
-        const Fragment<Operand> operand = keys.operand_of(c, s, i);
+        bytes[c] = keys.bytes_of(c, s, i);
+      }
+      UNROLLED
+      for (int e = 0; e < Keys::Encoding::in_byte; ++e) {
         UNROLLED
-        for (int block = 0; block < BLOCKS; ++block) {
-          simdgroup_multiply_accumulate(sums[block][c], operand, own.kept[block][s * Keys::in_span + i], sums[block][c]);
+        for (int c = 0; c < COLUMNS; ++c) {
+          const Fragment<Operand> operand = units_of<typename Keys::Encoding, Operand>(bytes[c], e);
+          UNROLLED
+          for (int block = 0; block < BLOCKS; ++block) {
+            simdgroup_multiply_accumulate(sums[block][c], operand, own.kept[block][s * Keys::in_span + i + e], sums[block][c]);
+          }
         }
       }
     }
@@ -349,12 +370,16 @@ INLINED void accumulate_values(
     UNROLLED
     for (int c = 0; c < COLUMNS; ++c) {
       UNROLLED
-      for (int i = 0; i < in_span; ++i) {
-        const Fragment<typename Values::Operand> operand = values.operand_of(c, s, i);
+      for (int i = 0; i < in_span; i += Values::Encoding::in_byte) {
+        const uint bytes = values.bytes_of(c, s, i);
         UNROLLED
-        for (int block = 0; block < BLOCKS; ++block) {
-          const int at = s * in_span + i;
-          simdgroup_multiply_accumulate(sums[block][at], operand, scaled[block][c], sums[block][at]);
+        for (int e = 0; e < Values::Encoding::in_byte; ++e) {
+          const Fragment<typename Values::Operand> operand = units_of<typename Values::Encoding, typename Values::Operand>(bytes, e);
+          UNROLLED
+          for (int block = 0; block < BLOCKS; ++block) {
+            const int at = s * in_span + i + e;
+            simdgroup_multiply_accumulate(sums[block][at], operand, scaled[block][c], sums[block][at]);
+          }
         }
       }
     }

@@ -13,7 +13,7 @@ constexpr int log2_of(int x) {
 }
 
 // The channels of one row that belong to a lane where LANES share it, as they are stored.
-template <typename Source, int LANES, bool BALANCED>
+template <typename Source, int LANES>
 struct Share {
   using Encoding = typename Source::Encoding;
   using Row = typename Source::Row;
@@ -51,7 +51,7 @@ struct Share {
   }
 
   INLINED float unit(int i) const {
-    return words.template unit<BALANCED>(i);
+    return words.unit(i);
   }
 
   // Element i with all that lies beside it, of such a row.
@@ -217,7 +217,8 @@ struct Deal {
   }
 };
 
-// The row or page in which each eight of a tile lies. Each lane looks up the page of one of 32 eights, from `begin` on.
+// The row or page in which each eight of a tile lies. Each lane looks up the page of one of 32 eights, from `begin` on, and of one of the
+// next 32 meanwhile.
 template <typename Source, int EIGHTS>
 struct Units {
   Source source;
@@ -225,26 +226,32 @@ struct Units {
   int last;
   ushort lane_index;
   uint looked_up;
+  uint next;
   uint of[EIGHTS];
 
   INLINED Units(Source source, int begin, int last, ushort lane_index)
-      : source(source), begin(begin), last(last), lane_index(lane_index), looked_up(0) {}
+      : source(source), begin(begin), last(last), lane_index(lane_index), looked_up(0), next(0) {}
 
   INLINED void turn_to(int first) {
     if (Source::page != 0 && (first - begin) % 256 == 0) {
-      looked_up = source.unit(min(first + lane_index * 8, last));
+      looked_up = first == begin ? page_of(first) : next;
+      next = page_of(first + 256);
     }
     UNROLLED
     for (int e = 0; e < EIGHTS; ++e) {
       of[e] = Source::page != 0 ? simd_shuffle(looked_up, ushort(((first - begin) / 8 + e) & 31)) : source.row;
     }
   }
+
+  INLINED uint page_of(int first) const {
+    return source.unit(min(first + lane_index * 8, last));
+  }
 };
 
 // STEPS times 32 / LANES rows of a source: a lane's shares of them, and the scales of the sums that it has after `stages`.
-template <typename Source, typename Deals, int STEPS, int LANES, bool BALANCED>
+template <typename Source, typename Deals, int STEPS, int LANES>
 struct Shares {
-  using Part = Share<Source, LANES, BALANCED>;
+  using Part = Share<Source, LANES>;
   using Row = typename Part::Row;
   using Encoding = typename Source::Encoding;
   using Number = typename Encoding::Number;
@@ -351,7 +358,7 @@ struct Shares {
       if (Encoding::scaled) {
         const ushort reader = ushort(slot * LANES + (deal.part & ~alike()));
         const float2 found = passed_on(stored_scales[i], stored_zeros[i], reader);
-        const Scaling<Encoding, BALANCED> scaling(found[0], found[1]);
+        const Scaling<Encoding> scaling(found[0], found[1]);
         scales[i] = scaling.scale;
         zeros[i] = scaling.zero;
         result = result && scaling.bounded;

@@ -64,11 +64,8 @@ struct Words {
     return Encoding::number(words[i / in_word], i % in_word);
   }
 
-  // Element i as a unit, BALANCED less the middle of units.
-  template <bool BALANCED>
   INLINED float unit(int i) const {
-    const float x = float(Encoding::unit(words[i / in_word], i % in_word));
-    return BALANCED && Encoding::middle != 0 ? x - Encoding::middle : x;
+    return float(Encoding::unit(words[i / in_word], i % in_word));
   }
 
   // Not 0 where an element is not finite.
@@ -82,24 +79,15 @@ struct Words {
   }
 };
 
-// Two elements of a word as an operand, BALANCED less the middle of units.
-template <typename Encoding, bool BALANCED, typename Operand>
-INLINED Fragment<Operand> units_of(uint word, int e) {
-  auto x = Encoding::units(word, e);
-  if (BALANCED && Encoding::middle != 0) {
-    x -= decltype(x)(Encoding::middle);
-  }
+// Two elements of bytes as an operand.
+template <typename Encoding, typename Operand>
+INLINED Fragment<Operand> units_of(uint bytes, int e) {
+  const auto x = Encoding::units(bytes, e);
   return fragment_of<Operand>(Operand(x[0]), Operand(x[1]));
 }
 
-// Units of keys are balanced where their products must be as precise as float32: these are few.
-template <typename Encoding>
-constexpr bool balanced_keys() {
-  return sizeof(typename Encoding::Number) == 4;
-}
-
 // A scale and a zero of units, and whether no element has to be held within its type.
-template <typename Encoding, bool BALANCED>
+template <typename Encoding>
 struct Scaling {
   float scale;
   float zero;
@@ -107,6 +95,6 @@ struct Scaling {
 
   INLINED Scaling(float of_steps, float stored_zero)
       : scale(of_steps * Encoding::per_unit),
-        zero(fma(of_steps, Encoding::zero_unit(BALANCED), stored_zero)),
+        zero(fma(of_steps, Encoding::middle, stored_zero)),
         bounded(fma(fabs(of_steps), float(Encoding::levels), fabs(stored_zero)) <= largest_number(typename Encoding::Number(0.0f))) {}
 };
