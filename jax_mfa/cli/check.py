@@ -37,7 +37,7 @@ from jax_mfa.cli.check_report import Report
 from jax_mfa.cli.command_line import INTERRUPTED, interruptible, named, one_line, start_metal, table_line, table_lines
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
 from jax_mfa.metal import DTYPES, runtime
-from jax_mfa.metal.plan import Kernel, Plan
+from jax_mfa.metal.plan import Dispatch, Kernel, Plan
 from jax_mfa.tuning import calibration
 
 HELP = "what was found on this machine, and every kernel against the reference"
@@ -180,16 +180,16 @@ class Kernels:
 
     def prepare(self, problem: Problem) -> list[Compiled]:
         """Those of a problem."""
-        kernels = [self._one(plan, i) for plan in problem.plans() for i in range(len(plan.dispatches))]
+        kernels = [self._one(plan, dispatch) for plan in problem.plans() for dispatch in plan.dispatches]
         needed = {id(x): x.seconds for x in kernels}
         self.most, self.longest = max(self.most, len(needed)), max(self.longest, sum(needed.values()))
         return kernels
 
-    def _one(self, plan: Plan, i: int) -> Compiled:
-        kernel = plan.dispatches[i].kernel
+    def _one(self, plan: Plan, dispatch: Dispatch) -> Compiled:
+        kernel = dispatch.kernel
         key = (kernel.name, kernel.constants)
         if key not in self.compiled:
-            alone = dataclasses.replace(plan, dispatches=plan.dispatches[i : i + 1])
+            alone = dataclasses.replace(plan, dispatches=(dispatch,))
             start, limits, failure = time.perf_counter(), {}, ""
             try:
                 limits = dict(runtime.get().module.prepare(alone.json)[kernel.name])
@@ -236,17 +236,18 @@ def _on_cpu() -> Any:
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
-def _judged(todo: list[Problem], implementation: str, kernels: Kernels) -> Iterator[Problem | Verdict]:
-    """Each problem before it runs, and then its verdict."""
+def _judged(todo: list[Problem], implementation: str, kernels: Kernels) -> Iterator[tuple[str, bool]]:
+    """The start of each problem's row before it runs, and then its end; and whether it passed."""
     metal = implementation == "metal"
     with _on_cpu() if metal else contextlib.nullcontext():
         for variant, its_problems in itertools.groupby(todo, key=lambda p: p.variant):
             with runtime.variant(variant) if metal else contextlib.nullcontext():
                 for problem in its_problems:
-                    yield problem
+                    yield row_start(problem), True
                     failed = [x for x in kernels.prepare(problem) if x.failure] if metal else []
                     reasons = "; ".join(f"{x.kernel.name}: {x.failure}" for x in failed)
-                    yield Verdict(problem, {}, {}, reasons) if failed else judge(problem, implementation)
+                    verdict = Verdict(problem, {}, {}, reasons) if failed else judge(problem, implementation)
+                    yield f"{row_end(verdict)}\n", verdict.passed
 
 
 # --- writes of kernels: a line of the report each, and whether all is well
@@ -350,16 +351,17 @@ def choices() -> Iterator[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m jax_mfa check`."""
     parser.add_argument("--quick", action="store_true", help="float16 and the smallest head sizes only")
+    other = parser.add_mutually_exclusive_group()
     calibrate = "instead, measure from which size on Metal pays, and keep it for this chip"
-    parser.add_argument("--calibrate", action="store_true", help=calibrate)
+    other.add_argument("--calibrate", action="store_true", help=calibrate)
     compile_only = (
         "instead, put every kernel through Apple's compiler, for which a Mac needs Xcode and no Metal device; native "
         "code and a report go to this folder, default: %(const)s"
     )
     kind: Any = {"nargs": "?", "const": "compiled", "type": pathlib.Path, "metavar": "FOLDER"}
-    parser.add_argument("--compile-only", help=compile_only, **kind)
+    other.add_argument("--compile-only", help=compile_only, **kind)
     report = "end with one short text to paste into an issue, and what to do next"
-    parser.add_argument("--report", action="store_true", help=report)
+    other.add_argument("--report", action="store_true", help=report)
 
 
 def _calibrate(metal_runtime: runtime.Runtime) -> int:
@@ -384,9 +386,6 @@ def run(options: argparse.Namespace) -> int:
     0: everything passed. 1: something did not, or Metal should be here and cannot be used. 2: nothing could be run.
     130: interrupted.
     """
-    if options.report and (options.calibrate or options.compile_only):
-        other = "--calibrate" if options.calibrate else "--compile-only"
-        raise argparse.ArgumentTypeError(f"argument --report: not allowed with argument {other}")
     if options.compile_only:
         return check_compile.run(options.compile_only, options.quick)
     report = Report()
@@ -420,30 +419,21 @@ def _run(options: argparse.Namespace, report: Report) -> int:
     implementation = "blockwise" if metal_runtime.reason else "metal"
     variants = ["blockwise"] if metal_runtime.reason else metal_runtime.variants
     todo = [p for p in problems(variants) if quick(p) or not options.quick]
-    start, interrupted, done, failed = time.perf_counter(), False, 0, 0
+    start, interrupted, done = time.perf_counter(), False, 0
     kernels = Kernels()
     try:
         print(*table_lines(dict.fromkeys(HEADING, str), []), sep="\n", flush=True)
-        for step in interruptible(_judged(todo, implementation, kernels)):
-            if isinstance(step, Problem):
-                report.running = row_start(step)
-                print(report.running, end="", flush=True)
-            else:
-                print(row_end(step), flush=True)
-                done += 1
-                failed += not step.passed
-                report.failures += [] if step.passed else [report.running + row_end(step)]
-                report.running = ""
+        for text, passed in interruptible(_judged(todo, implementation, kernels)):
+            report.step(text, passed)
+            done += not report.running
         if implementation == "metal":
             print()
             for text, passed in interruptible(_writes()):
-                print(text, end="", flush=True)
-                failed += not passed
-                report.failures += [] if passed else [report.running + text]
-                report.running = "" if text.endswith("\n") else text
+                report.step(text, passed)
     except KeyboardInterrupt:
         interrupted = True
         print(" interrupted")
+    failed = len(report.failures)
     what = f"{implementation}, {done} problems in {time.perf_counter() - start:.0f} s"
     print(f"\nB = {BATCH}, N/K = {HEADS}/{KEY_HEADS}; errors are relative to the largest entry.")
     if not options.report:

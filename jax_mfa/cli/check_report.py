@@ -1,6 +1,6 @@
 """The end of `python -m jax_mfa check --report`: one short text to paste into an issue, and what to do next.
 
-Of the tables it has only the rows that failed. Knows what a run found, and computes nothing.
+Of the tables it has only the rows that failed. Knows what a run prints and found, and computes nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ class Report:
     verdict: str = ""
     platform: str = "cpu"
     without_metal: str = ""
+
+    def step(self, text: str, passed: bool) -> None:
+        """Prints what a problem or another check begins with, or its end: the rest of the line."""
+        print(text, end="", flush=True)
+        if not passed:
+            self.failures.append(self.running + text)
+        self.running = "" if text.endswith("\n") else text
 
     def lines(self, passed: bool) -> list[str]:
         """The text between its two lines, and the steps that follow."""

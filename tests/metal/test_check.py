@@ -267,7 +267,7 @@ def test_a_published_package_says_where_its_issues_are(monkeypatch):
 
 def test_a_report_takes_no_calibration(capsys):
     with pytest.raises(SystemExit):
-        main(["check", "--report", "--calibrate"])
+        main(["check", "--calibrate", "--report"])
     assert "--report: not allowed with argument --calibrate" in capsys.readouterr().err
 
 
