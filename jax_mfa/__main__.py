@@ -29,11 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
             return options.refuse(str(error))  # exits, as for any option that is wrong
         finally:
             print(end="", flush=True)
+    except BrokenPipeError:  # as with `| head`
+        return READER_GONE
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+        if error.errno != errno.ENOSPC:
             raise
-        if error.errno == errno.EPIPE:  # as with `| head`
-            return READER_GONE
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -121,9 +121,7 @@ def _in_torch(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
     tensors = [torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, problem.dtype)) for x in arrays]
     q, k, v, d_out = (x.transpose(1, 2) for x in (*tensors[:3], tensors[-1]))
     keywords: dict[str, Any] = {"enable_gqa": True} if problem.K != problem.N else {}
-    if problem.pair_bias:
-        keywords["is_causal"] = False
-    elif problem.mask in _MASKED:
+    if problem.mask in _MASKED:
         keywords["attn_mask"] = torch.from_numpy(problem.visible)
     else:
         keywords["is_causal"] = problem.is_causal

@@ -9,6 +9,7 @@ waiting for memory and kernels without a matrix product are not in it. Knows pla
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ HEADING = (
 
 def names() -> list[str]:
     """Of the chips, as options take them."""
-    return [name.removeprefix("Apple ") for name in bench_report.chips()]
+    return [name.removeprefix("Apple ") for name in bench_report.CHIPS]
 
 
 def model(module: str) -> Shares:
@@ -54,7 +55,7 @@ def model(module: str) -> Shares:
 
 def tiled(problem: Problem, rows: int, columns: int) -> int:
     """Scores of all tiles of so many queries and keys in which a pair counts."""
-    begin, end = (np.broadcast_to(x, (problem.B, problem.T)) for x in problem.columns)
+    begin, end = problem.columns
     starts = np.arange(0, problem.T, rows)
     first = np.minimum.reduceat(begin, starts, axis=1) // columns
     last = -(-np.maximum.reduceat(end, starts, axis=1) // columns)
@@ -74,7 +75,7 @@ def _seconds(problem: Problem, dispatch: Dispatch, share: float, chip: dict[str,
 
 def predicted(shares: Shares, problem: Problem, kind: str, name: str) -> tuple[float, float] | None:
     """Seconds of a pass on a chip, and their relative error; None where a kernel cannot be predicted."""
-    chip = bench_report.chips()[f"Apple {name}"]
+    chip = bench_report.CHIPS[f"Apple {name}"]
     abstract = specify_abstract(**bench_candidates.arguments(problem))
     if kind not in _PASSES or choice.lacking(*abstract):
         return None
@@ -85,17 +86,14 @@ def predicted(shares: Shares, problem: Problem, kind: str, name: str) -> tuple[f
         known = shares(plan, variant)
         for dispatch in plan.dispatches:
             function = dispatch.kernel.template[0]
-            if function not in _WORK and function not in ("attention_delta", "attention_tile_lists"):
+            if function in ("attention_delta", "attention_tile_lists"):
+                continue
+            simdgroups = math.prod(dispatch.threadgroups) * dispatch.kernel.threads // 32
+            if function not in _WORK or function not in known or simdgroups < BUSY * chip["cores"]:
                 return None
-            if function in _WORK:
-                if function not in known:
-                    return None
-                simdgroups = math.prod(dispatch.threadgroups) * dispatch.kernel.threads // 32
-                if simdgroups < BUSY * chip["cores"]:
-                    return None
-                share, relative = known[function]
-                time = _seconds(problem, dispatch, share, chip)
-                seconds, error = seconds + time, error + relative * time
+            share, relative = known[function]
+            time = _seconds(problem, dispatch, share, chip)
+            seconds, error = seconds + time, error + relative * time
     return seconds, error / seconds
 
 
@@ -103,21 +101,17 @@ def report(shares: Shares, problems: Sequence[Problem], chips: Sequence[str]) ->
     """A table of problems and passes by chip."""
     passes = [(p, kind) for p in problems for kind in p.passes if kind in _PASSES]
 
-    def cell(name: str) -> Callable[[tuple[Problem, str]], str | None]:
-        def of(row: tuple[Problem, str]) -> str | None:
-            found = predicted(shares, *row, name)
-            if found is None:
-                return None
-            seconds, error = found
-            tflops = bench_report.figures(*row, seconds, "")["tflops"]
-            return f"{seconds * 1e3:.3g} +- {error * seconds * 1e3:.2g} ms, {tflops:.3g}"
-
-        return of
+    def cell(row: tuple[Problem, str], name: str) -> str | None:
+        found = predicted(shares, *row, name)
+        if found is None:
+            return None
+        seconds, error = found
+        tflops = bench_report.figures(*row, seconds, "")["tflops"]
+        return f"{seconds * 1e3:.3g} +- {error * seconds * 1e3:.2g} ms, {tflops:.3g}"
 
     columns = {"model": lambda row: row[0].name, "problem": lambda row: str(row[0]), "pass": lambda row: row[1]}
-    yield HEADING
-    yield ""
-    yield from table_lines({**columns, **{name: cell(name) for name in chips}}, passes)
+    yield from (HEADING, "")
+    yield from table_lines({**columns, **{name: functools.partial(cell, name=name) for name in chips}}, passes)
     yield ""
     yield "On M5 without its matrix units, which the kernels do not use."
     yield f"-: a kernel cannot be predicted, or has fewer than {BUSY} simdgroups for each core."

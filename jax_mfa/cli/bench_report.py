@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import pathlib
 import statistics
 from collections.abc import Callable
@@ -28,12 +27,8 @@ Row = dict[str, Any]
 LEAST_NOISE = 0.05  # smaller differences are never a regression
 _INSTRUCTIONS = {FORWARD: (2, 5), DECODE: (2, 5), TRAINING: (9, 15)}  # (a, b): a D + b for each score
 _PRODUCTS = {FORWARD: 2, DECODE: 2, TRAINING: 7}  # matrix products of D multiply-adds for each score
-
-
-@functools.cache
-def chips() -> dict[str, dict[str, Any]]:
-    """Apple's chips by the name that Metal gives them; of each the configuration whose figures are public."""
-    return {x["name"]: x for x in data("chips.json")}
+# Apple's chips by the name that Metal gives them; of each the configuration whose figures are public
+CHIPS: dict[str, dict[str, Any]] = {x["name"]: x for x in data("chips.json")}
 
 
 # --- figures of a row
@@ -52,12 +47,10 @@ def scores(problem: Problem) -> int:
 
 def figures(problem: Problem, kind: str, seconds: float, chip: str) -> dict[str, float | None]:
     """Tokens, TFLOP and GINSTR a second, and the share of the chip's peak of instructions, where that is known."""
-    if kind not in _INSTRUCTIONS:
-        return {}
     count = scores(problem)
     each, beside = _INSTRUCTIONS[kind]
     ginstr = count * (each * problem.H + beside) / seconds / 1e9
-    peak = chips()[chip]["tflops"] * 500 if chip in chips() else None  # a multiply-add is two FLOPs
+    peak = CHIPS[chip]["tflops"] * 500 if chip in CHIPS else None  # a multiply-add is two FLOPs
     return {
         "tokens_per_second": problem.B * problem.T / seconds,
         "tflops": 2 * count * _PRODUCTS[kind] * problem.H / seconds / 1e12,
@@ -71,7 +64,7 @@ def intensity(problem: Problem, kind: str) -> float:
     p = problem
     size = 4 if p.dtype == "float32" else 2
     moved = size * p.B * p.H * 2 * (p.T * p.N + p.S * p.K) * (3 if kind == TRAINING else 1)
-    return 2 * scores(p) * _PRODUCTS.get(kind, math.nan) * p.H / moved
+    return 2 * scores(p) * _PRODUCTS[kind] * p.H / moved
 
 
 # --- text
@@ -228,7 +221,7 @@ def plot(rows: list[Row], path: pathlib.Path, title: str, chip: str) -> None:
             _draw(speed, of_kind, "ratios", STOCK, 1, **look)
             counted = [(r["intensity"], r["figures"]["tflops"]) for r in of_kind if r.get("figures")]
             roof.plot(*np.reshape(counted, (-1, 2)).T, **{**look, "linestyle": ""})
-    if known := chips().get(chip):
+    if known := CHIPS.get(chip):
         bounds = sorted({r["intensity"] for r in rows if r.get("figures")} | {known["tflops"] * 1e3 / known["gbs"]})
         height = [min(known["tflops"], known["gbs"] * i / 1e3) for i in bounds]
         roof.plot(bounds, height, color="0.4", label=f"{chip}, {known['cores']} cores")

@@ -17,11 +17,10 @@ from jax import Array
 
 from jax_mfa.api import with_modifiers
 from jax_mfa.arguments import specify
-from jax_mfa.cli import show
 from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.kv_cache.quantized import quantize
 from jax_mfa.kv_cache.storage import PagedArray, Scheme
-from jax_mfa.metal import DTYPES, plan_of, tiles
+from jax_mfa.metal import DTYPES, PARTS, plan_of, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
 from jax_mfa.problem import DIFFERENTIABLE
 
@@ -75,7 +74,7 @@ class Problem:
     def plans(self) -> list[Plan]:
         """What Metal launches for it."""
         spec, operands = specify(**with_modifiers(self.arguments()))
-        passes = ("forward",) if self.decoding else show.PASSES
+        passes = ("forward",) if self.decoding else PARTS
         return [plan_of(spec, operands, x, self.variant) for x in passes]
 
 

@@ -113,10 +113,8 @@ def table_lines(columns: Mapping[str, Callable[[Any], str | None]], rows: Iterab
     return heading + [table_line(cell(row) or "-" for cell in columns.values()) for row in rows]
 
 
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: what the encoding lacks is written in ASCII."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
+def _in_ascii(error: Any) -> tuple[str, int]:
+    """An error handler of encoders: what the encoding lacks is written in ASCII."""
     return "".join(_ASCII.get(x, "?") for x in error.object[error.start : error.end]), error.end
 
 

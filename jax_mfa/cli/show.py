@@ -13,7 +13,6 @@ import math
 import pathlib
 import re
 import struct
-import sys
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 
 from jax_mfa import choice
 from jax_mfa.arguments import specify_abstract
-from jax_mfa.cli.command_line import positive
+from jax_mfa.cli.command_line import errors_of, positive
 from jax_mfa.metal import DTYPES, operands, plan_of, source, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
 
@@ -152,11 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints or writes what the options ask for."""
-    try:
+    with errors_of():
         plan = make_plan(options)
-    except (ValueError, TypeError) as error:
-        print(f"source: {error}", file=sys.stderr)
-        return 2
     text = json.dumps(described(plan), indent=1, ensure_ascii=False)
     on_one_line = lambda numbers: " ".join(numbers[0].split())
     text = re.sub(r"\[[\s\d,]*\]", on_one_line, text)
@@ -165,12 +161,9 @@ def run(options: argparse.Namespace) -> int:
     if options.output is None:
         print(*(content for _, content in wanted), sep=f"{SEPARATOR}\n", end="")
         return 0
-    try:
+    with errors_of("--output"):
         options.output.mkdir(parents=True, exist_ok=True)
         for name, content in wanted:
             (options.output / name).write_text(content, encoding="utf-8")
             print(f"wrote {options.output / name}")
-    except OSError as error:
-        print(f"source: --output: {error}", file=sys.stderr)
-        return 2
     return 0
