@@ -181,8 +181,8 @@ def test_a_recorder_names_problems_and_those_without_candidates_are_left_out(mon
     "keywords, said",
     [
         ({"passes": ("sideways",)}, "passes: expected some of"),
-        ({"rounds": 0}, "rounds: expected a positive integer, got 0"),
-        ({"tries": 0}, "tries: expected a positive integer, got 0"),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"tries": 0}, "tries must be at least 1, got 0"),
     ],
 )
 def test_arguments_are_checked(keywords, said):

@@ -39,6 +39,7 @@ from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
 from jax_mfa.metal import DTYPES, runtime
 from jax_mfa.metal.plan import Dispatch, Kernel, Plan
 from jax_mfa.tuning import calibration
+from jax_mfa.tuning.tune import relative_error
 
 HELP = "what was found on this machine, and every kernel against the reference"
 RESULTS = ("out", "lse", "dq", "dk", "dv")  # results with a column each; others share one
@@ -122,16 +123,6 @@ def _expected(problem: Problem) -> dict[str, np.ndarray]:
         return _evaluated(problem, "reference", np.float64)
 
 
-def _error(got: np.ndarray, expected: np.ndarray) -> float:
-    """The largest error over the largest entry; infinite where what is not finite differs."""
-    finite = np.isfinite(expected)
-    if not np.array_equal(got[~finite], expected[~finite], equal_nan=True):
-        return float("inf")
-    largest = np.abs(expected[finite]).max(initial=np.finfo(np.float32).tiny)
-    relative = float(np.abs(got[finite] - expected[finite]).max(initial=0.0) / largest)
-    return relative if np.isfinite(relative) else float("inf")
-
-
 def judge(problem: Problem, implementation: str) -> Verdict:
     """Runs a problem and compares; an exception is a failure with its text."""
     expected = _expected(dataclasses.replace(problem, variant=""))
@@ -139,7 +130,7 @@ def judge(problem: Problem, implementation: str) -> Verdict:
         got = _evaluated(problem, implementation)
     except Exception as error:  # list any error of the device
         return Verdict(problem, {}, {}, named(error))
-    return Verdict(problem, {name: _error(got[name], x) for name, x in expected.items()}, allowed(problem))
+    return Verdict(problem, {name: relative_error(got[name], x) for name, x in expected.items()}, allowed(problem))
 
 
 HEADING = ("variant", "dtype", "T, S", "H, V", "what", *RESULTS, "others", "")

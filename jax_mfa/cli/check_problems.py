@@ -23,6 +23,7 @@ from jax_mfa.kv_cache.storage import PagedArray, Scheme
 from jax_mfa.metal import DTYPES, PARTS, plan_of, tiles
 from jax_mfa.metal.plan import ITEM_SIZES, Plan
 from jax_mfa.problem import DIFFERENTIABLE
+from jax_mfa.tuning.tune import error_of_sums
 
 BATCH, HEADS, KEY_HEADS = 2, 4, 2
 PAGE = 16
@@ -267,15 +268,12 @@ def allowed(problem: Problem) -> dict[str, float]:
 
     * out: 2e-6 for arithmetic in float32, and for 16 bits one unit in the last place, for the rounding at the end.
     * lse: it is float32 whatever the inputs.
-    * gradients: float32 sums of as many terms as the group has rows, whose errors add up like a random walk, beside a
-      handful for exp and division; and three units of the dtype: one for the rounding at the end, and two because the
-      rounded output enters the row sums. That of a bias is rounded to the bias's dtype.
+    * gradients: float32 sums of as many terms as the group has rows. That of a bias is rounded to the bias's dtype.
     """
     eps = lambda dtype: float(jnp.finfo(jnp.dtype(dtype)).eps)
-    unit, single = eps(problem.dtype), eps("float32")
     terms = max(problem.keys, problem.queries * HEADS // KEY_HEADS) + problem.head_size
-    gradient = single * (8 + terms**0.5) + 3 * unit
-    rounding = unit if problem.dtype != "float32" else 0.0
+    gradient = error_of_sums(terms, jnp.dtype(problem.dtype))
+    rounding = eps(problem.dtype) if problem.dtype != "float32" else 0.0
     bounds = {"out": FORWARD + rounding, "lse": FORWARD, **dict.fromkeys(GRADIENTS.values(), gradient)}
     bias = problem.arguments().get("bias")
     return bounds if bias is None else bounds | {"dbias": gradient + eps(bias.dtype)}

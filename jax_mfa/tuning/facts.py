@@ -72,10 +72,9 @@ class Kind(Generic[Fact]):
 
     def of(self, chip: str, default: Fact) -> Fact:
         """What is known of a chip."""
-        try:
+        file = None
+        with contextlib.suppress(RuntimeError):  # no home folder
             file = self.path()
-        except RuntimeError:  # no home folder
-            return default
         if file is None:
             return default
         try:
