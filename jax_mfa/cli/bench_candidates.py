@@ -138,8 +138,7 @@ def _in_mlx(problem: Problem, kind: str, arrays: list[jax.Array]) -> Program:
     """The same in MLX."""
     import mlx.core as mx
 
-    converted = (mx.array(np.array(x, np.float32)).astype(getattr(mx, problem.dtype)) for x in arrays)
-    *given, d_out = converted
+    *given, d_out = (mx.array(np.array(x, np.float32)).astype(getattr(mx, problem.dtype)) for x in arrays)
     q, k, v, d_out = (x.transpose(0, 2, 1, 3) for x in (*given[:3], d_out))
     mask = mx.array(problem.visible) if problem.mask in _MASKED else "causal" if problem.is_causal else None
 

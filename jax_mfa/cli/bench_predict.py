@@ -34,15 +34,11 @@ _WORK: dict[str, tuple[Callable[[int], int], bool]] = {
     "attention_d_query": (lambda slices: 2 * slices + 1, True),
     "attention_d_key_value": (lambda parts: 2 * max(parts, 1) + 2, False),
 }
+CHIPS = [name.removeprefix("Apple ") for name in bench_report.CHIPS]  # as options name them
 HEADING = (
     "NOT MEASURED: predicted from public figures, never seen on Apple hardware. Milliseconds of the kernels that "
     "multiply, +- the model's mean error on published times of other kernels that it was not fitted to; then TFLOP/s."
 )
-
-
-def names() -> list[str]:
-    """Of the chips, as options take them."""
-    return [name.removeprefix("Apple ") for name in bench_report.CHIPS]
 
 
 def model(module: str) -> Shares:

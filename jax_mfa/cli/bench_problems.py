@@ -6,6 +6,7 @@ which columns a row sees; runs nothing.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -126,5 +127,9 @@ PROBLEMS = tuple(_of_model(**model) for model in data("models.json"))
 
 
 def select(pattern: str) -> list[Problem]:
-    """The problems of models whose name or shape contains `pattern`, whatever its case."""
-    return [p for p in PROBLEMS if pattern.lower() in f"{p.name} {p}".lower()]
+    """A kind of option: the problems of models whose name or shape contains `pattern`, whatever its case."""
+    found = [p for p in PROBLEMS if pattern.lower() in f"{p.name} {p}".lower()]
+    if not found:
+        names = ", ".join(dict.fromkeys(p.name for p in PROBLEMS))
+        raise argparse.ArgumentTypeError(f"expected a part of a name of {names}")
+    return found

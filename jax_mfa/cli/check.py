@@ -49,7 +49,6 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")  # results with a column each; others
 class Verdict:
     """Errors relative to the largest entry of each result, or why there are none."""
 
-    problem: Problem
     errors: dict[str, float]
     allowed: dict[str, float]
     failure: str = ""
@@ -129,8 +128,8 @@ def judge(problem: Problem, implementation: str) -> Verdict:
     try:
         got = _evaluated(problem, implementation)
     except Exception as error:  # list any error of the device
-        return Verdict(problem, {}, {}, named(error))
-    return Verdict(problem, {name: relative_error(got[name], x) for name, x in expected.items()}, allowed(problem))
+        return Verdict({}, {}, named(error))
+    return Verdict({name: relative_error(got[name], x) for name, x in expected.items()}, allowed(problem))
 
 
 HEADING = ("variant", "dtype", "T, S", "H, V", "what", *RESULTS, "others", "")
@@ -237,7 +236,7 @@ def _judged(todo: list[Problem], implementation: str, kernels: Kernels) -> Itera
                     yield row_start(problem), True
                     failed = [x for x in kernels.prepare(problem) if x.failure] if metal else []
                     reasons = "; ".join(f"{x.kernel.name}: {x.failure}" for x in failed)
-                    verdict = Verdict(problem, {}, {}, reasons) if failed else judge(problem, implementation)
+                    verdict = Verdict({}, {}, reasons) if failed else judge(problem, implementation)
                     yield f"{row_end(verdict)}\n", verdict.passed
 
 

@@ -104,8 +104,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     for option, others in by_option.items():
         arguments |= others if getattr(options, option) else {}
     spec, o = specify_abstract(**arguments)
-    refused = choice.lacking(spec, o)
-    if refused:
+    if refused := choice.lacking(spec, o):
         raise ValueError(refused)
     return plan_of(spec, o, options.of_pass, options.variant)
 

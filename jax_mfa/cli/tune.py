@@ -22,7 +22,7 @@ HELP = "find the fastest tiles for problems on this machine, and keep them"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `python -m jax_mfa tune`."""
     models = "the problems of `bench --models` whose name or shape holds PART"
-    parser.add_argument("--models", metavar="PART", help=models)
+    parser.add_argument("--models", type=bench_problems.select, metavar="PART", help=models)
     lengths = "T = S, comma separated; default: %(default)s"
     parser.add_argument("--lengths", type=positives, default="1024", help=lengths)
     for flag, default, what in (("--batch", 1, "B"), ("--heads", 8, "N"), ("--head-size", 64, "H = V")):
@@ -37,12 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _named(options: argparse.Namespace) -> list[tuple[tuning.Problem, tuple[str, ...]]]:
     """The problems of the options, with the passes of each."""
-    if options.models is None:
-        heads, mask = options.key_value_heads or options.heads, "causal" if options.causal else "none"
-        sizes = (options.heads, heads, options.head_size, mask, options.dtype)
-        chosen = [bench_problems.Problem("", options.batch, x, x, *sizes) for x in options.lengths]
-    elif not (chosen := bench_problems.select(options.models)):
-        raise argparse.ArgumentTypeError(f"argument --models: no problem has {options.models!r}")
+    heads, mask = options.key_value_heads or options.heads, "causal" if options.causal else "none"
+    sizes = (options.heads, heads, options.head_size, mask, options.dtype)
+    chosen = options.models or [bench_problems.Problem("", options.batch, x, x, *sizes) for x in options.lengths]
     passes = lambda p: tuning.PASSES[:1] if p.decodes else tuning.PASSES
     return [(specify_abstract(**bench_candidates.arguments(p)), passes(p)) for p in chosen]
 

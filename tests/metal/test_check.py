@@ -156,7 +156,7 @@ def passing(monkeypatch):
     """Every problem passes without being run."""
 
     def judge(problem, implementation):
-        return check.Verdict(problem, dict.fromkeys(check.RESULTS, 0.0), dict.fromkeys(check.RESULTS, 0.0))
+        return check.Verdict(dict.fromkeys(check.RESULTS, 0.0), dict.fromkeys(check.RESULTS, 0.0))
 
     monkeypatch.setattr(check, "judge", judge)
     monkeypatch.setattr(check_writes, "lost", lambda module: 0)
@@ -318,7 +318,7 @@ def test_metal_is_judged_on_cpu_whatever_the_default_device(monkeypatch, capsys)
 
     def judge(problem, implementation):
         places.append((implementation, getattr(jax.config.jax_default_device, "platform", None)))
-        return check.Verdict(problem, dict.fromkeys(check.RESULTS, 0.0), dict.fromkeys(check.RESULTS, 0.0))
+        return check.Verdict(dict.fromkeys(check.RESULTS, 0.0), dict.fromkeys(check.RESULTS, 0.0))
 
     monkeypatch.setattr(check, "judge", judge)
     monkeypatch.setattr(check.Kernels, "prepare", lambda self, problem: [])
