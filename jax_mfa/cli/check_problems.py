@@ -28,9 +28,7 @@ from jax_mfa.tuning.tune import error_of_sums
 BATCH, HEADS, KEY_HEADS = 2, 4, 2
 PAGE = 16
 # argument → the name of its derivative among the results
-GRADIENTS = dict(
-    zip(DIFFERENTIABLE, ("dq", "dk", "dv", "dbias", "dscale", "dslopes", "dsinks", "dcaptured"), strict=True)
-)
+GRADIENTS = dict(zip(DIFFERENTIABLE, "dq dk dv dbias dscale dslopes dsinks dcaptured".split(), strict=True))
 FORWARD = 2e-6  # error of a float32 forward pass, relative to the largest output
 # dtype → another one, for a bias beside it
 _OTHER = dict(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))

@@ -27,8 +27,6 @@ CALLS = 4  # one after another within a program, so that starting the program is
 LONG = 10e-3  # seconds: a call that takes this is not mostly its start
 MOST = 8192  # T or S
 HEADS, SIZE = 4, 64
-
-
 Sample = tuple[float, int, int]  # seconds, FLOPs and bytes of a call
 
 
