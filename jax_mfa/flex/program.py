@@ -77,7 +77,7 @@ class Equation:
         return inside or self.primitive.name in ("gather", "dynamic_slice")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Program:
     """A traced function. Values are numbered: the arguments, then what it captured, then what equations give.
 
@@ -88,20 +88,14 @@ class Program:
       captured: of the arrays that it reads.
       equations: in their order.
       result: the index of the scalar that it returns, or a constant.
-      key: of all of this, what counts.
+      key: of all of this, what counts where programs are compared.
     """
 
-    arguments: int
-    captured: tuple[Captured, ...]
-    equations: tuple[Equation, ...]
-    result: int | np.generic
+    arguments: int = dataclasses.field(compare=False)
+    captured: tuple[Captured, ...] = dataclasses.field(compare=False)
+    equations: tuple[Equation, ...] = dataclasses.field(compare=False)
+    result: int | np.generic = dataclasses.field(compare=False)
     key: Hashable
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
 
     def depends_on(self, argument: int) -> bool:
         """Whether the argument of this index reaches the result."""
@@ -203,19 +197,16 @@ def modifiers(score_mod: Any, mask_mod: Any, accumulation: Any) -> Modifiers | N
     if score_mod is None and mask_mod is None:
         return None
     captures: dict[str, list[Any]] = {"floats": [], "integers": []}
-    arguments = ("score", *INDICES)
-    score = None if score_mod is None else _traced("score_mod", score_mod, arguments, accumulation, captures)
-    mask = None if mask_mod is None else _traced("mask_mod", mask_mod, INDICES, accumulation, captures)
+    score = _traced("score_mod", score_mod, ("score", *INDICES), accumulation, captures)
+    mask = _traced("mask_mod", mask_mod, INDICES, accumulation, captures)
+    floats, integers = captures.values()
+    wide = any(x.dtype.itemsize == 8 for x in integers)
     return Modifiers(
         score,
         mask,
-        _vector(captures["floats"], jnp.result_type(accumulation, *captures["floats"])),
-        _vector(captures["integers"], np.int64 if any(_wide(x) for x in captures["integers"]) else np.int32),
+        _vector(floats, jnp.result_type(accumulation, *floats)),
+        _vector(integers, np.int64 if wide else np.int32),
     )
-
-
-def _wide(x: Any) -> bool:
-    return bool(np.dtype(x.dtype).itemsize == 8)
 
 
 def _vector(arrays: list[Any], dtype: Any) -> Array | None:
@@ -237,10 +228,12 @@ def _vector(arrays: list[Any], dtype: Any) -> Array | None:
 
 def _traced(
     name: str, function: Any, arguments: tuple[str, ...], score: Any, captures: dict[str, list[Any]]
-) -> Program:
+) -> Program | None:
+    if function is None:
+        return None
     avals = [jax.ShapeDtypeStruct((), score if x == "score" else np.int32) for x in arguments]
     jaxpr = _jaxpr_of(name, function, arguments, avals)
-    return _Tracer(name, len(arguments), captures).program(jaxpr)
+    return _Tracer(name, captures).program(jaxpr)
 
 
 def _jaxpr_of(name: str, function: Any, arguments: tuple[str, ...], avals: Any) -> Any:
@@ -289,36 +282,29 @@ def _escaped(name: str, got: str) -> Exception:
 class _Tracer:
     """Splits a jaxpr: what depends on no argument is computed, and its values captured; the rest are equations."""
 
-    def __init__(self, name: str, arguments: int, captures: dict[str, list[Any]]) -> None:
-        self.name, self.arguments, self.captures = name, arguments, captures
+    def __init__(self, name: str, captures: dict[str, list[Any]]) -> None:
+        self.name, self.captures = name, captures
         self.equations: list[tuple[Any, list[Any], list[Any]]] = []  # each with its inputs and outputs
-        self.count = arguments
 
     def program(self, closed: Any) -> Program:
-        arguments = [_Unknown(i) for i in range(self.arguments)]
+        arguments = [_Unknown() for _ in closed.in_avals]
         (result,) = self._run(closed.jaxpr, closed.consts, arguments)
         if not isinstance(result, _Unknown):  # the same everywhere
             result = self._constant(result)
         used = [x for _, inputs, _ in self.equations for x in inputs] + [result]
         known = {id(x): x for x in used if not isinstance(x, (_Unknown, np.generic))}
-        captured = {key: self._capture(x) for key, x in known.items()}
-        index: dict[Any, int] = {key: self.arguments + i for i, key in enumerate(known)}
-        places: dict[int, int] = {i: i for i in range(self.arguments)}
-        count = self.arguments + len(known)
-
-        def place(x: Any) -> Any:
-            return places[x.index] if isinstance(x, _Unknown) else x if isinstance(x, np.generic) else index[id(x)]
-
+        captured = tuple(map(self._capture, known.values()))
+        index = {id(x): i for i, x in enumerate((*arguments, *known.values()))}
+        place = lambda x: x if isinstance(x, np.generic) else index[id(x)]
         equations, keys = [], []
         for eqn, inputs, outputs in self.equations:
-            at = tuple(range(count, count + len(outputs)))
-            places |= {x.index: i for x, i in zip(outputs, at)}
-            count += len(outputs)
+            at = tuple(range(len(index), len(index) + len(outputs)))
+            index |= zip(map(id, outputs), at)
             given = tuple(map(place, inputs))
             equations.append(Equation(eqn.primitive, given, eqn.params, at, compat.source_line(eqn)))
             keys.append((_key_of(eqn), tuple(map(_constant_key, given))))
-        key = (self.arguments, tuple(captured.values()), tuple(keys), _constant_key(place(result)))
-        return Program(self.arguments, tuple(captured.values()), tuple(equations), place(result), key)
+        key = (len(arguments), captured, tuple(keys), _constant_key(place(result)))
+        return Program(len(arguments), captured, tuple(equations), place(result), key)
 
     def _run(self, jaxpr: Any, consts: Any, arguments: Any) -> list[Any]:
         env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments)))
@@ -336,8 +322,7 @@ class _Tracer:
                 inside = _with_rule(eqn, rule)
                 found = self._run(inside.jaxpr, inside.consts, [*rule.consts, *given])
             elif any(isinstance(x, _Unknown) for x in given):
-                found = [_Unknown(self.count + i) for i in range(len(eqn.outvars))]
-                self.count += len(found)
+                found = [_Unknown() for _ in eqn.outvars]
                 self.equations.append((eqn, given, found))
             else:
                 found = self._computed(eqn, given)
@@ -382,9 +367,6 @@ class _Tracer:
 
 class _Unknown:
     """A value that depends on an argument."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
 
 
 def _constant_key(x: Any) -> Hashable:
