@@ -44,7 +44,7 @@ def _parameters(function: Callable[..., Any]) -> int:
     return 0
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["blocks", "whole"], meta_fields=["block_size"])
 @dataclasses.dataclass(frozen=True, eq=False)  # with arrays, the answer would be one too
 class BlockMask:
     """A boolean mask in blocks of rows and columns.
@@ -104,13 +104,6 @@ class BlockMask:
     def __reduce__(self) -> tuple[Any, ...]:
         # no hash goes along: that of another process differs
         return type(self), (self.blocks, self.block_size, self.whole)
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, int]]:
-        return (self.blocks, self.whole), self.block_size
-
-    @classmethod
-    def tree_unflatten(cls, block_size: tuple[int, int], children: tuple[Any, Any]) -> BlockMask:
-        return cls(children[0], block_size, children[1])
 
     def __str__(self) -> str:
         """A picture of the blocks of the first batch entry and head: `#` whole, `+` seen, `.` hidden.
