@@ -162,8 +162,8 @@ def cast(x: str, dtype: str, to: str) -> str:
     if to == "bool":
         return f"{x} != {_literal(np.dtype(dtype).type(0)) if not _is_half(dtype) else '0.0f'}"
     if kind_of(dtype) == "f" and kind_of(to) in "iu":
-        low, high = np.iinfo(to).min, np.iinfo(to).max
-        lowest, highest = _literal(np.dtype(to).type(low)), _literal(np.dtype(to).type(high))
+        low, high = limits(to)
+        lowest, highest = (_literal(np.dtype(to).type(x)) for x in (low, high))
         wide = f"float({x})" if _is_half(dtype) else x
         above = f"{wide} >= {float(high + 1) if high > 2**24 else float(high)}f ? {highest}"
         below = f"{wide} <= {float(low)}f ? {lowest}"
@@ -171,20 +171,21 @@ def cast(x: str, dtype: str, to: str) -> str:
     return f"{target}({x})"
 
 
-def _limits(dtype: str) -> Bounds:
+def limits(dtype: str) -> Any:
+    """The least and the largest number of a dtype."""
     if kind_of(dtype) not in "iu":
-        return (-np.inf, np.inf) if kind_of(dtype) == "f" else (0, 1)
-    return float(np.iinfo(dtype).min), float(np.iinfo(dtype).max)
+        return (-np.inf, np.inf) if kind_of(dtype) == "f" else (False, True)
+    return np.iinfo(dtype).min, np.iinfo(dtype).max
 
 
 def _bounds(name: str, given: Sequence[Bounds], dtype: str) -> Bounds:
     """Between which the result of a primitive is, of this dtype, by those of its operands."""
-    low, high = _limits(dtype)
+    low, high = limits(dtype)
     if name in _BOUNDED:
         return _BOUNDED[name]
     with np.errstate(all="ignore"):
         if name in _MONOTONE:
-            corners = [float(_MONOTONE[name](*x)) for x in itertools.product(*given)]
+            corners = [float(_MONOTONE[name](*map(float, x))) for x in itertools.product(*given)]
         elif name == "select_n":
             corners = [x for pair in given[1:] for x in pair]
         elif name == "div" and given[1][0] * given[1][1] > 0 and kind_of(dtype) == "f":
@@ -351,7 +352,7 @@ class Text:
         return refuse
 
     def bounds_of(self, x: str, dtype: str) -> Bounds:
-        return self.bounds.get(x, _limits(dtype))
+        return self.bounds.get(x, limits(dtype))
 
     def elementwise(self, name: str, params: Any, xs: Sequence[str], dtypes: Sequence[str]) -> str:
         found = self._elementwise(name, params, xs, dtypes)

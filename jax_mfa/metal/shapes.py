@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_mfa.metal.expressions import Index, Text, Value, cast, kind_of, select
+from jax_mfa.metal.expressions import Index, Text, Value, cast, kind_of, limits, select
 
 # --- indices: ints, or the text of one
 
@@ -125,8 +125,7 @@ def _fill(given: Any, dtype: str) -> Any:
     """What JAX reads beyond an array where nothing is said."""
     if given is not None:
         return given
-    kind = kind_of(dtype)
-    return np.nan if kind == "f" else kind == "b" or (np.iinfo(dtype).min if kind == "i" else np.iinfo(dtype).max)
+    return np.nan if kind_of(dtype) == "f" else limits(dtype)[0 if kind_of(dtype) == "i" else 1]
 
 
 def _joined(text: Text, dtype: str, k: Any, parts: Sequence[tuple[int, Callable[[Any], str]]]) -> str:
@@ -190,10 +189,6 @@ def _iota(text: Text, params: Any, given: list[Value], out: Sequence[Any]) -> Fo
     return [at]
 
 
-def _squeeze(text: Text, params: Any, given: list[Value], out: Sequence[Any]) -> Found:
-    return _reshape(text, params, given, out)
-
-
 def _reduction(name: str, none: Callable[[str], Any]) -> Callable[..., Found]:
     def rule(text: Text, params: Any, given: list[Value], out: Sequence[Any]) -> Found:
         (x,), axes = given, params["axes"]
@@ -248,19 +243,9 @@ def _cond(text: Text, params: Any, given: list[Value], out: Sequence[Any]) -> Fo
     return [chosen(cases) for cases in zip(*branches)]
 
 
-def _lowest(dtype: str) -> Any:
-    return -np.inf if kind_of(dtype) == "f" else False if dtype == "bool" else np.iinfo(dtype).min
-
-
-def _highest(dtype: str) -> Any:
-    return np.inf if kind_of(dtype) == "f" else True if dtype == "bool" else np.iinfo(dtype).max
-
-
 SHAPED: dict[str, Callable[..., Found]] = {
     "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "expand_dims": _reshape,
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
     "transpose": _transpose,
     "rev": _reverse,
     "slice": _slice,
@@ -276,9 +261,9 @@ SHAPED: dict[str, Callable[..., Found]] = {
     "cond": _cond,
     "reduce_sum": _reduction("add", lambda dtype: 0),
     "reduce_prod": _reduction("mul", lambda dtype: 1),
-    "reduce_max": _reduction("max", _lowest),
-    "reduce_min": _reduction("min", _highest),
-    "reduce_and": _reduction("and", lambda dtype: -1 if dtype != "bool" else True),
+    "reduce_max": _reduction("max", lambda dtype: limits(dtype)[0]),
+    "reduce_min": _reduction("min", lambda dtype: limits(dtype)[1]),
+    "reduce_and": _reduction("and", lambda dtype: -1 if kind_of(dtype) == "i" else limits(dtype)[1]),
     "reduce_or": _reduction("or", lambda dtype: 0),
     "reduce_xor": _reduction("xor", lambda dtype: 0),
 }
