@@ -62,14 +62,14 @@ def described(plan: Plan) -> dict[str, Any]:
         signature = operands.signature(function)
         dispatch["template"] = {"function": function, "arguments": arguments}
         dispatch["fragment_bytes_per_thread"] = known.kernel.fragment_bytes
-        for argument, bound in zip(dispatch["arguments"], known.arguments):
-            operand = operands.OPERANDS[signature.names[bound.index]]
+        for argument, (index, bound) in zip(dispatch["arguments"], known.arguments):
+            operand = operands.OPERANDS[signature.names[index]]
             kind = operand.type(operand.name in signature.writes)
             argument["parameter"] = {"name": operand.name, "type": kind, "note": operand.note}
-            if bound.buffer is None:
-                argument["fields"] = _decoded(bound.bytes, operand.msl)
+            if isinstance(bound, bytes):
+                argument["fields"] = _decoded(bound, operand.msl)
             else:
-                notes[bound.buffer] = operand.note
+                notes[bound] = operand.note
     for buffer in body["buffers"]:
         buffer["bytes"] = ITEM_SIZES[buffer["dtype"]] * math.prod(buffer["shape"])
         buffer["note"] = notes[buffer["name"]]

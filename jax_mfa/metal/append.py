@@ -13,11 +13,13 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from jax_mfa.kv_cache.storage import PARTS, QuantizedArray, dtype_of
 from jax_mfa.metal import runtime, source
-from jax_mfa.metal.plan import ITEM_SIZES, SCALARS, Buffer, Dispatch, Kernel, Plan, argument
-from jax_mfa.metal.problem import Shape, encoding
-from jax_mfa.problem import Storage
+from jax_mfa.metal.plan import ITEM_SIZES, SCALARS, Buffer, Dispatch, Kernel, Plan
+from jax_mfa.metal.problem import encoding, shape_of
+from jax_mfa.problem import Storage, storage_of
 
 SIMDGROUPS = 4
 COPY_THREADS = 256
@@ -25,16 +27,12 @@ COPY_WORDS = 8  # of four bytes for each thread
 WHERE = ("slots", "sources", "targets")
 
 
-def _dispatch(kernel: Kernel, grid: tuple[int, int, int], bound: dict[int, str | bytes]) -> Dispatch:
-    return Dispatch(kernel, grid, tuple(argument(i, x) for i, x in sorted(bound.items())))
-
-
 def _copies(part: Buffer, count: int) -> Dispatch:
     words = math.prod(part.shape[1:]) * ITEM_SIZES[part.dtype] // 4
     grid = (-(-words // (COPY_THREADS * COPY_WORDS)), count, 1)
     kernel = Kernel(f"copy_pages_{COPY_THREADS}", ("copy_pages", COPY_THREADS), (), COPY_THREADS)
     sizes = struct.pack("<2I", words, part.shape[0])
-    return _dispatch(kernel, grid, {0: part.name, 1: "sources", 2: "targets", 3: sizes})
+    return Dispatch(kernel, grid, ((0, part.name), (1, "sources"), (2, "targets"), (3, sizes)))
 
 
 def _tokens(new: Buffer, parts: Mapping[str, Buffer], storage: Storage | None) -> Dispatch:
@@ -45,14 +43,15 @@ def _tokens(new: Buffer, parts: Mapping[str, Buffer], storage: Storage | None) -
     # scale and zero of each block of a token
     memory = SIMDGROUPS * 8 * parts["scales"].shape[-1] if "scales" in parts else 0
     name = f"append_tokens_{new.name}_{new.dtype}_{size}"
-    bound: dict[int, str | bytes] = {0: new.name, 1: "slots", 5: struct.pack("<3i", tokens, heads, pages * page)}
-    bound |= {i: parts[name].name for i, name in enumerate(PARTS[:3], 2) if name in parts}
+    bound: list[tuple[int, str | bytes]] = [(0, new.name), (1, "slots")]
+    bound += [(i, parts[name].name) for i, name in enumerate(PARTS[:3], 2) if name in parts]
+    bound += [(5, struct.pack("<3i", tokens, heads, pages * page))]
     kernel = Kernel(name, template, constants, SIMDGROUPS * 32, memory)
-    return _dispatch(kernel, (-(-tokens // SIMDGROUPS), heads, 1), bound)
+    return Dispatch(kernel, (-(-tokens // SIMDGROUPS), heads, 1), tuple(bound))
 
 
 @functools.lru_cache(maxsize=256)
-def plan(arrays: tuple[tuple[str, Shape], ...], storages: tuple[Storage | None, Storage | None]) -> Plan:
+def plan(arrays: tuple[tuple[str, jax.ShapeDtypeStruct], ...], storages: tuple[Storage | None, Storage | None]) -> Plan:
     """From the shapes of "key", "value", "slots", "sources", "targets", and of the parts of the pool by names such as
     "key_data"."""
     updated = lambda name: name.partition("_")[2] in PARTS
@@ -82,8 +81,8 @@ def write(pages: Any, key: Any, value: Any, where: Any) -> tuple[Any, Any] | Non
     those. None, with a warning, where the kernels cannot be had."""
     pools = {f"{name}_{part}": x for name, whole in zip(("key", "value"), pages) for part, x in parts_of(whole).items()}
     arrays = {"key": key, "value": value, **dict(zip(WHERE, where)), **pools}
-    storages = [Storage(x.scheme, x.head_size) if isinstance(x, QuantizedArray) else None for x in pages]
-    made = plan(tuple((name, Shape.of(x)) for name, x in arrays.items()), (storages[0], storages[1]))
+    shapes = tuple((name, shape_of(x)) for name, x in arrays.items())
+    made = plan(shapes, (storage_of(pages[0]), storage_of(pages[1])))
     failure = runtime.failure(made)
     if failure:
         runtime.warn_once(failure)

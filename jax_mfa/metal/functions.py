@@ -31,9 +31,6 @@ class Rules:
     reads: int | None = 0  # of single floats by a score, each with a derivative; None where MSL has not all of those
 
 
-PLAIN = Rules()
-
-
 @functools.lru_cache(maxsize=1024)
 def rules_of(score: Program | None, mask: Program | None) -> Rules:
     """The score and the visibility of a `score_mod` and a `mask_mod`; raises `Refused`."""
@@ -53,9 +50,9 @@ def rules_of(score: Program | None, mask: Program | None) -> Rules:
 @functools.lru_cache(maxsize=1024)
 def refusal(score: Program | None, mask: Program | None) -> str:
     """Which of the two MSL cannot say, and why; empty where it can."""
-    for name, program in (("score_mod", score), ("mask_mod", mask)):
+    for name, pair in (("score_mod", (score, None)), ("mask_mod", (None, mask))):
         try:
-            rules_of(*((program, None) if name == "score_mod" else (None, program)))
+            rules_of(*pair)
         except Refused as error:
             return f"{name}: {error}"
     return ""

@@ -67,29 +67,11 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
-    """What a kernel finds at a buffer index: a buffer of the plan by name, or bytes."""
-
-    index: int
-    buffer: str | None = None
-    bytes: bytes = b""
-
-    def as_dict(self, read: set[str]) -> dict[str, Any]:
-        if self.buffer is None:
-            return {"index": self.index, "bytes": self.bytes.hex()}
-        return {"index": self.index, "buffer": self.buffer, "written": self.buffer not in read}
-
-
-def argument(index: int, x: str | bytes) -> Argument:
-    """A buffer's name, or bytes, at an index."""
-    return Argument(index, bytes=x) if isinstance(x, bytes) else Argument(index, buffer=x)
-
-
-@dataclasses.dataclass(frozen=True)
 class Dispatch:
     """A kernel over a grid.
 
     Attributes:
+      arguments: what the kernel finds at each buffer index: a buffer of the plan by name, or bytes.
       multiply_accumulates: an estimate from above for the whole grid, in those of the matrix unit, by which the
         launcher keeps command buffers short.
       grid_argument: the index of bytes whose first 24 say which part of its grid a launch is: x, y and z of the
@@ -98,12 +80,17 @@ class Dispatch:
 
     kernel: Kernel
     threadgroups: tuple[int, int, int]
-    arguments: tuple[Argument, ...]
+    arguments: tuple[tuple[int, str | bytes], ...]
     multiply_accumulates: int = 0
     grid_argument: int | None = None
 
+    @property
+    def buffers(self) -> set[str]:
+        return {x for _, x in self.arguments if isinstance(x, str)}
+
     def as_dict(self, read: set[str]) -> dict[str, Any]:
         """`read`: the buffers that the dispatch reads and does not write."""
+        bound = lambda x: {"bytes": x.hex()} if isinstance(x, bytes) else {"buffer": x, "written": x not in read}
         names = ("index", "name", "type", "value")
         return {
             "kernel": self.kernel.name,
@@ -113,7 +100,7 @@ class Dispatch:
             "threads": [self.kernel.threads, 1, 1],
             "threadgroup_memory": [],
             "static_threadgroup_memory": self.kernel.threadgroup_memory,
-            "arguments": [x.as_dict(read) for x in self.arguments],
+            "arguments": [{"index": i} | bound(x) for i, x in self.arguments],
             "multiply_accumulates": self.multiply_accumulates,
             **({} if self.grid_argument is None else {"grid_argument": self.grid_argument}),
         }
@@ -138,9 +125,9 @@ class Plan:
     dispatches: tuple[Dispatch, ...]
 
     def __post_init__(self) -> None:
-        missing = {a.buffer for d in self.dispatches for a in d.arguments} - {None, *(b.name for b in self.buffers)}
+        missing = set().union(*(d.buffers for d in self.dispatches)) - {b.name for b in self.buffers}
         if missing:
-            raise TypeError(f"{self.name} has no {', '.join(map(str, missing))}, which its kernels need")
+            raise TypeError(f"{self.name} has no {', '.join(missing)}, which its kernels need")
 
     @property
     def operands(self) -> tuple[Buffer, ...]:
@@ -163,7 +150,7 @@ class Plan:
         read, dispatches = inputs, []
         for d in self.dispatches:
             dispatches.append(d.as_dict(read))
-            read = read | {a.buffer for a in d.arguments if a.buffer and a.buffer not in updated}
+            read = read | (d.buffers - updated)
         # instantiations are all of them, for readers: each dispatch has its own
         library = {"source": self.source, "instantiations": self.instantiations, "language": list(LANGUAGE)}
         return {

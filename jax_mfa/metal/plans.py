@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax_mfa.metal import kernels, source, tiles
-from jax_mfa.metal.functions import PLAIN, Rules
+from jax_mfa.metal.functions import Rules
 from jax_mfa.metal.plan import ITEM_SIZES, Buffer, Plan
 from jax_mfa.metal.problem import LaunchProblem
 from jax_mfa.problem import Specification, Storage
@@ -109,7 +109,7 @@ def splits(x: LaunchProblem, tile: Decoder) -> list[int]:
 
 
 def forward(
-    spec: Specification, arrays: Mapping[str, Any], *, variant: Variant = "staged", rules: Rules = PLAIN
+    spec: Specification, arrays: Mapping[str, Any], *, variant: Variant = "staged", rules: Rules | None = None
 ) -> Plan:
     """The plan of the forward pass; for a few queries against many keys, that of decoding.
 
@@ -135,7 +135,7 @@ def backward(
     *,
     wrt: tuple[str, ...] = ("query", "key", "value"),
     variant: Variant = "staged",
-    rules: Rules = PLAIN,
+    rules: Rules | None = None,
 ) -> Plan:
     """The plan of the backward pass for the gradients in `wrt`; other arguments as of `forward`.
 

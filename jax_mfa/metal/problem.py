@@ -10,11 +10,11 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+import jax
 
 from jax_mfa.metal import functions, operands
-from jax_mfa.metal.functions import PLAIN, Rules
-from jax_mfa.metal.plan import SCALARS, Argument, Buffer, argument
+from jax_mfa.metal.functions import Rules
+from jax_mfa.metal.plan import SCALARS, Buffer
 from jax_mfa.philox import drop_below
 from jax_mfa.problem import MAX_POSITION, Operands, Specification, Storage
 
@@ -38,16 +38,9 @@ def stored_type(storage: Storage | None, page_size: int | None, scalar: str, siz
     return f"Stored<{encoding(storage, scalar)}, {size}, {page_size or 0}{width}>"
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     """What a plan knows of an array."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @classmethod
-    def of(cls, x: Any) -> Shape:
-        return cls(tuple(x.shape), np.dtype(x.dtype))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +55,7 @@ class LaunchProblem:
     """
 
     spec: Specification
-    arrays: tuple[tuple[str, Shape], ...]
+    arrays: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
     b: int
     t: int
     s: int
@@ -70,26 +63,26 @@ class LaunchProblem:
     k: int
     h: int
     v: int
-    rules: Rules = PLAIN
-    decoded: bool = False
+    rules: Rules
+    decoded: bool
 
     @classmethod
     def of(
-        cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules = PLAIN, decoded: bool = False
+        cls, spec: Specification, arrays: Mapping[str, Any], rules: Rules | None = None, decoded: bool = False
     ) -> LaunchProblem:
-        """From arrays or shapes by name, as `launch_arrays` gives them."""
+        """From arrays or shapes by name, as `launch_arrays` gives them, and the specification's rules or others."""
         unknown = sorted(set(arrays) - set(operands.CARRIED))
         if unknown:
             raise TypeError(f"a launch carries {', '.join(operands.CARRIED)}, got {', '.join(unknown)}")
-        shapes = {name: Shape.of(arrays[name]) for name in operands.CARRIED if name in arrays}
+        shapes = {name: shape_of(arrays[name]) for name in operands.CARRIED if name in arrays}
         b, t, n, h = shapes["query"].shape
         of_problem = {name: x for name, x in shapes.items() if name in Operands._fields}
         _, s, k, v = spec.viewed(Operands(**of_problem)).value.shape
-        rules = functions.rules_of(spec.score_mod, spec.mask_mod) if rules is PLAIN else rules
+        rules = rules or functions.rules_of(spec.score_mod, spec.mask_mod)
         return cls(spec, tuple(shapes.items()), b, t, s, n, k, h, v, rules, decoded)
 
     @functools.cached_property
-    def by_name(self) -> dict[str, Shape]:
+    def by_name(self) -> dict[str, jax.ShapeDtypeStruct]:
         return dict(self.arrays)
 
     def __contains__(self, name: str) -> bool:
@@ -213,10 +206,10 @@ class LaunchProblem:
 
     def bound(
         self, function: str, grid: tuple[int, int, int], constants: Mapping[str, Any], own: Mapping[str, str | bytes]
-    ) -> tuple[Argument, ...]:
+    ) -> tuple[tuple[int, str | bytes], ...]:
         """A kernel's arguments that these constants say there are: `own` bytes or buffers of another name, else the
         buffer of the argument's name."""
         found = {"p": self.parameters(grid), **own}
         flags = ((i, name, operands.OPERANDS[name].flag) for i, name in enumerate(operands.signature(function).names))
         source = lambda name: found.get(name, self.source(name))
-        return tuple(argument(i, source(name)) for i, name, flag in flags if not flag or constants[flag])
+        return tuple((i, source(name)) for i, name, flag in flags if not flag or constants[flag])

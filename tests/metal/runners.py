@@ -88,9 +88,9 @@ class Core:
             kernel = chosen.kernel(dispatch.kernel.name, constants=constants)
             if text is None:
                 assert dispatch.kernel.threadgroup_memory == kernel.static_threadgroup_memory_length, kernel.name
-            bound = {a.index: known[a.buffer] if a.buffer else a.bytes for a in dispatch.arguments}
-            fresh = [a.index for a in dispatch.arguments if a.buffer in results and a.buffer not in written]
-            whole = [a.index for a in dispatch.arguments if a.index in fresh and a.buffer not in scratch]
+            bound = {i: x if isinstance(x, bytes) else known[x] for i, x in dispatch.arguments}
+            fresh = [i for i, x in dispatch.arguments if x in results and x not in written]
+            whole = [i for i, x in dispatch.arguments if i in fresh and x not in scratch]
             result = kernel(
                 bound,
                 threadgroups=dispatch.threadgroups,
@@ -101,7 +101,7 @@ class Core:
                 count_lines=self.lines,
             )
             done.append((dispatch.kernel.template[0], result))
-            written |= {a.buffer for a in dispatch.arguments if a.buffer}
+            written |= dispatch.buffers
         return Ran(known, done)
 
 

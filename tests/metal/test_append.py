@@ -16,7 +16,7 @@ from jax_mfa.cli import check_writes
 from jax_mfa.kv_cache import pool as paged_cache
 from jax_mfa.kv_cache.page_book import Write
 from jax_mfa.metal import append
-from jax_mfa.metal.problem import Shape
+from jax_mfa.metal.problem import shape_of
 from jax_mfa.problem import Storage
 
 PAGE, PAGES, K, H, V = 8, 5, 2, 24, 11
@@ -57,7 +57,7 @@ def ran(case, **how):
     arrays = dict(zip(("key", "value"), new)) | WHERE._asdict()
     arrays |= {f"{name}_{part}": np.array(x) for name, found in parts.items() for part, x in found.items()}
     storages = tuple(s and Storage(s, size) for s, size in zip(schemes, (H, V)))
-    plan = append.plan(tuple((name, Shape.of(x)) for name, x in arrays.items()), storages)
+    plan = append.plan(tuple((name, shape_of(x)) for name, x in arrays.items()), storages)
     found = runners.run(plan, arrays, **how)
     wanted = jax.jit(paged_cache.scattered)(pages, *new, WHERE)
     taken = [{part: found.arrays[f"{name}_{part}"] for part in x} for name, x in parts.items()]

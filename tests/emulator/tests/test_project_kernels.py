@@ -10,6 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import ShapeDtypeStruct as Shape
 
 from jax_mfa import Scheme, metal
 from jax_mfa.api import with_modifiers
@@ -17,7 +18,6 @@ from jax_mfa.arguments import specify
 from jax_mfa.metal import append, source, tiles
 from jax_mfa.metal import plans as launch_plans
 from jax_mfa.metal.plan import LANGUAGE, Plan, instantiations
-from jax_mfa.metal.problem import Shape
 from jax_mfa.problem import Specification, Storage
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
