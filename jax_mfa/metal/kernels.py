@@ -208,5 +208,7 @@ def decode(x: LaunchProblem, tile: tiles.DecodeTiles | tiles.DecodeRows, split_k
     name = "decode_rows" if isinstance(tile, tiles.DecodeRows) else "decode"
     grid = (-(-splits * x.k // tile.simdgroups), -(-group // tile.rows) * tile.slices, x.b)
     attend = _launch(MATRICES, name, x, tile, grid, x.pairs * (tile.slices * x.h + x.v), numbers=numbers)
+    rows = lambda name, size: Buffer(name, "scratch", "float32", (x.b, x.k, splits, group, size))
+    attend = dataclasses.replace(attend, scratch=(rows("split_out", x.v), rows("split_state", 2)))
     grid, work = (group, x.k, x.b), x.b * x.t * x.n * x.v * splits
     return attend, _launch(MATRICES, "merge", x, tiles.MergeTile(), grid, work, numbers=numbers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_mfa.metal import kernels, source, tiles
@@ -20,26 +20,21 @@ Variant = str | tiles.Split | tiles.Tiles
 Decoder = tiles.DecodeTiles | tiles.DecodeRows
 
 
-def _plan(name: str, x: LaunchProblem, buffers: Iterable[Buffer], launches: Iterable[kernels.Launch]) -> Plan:
+def _plan(name: str, x: LaunchProblem, buffers: Sequence[Buffer], launches: Sequence[kernels.Launch]) -> Plan:
     dispatches = tuple(dispatch for launch in launches for dispatch in launch.dispatches)
+    scratch = (buffer for launch in launches for buffer in launch.scratch)
     text = source.digest_for(dispatch.kernel for dispatch in dispatches)
-    return Plan(f"attention_{name}", text, (*x.inputs, *buffers), dispatches)
+    return Plan(f"attention_{name}", text, (*x.inputs, *buffers, *scratch), dispatches)
 
 
 @functools.lru_cache(maxsize=1024)
 def _forward(x: LaunchProblem, chosen: tiles.Tiles) -> Plan:
-    launch = kernels.Launches(x, chosen).forward()
-    return _plan("forward", x, (*x.results("output"), *launch.scratch), [launch])
+    return _plan("forward", x, x.results("output"), [kernels.Launches(x, chosen).forward()])
 
 
 @functools.lru_cache(maxsize=1024)
 def _decode(x: LaunchProblem, tile: Decoder, split_keys: int) -> Plan:
-    rows = (x.b, x.k, -(-x.s // split_keys), x.n // x.k * x.t)  # of each split of the keys
-    scratch = (
-        Buffer("split_out", "scratch", "float32", (*rows, x.v)),
-        Buffer("split_state", "scratch", "float32", (*rows, 2)),
-    )
-    return _plan("decode", x, (*x.results("output"), *scratch), kernels.decode(x, tile, split_keys))
+    return _plan("decode", x, x.results("output"), kernels.decode(x, tile, split_keys))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -49,7 +44,7 @@ def _backward(x: LaunchProblem, wrt: tuple[str, ...], chosen: tiles.Tiles) -> Pl
     launches: list[kernels.Launch] = []
 
     def add(launch: kernels.Launch, *results: Buffer) -> None:
-        buffers.extend((*results, *launch.scratch))
+        buffers.extend(results)
         launches.append(launch)
 
     add(all_of.delta(), x.rows("row_states", "output" if "sinks" in wrt else "scratch", 4))

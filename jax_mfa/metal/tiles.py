@@ -288,9 +288,7 @@ class RowTiles(Tile):
     def keys(self) -> int:
         return self.threads
 
-    @property
-    def queries(self) -> int:
-        return self.threads
+    queries = keys
 
 
 @dataclasses.dataclass(frozen=True)
