@@ -36,9 +36,11 @@ def launch_arrays(spec: Specification, o: Operands) -> dict[str, Any]:
     repeats = Operands(*spec.repeats)
     batch = o.query.shape[0]
 
-    def carried(name: str) -> Array:
+    def carried(name: str) -> Array | None:
+        if name == "captured":
+            return _captured(repeats, o, batch)
         x, known = getattr(o, name), operands.OPERANDS[name]
-        if known.shape[0] != "B" or name == "query":
+        if x is None or known.shape[0] != "B" or name == "query":
             return x
         x = expand_entries(x, getattr(repeats, name), batch)
         if name == "query_offset":
@@ -46,9 +48,7 @@ def launch_arrays(spec: Specification, o: Operands) -> dict[str, Any]:
         x = jnp.asarray(x, operands.DTYPES[known.msl])
         return jnp.broadcast_to(x, (batch, *x.shape[1:]))
 
-    captured = _captured(repeats, o, batch)
-    present = lambda name: captured is not None if name == "captured" else getattr(o, name) is not None
-    return {x: captured if x == "captured" else carried(x) for x in operands.CARRIED if present(x)}
+    return {name: x for name in operands.CARRIED if (x := carried(name)) is not None}
 
 
 def _captured(repeats: Operands, o: Operands, batch: int) -> Array | None:
@@ -86,25 +86,26 @@ PARTS: dict[str, dict[str, tuple[str, ...] | None]] = {
 }
 
 
-def candidates(spec: Specification, o: Operands, part: str) -> list[tuple[int, ...]]:
-    """Tiles of a part of `Tiles` that `tune` may take for a problem, the usual ones first; none where it has none.
+def candidates(spec: Specification, o: Operands, part: str) -> dict[tuple[int, ...], Any]:
+    """Tiles of a part of `Tiles` that `tune` may take for a problem, by their numbers and the usual ones first; none
+    where it has none.
 
-    Of "decode" they are one number, the columns of a split.
+    Of "decode" they are a `Split`, by one number: its columns.
     """
     variant = runtime.get().variant
     if variant not in tiles.VARIANTS:
-        return []
+        return {}
     if part in PARTS["forward"]:
         few = plans.decoding(LaunchProblem.of(spec, _launch_shapes(spec, o)))
         if part == "decode":
-            return [(x,) for x in plans.splits(*few)] if few else []
+            return {(x,): tiles.Split(variant, x) for x in plans.splits(*few)} if few else {}
         if few:
-            return []
+            return {}
     if variant in tiles.EMULATED_BFLOAT and o.query.dtype.name == "bfloat16":
-        return []
+        return {}
     sizes = o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize
     usual = getattr(tiles.select(variant, *sizes), part)
-    return [tuple(map(int, x.arguments)) for x in tiles.candidates(usual, *sizes)]
+    return {tuple(map(int, x.arguments)): x for x in tiles.candidates(usual, *sizes)}
 
 
 def tiles_of(spec: Specification, o: Operands, of_pass: str) -> plans.Variant:
@@ -114,18 +115,13 @@ def tiles_of(spec: Specification, o: Operands, of_pass: str) -> plans.Variant:
         allowed = lambda numbers, part=part: numbers in candidates(spec, o, part)
         found = tuned.of(f"metal {part}", lambda: spec.summary(o), allowed)
         if found is not None:
-            won[part] = found
+            won[part] = candidates(spec, o, part)[found]
     if not won:
         return variant
     if "decode" in won:
-        return tiles.Split(variant, *won["decode"])
+        return won["decode"]
     base = tiles.select(variant, o.query.shape[-1], o.value.shape[-1], o.query.dtype.itemsize)
-    return dataclasses.replace(base, **{part: _typed(getattr(base, part), numbers) for part, numbers in won.items()})
-
-
-def _typed(usual: Any, numbers: tuple[int, ...]) -> Any:
-    """Numbers as tiles: what the usual ones have as a truth value is one again."""
-    return type(usual)(*(type(a)(b) for a, b in zip(usual.arguments, numbers)))
+    return dataclasses.replace(base, **won)
 
 
 def _checked(plan: Any) -> Any:

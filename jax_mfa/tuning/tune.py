@@ -174,7 +174,7 @@ def _plans(spec: Specification, operands: Operands, of_pass: str) -> Iterator[tu
     yield f"blockwise {of_pass}", blockwise, ("query", "key", "value") if backward else None, tiles
     if not choice.refusal(spec, operands):
         for part, wrt in metal.PARTS[of_pass].items():
-            yield f"metal {part}", metal, wrt, metal.candidates(spec, operands, part)
+            yield f"metal {part}", metal, wrt, list(metal.candidates(spec, operands, part))
 
 
 def search(spec: Specification, operands: Operands, passes: Any, tries: int, rounds: int) -> Iterator[Tuned]:
