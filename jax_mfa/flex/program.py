@@ -418,14 +418,12 @@ def _derivative_of(eqn: Any) -> Any:
         run = lambda *some: compat.bind(eqn.primitive, {**known, **dict(zip(moving, some))}.values(), eqn.params)
         return run, [xs[i] for i in moving]
 
-    def jvp(xs: Any, tangents: Any) -> Any:
-        return jax.jvp(*at(xs), tangents)
-
     def vjp(xs: Any, cotangents: Any) -> Any:
         run, some = at(xs)
         return jax.vjp(run, *some)[1](cotangents)
 
     if eqn.primitive.name.startswith("custom_jvp"):
+        jvp = lambda xs, tangents: jax.jvp(*at(xs), tangents)
         return jax.make_jaxpr(jvp)(avals[0], [avals[0][i] for i in moving])
     return jax.make_jaxpr(vjp)(*avals)
 

@@ -56,9 +56,8 @@ def plan(arrays: tuple[tuple[str, jax.ShapeDtypeStruct], ...], storages: tuple[S
     "key_data"."""
     updated = lambda name: name.partition("_")[2] in PARTS
     buffers = {name: Buffer(name, "updated" if updated(name) else "input", x.dtype.name, x.shape) for name, x in arrays}
-    dispatches = []
-    if buffers["sources"].shape[0]:
-        dispatches = [_copies(b, buffers["sources"].shape[0]) for name, b in buffers.items() if updated(name)]
+    copied = buffers["sources"].shape[0]
+    dispatches = [_copies(b, copied) for name, b in buffers.items() if copied and updated(name)]
     for name, storage in zip(("key", "value"), storages):
         parts = {part: buffers[f"{name}_{part}"] for part in PARTS if f"{name}_{part}" in buffers}
         dispatches.append(_tokens(buffers[name], parts, storage))

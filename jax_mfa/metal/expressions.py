@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_mfa import compat
-from jax_mfa.flex.program import INLINED, Captured, Program
+from jax_mfa.flex.program import INLINED, Program
 
 MOST_TERMS = 64  # of a sum, which is written out
 MOST_LINES = 4096
@@ -290,12 +290,10 @@ class Text:
 
     def program(self, program: Program, arguments: Sequence[Value], vectors: dict[str, Value]) -> dict[Any, Value]:
         """Its values by their numbers, and its result by what a program has for it."""
-
-        def array(x: Captured) -> Value:
-            vector = vectors[x.kind]
-            return self.jaxpr(jax.make_jaxpr(x.read)(vector.aval), [vector])[0]
-
-        values = [*arguments, *map(array, program.captured)]
+        values = [*arguments]
+        for array in program.captured:
+            vector = vectors[array.kind]
+            values += self.jaxpr(jax.make_jaxpr(array.read)(vector.aval), [vector])
         get = lambda x: values[x] if isinstance(x, int) else self.constant(x)
         for x in program.equations:
             self.where, given = x.where, [get(i) for i in x.inputs]

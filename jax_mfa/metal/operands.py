@@ -69,12 +69,11 @@ def fields(msl: str) -> tuple[Field, ...]:
     """The numbers of a struct, inner structs laid flat; of a number, itself."""
     if msl in FORMATS:
         return (Field(msl, ""),)
-    found: list[Field] = []
-    for outer in STRUCTS[msl]:
-        for inner in fields(outer.msl):
-            name = f"{outer.name}.{inner.name}" if inner.name else outer.name
-            found.append(Field(inner.msl, name, inner.meaning or outer.meaning))
-    return tuple(found)
+    return tuple(
+        Field(inner.msl, f"{outer.name}.{inner.name}".removesuffix("."), inner.meaning or outer.meaning)
+        for outer in STRUCTS[msl]
+        for inner in fields(outer.msl)
+    )
 
 
 def packed(msl: str, values: dict[str, Any]) -> bytes:

@@ -199,15 +199,10 @@ def decode(
     return None
 
 
-def split_keys(keys: int, step: int, groups: int) -> int:
-    """Columns of a split, a multiple of `step`: enough splits to fill a GPU, of which `groups` stand side by side, none
-    so short that merging costs more."""
-    return -(-max(256, -(-keys // max(64, 1024 // groups))) // step) * step
-
-
 def splits(keys: int, step: int, groups: int) -> list[int]:
-    """Columns of a split that `tune` may take: those of `split_keys`, then halves and doubles, the nearest first."""
-    usual = split_keys(keys, step, groups)
+    """Columns of a split, multiples of `step`, the usual ones first: enough splits to fill a GPU, of which `groups`
+    stand side by side, none so short that merging costs more. For `tune` then halves and doubles, the nearest first."""
+    usual = -(-max(256, -(-keys // max(64, 1024 // groups))) // step) * step
     others = (usual // 2, usual * 2, usual // 4, usual * 4, usual // 8, usual * 8)
     return list(dict.fromkeys(-(-min(x, keys) // step) * step for x in (usual, *others)))
 
