@@ -149,8 +149,7 @@ def _literal(x: Any) -> str:
     suffix = {"uint32": "u", "int64": "l", "uint64": "ul"}.get(dtype, "")
     text = f"{n}{suffix}"
     if n < 0:
-        lowest = n == -(2 ** (8 * np.dtype(dtype).itemsize - 1))
-        text = f"({n + 1}{suffix} - 1)" if lowest else f"({text})"
+        text = f"({n + 1}{suffix} - 1)" if n == limits(dtype)[0] else f"({text})"
     return text if dtype in ("int32", "uint32", "int64", "uint64") else f"{type_of(dtype)}({text})"
 
 
