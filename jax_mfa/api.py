@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, choice, partial, primitives, recording, reference, sharding
-from jax_mfa.arguments import known_lengths, specify, specify_abstract, unwrapped
+from jax_mfa.arguments import as_columns, known_lengths, specify, specify_abstract, unwrapped
 from jax_mfa.choice import Explanation, Implementation, explained, names_of
 from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.flex.program import MaskMod, ScoreMod, modifiers
@@ -345,22 +345,18 @@ def decode_attention(
     if taken:
         raise ValueError(f"{sorted(taken)[0]} must not be given: decode_attention derives it from lengths")
     refuse_unknown("decode_attention", keywords, {})
-    query, key, value = map(unwrapped, (query, key, value))
-    if min(len(checks.shape(query)), len(checks.shape(key))) < 3:
-        specify(query, key, value)  # says what is wrong with them
-    lead = np.shape(query)[:-3]
-    filled = known_lengths("lengths", lengths, np.shape(key)[-3])
-    checks.fits("lengths", filled, filled.shape in ((), lead), f"[B] = {list(lead)}")
+    q, k = as_columns("query", query, "[..., T, N, H]"), as_columns("key", key, "[..., S, K, H]")
+    filled = known_lengths("lengths", lengths, k.shape[-3], q.shape[:-3])
     arguments = {
-        "query": query,
-        "key": key,
+        "query": q,
+        "key": k,
         "value": value,
         "score_mod": score_mod,
         "mask_mod": mask_mod,
         "bias": bias,
         "mask": mask,
         "is_causal": True,
-        "query_offset": jnp.asarray(filled, jnp.int32) - np.shape(query)[-3],
+        "query_offset": jnp.asarray(filled, jnp.int32) - q.shape[-3],
         "key_value_seq_lengths": filled,
         **keywords,
     }

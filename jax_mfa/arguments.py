@@ -6,7 +6,6 @@ computes attention or knows which implementation will.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 from typing import Any
@@ -27,7 +26,6 @@ from jax_mfa.problem import (
     Specification,
     accumulation_dtype,
     as_operands,
-    page_size_of,
     storage_of,
 )
 
@@ -72,9 +70,12 @@ def as_array(name: str, x: Any, kinds: str, expected: str) -> Array:
     return jnp.asarray(x)
 
 
-def as_columns(name: str, x: Any, expected: str) -> Any:
-    """A key or value as an array, unless it is quantised or in pages."""
-    return x if isinstance(x, (QuantizedArray, PagedArray)) else as_array(name, x, "f", expected)
+def as_columns(name: str, x: Any, letters: str) -> Any:
+    """A floating array of three axes or more, quantised, in pages or neither."""
+    x = unwrapped(x)
+    x = x if isinstance(x, (QuantizedArray, PagedArray)) else as_array(name, x, "f", f"floating {letters}")
+    checks.fits(name, x, x.ndim >= 3, letters)
+    return x
 
 
 def _with_columns(x: Any) -> Any:
@@ -148,9 +149,11 @@ def known_integers(name: str, x: Any, low: int, high: int, expected: str) -> Any
     return x
 
 
-def known_lengths(name: str, x: Any, limit: int) -> Any:
-    """Lengths as they were given; within 0..limit where their values are known."""
-    return known_integers(name, x, 0, limit, "integers [B]")
+def known_lengths(name: str, x: Any, limit: int, lead: tuple[int, ...]) -> Any:
+    """Lengths of the shape `lead`, or one for all, as they were given; within 0..limit where their values are known."""
+    x = known_integers(name, x, 0, limit, "integers [B]")
+    checks.fits(name, x, x.shape in ((), lead), f"[B] = {list(lead)}")
+    return x
 
 
 def sequence_bounds(name: str, x: Any, limit: int, letters: str, count: int | None = None) -> Array:
@@ -238,10 +241,14 @@ def specify(
     segment ids the low 32 bits count.
     """
     query, key, value = _checked_arrays(query, key, value, value_size)
-    builder = _Builder.of(query, key, parts)
-    builder.spec["value_size"] = None if value_size is None else int(value_size)
-    builder.spec |= {"is_causal": checks.boolean("is_causal", is_causal), "page_size": page_size_of(key)}
-    builder.spec |= {"key_storage": storage_of(key), "value_storage": storage_of(value)}
+    builder = _Builder(query, key, parts)
+    builder.spec |= {
+        "is_causal": checks.boolean("is_causal", is_causal),
+        "value_size": None if value_size is None else int(value_size),
+        "page_size": key.pages.shape[1] if isinstance(key, PagedArray) else None,
+        "key_storage": storage_of(key),
+        "value_storage": storage_of(value),
+    }
     builder.add_scores(bias, scale, query.shape[-1], logits_soft_cap, alibi_slopes, sinks)
     builder.add_positions(local_window_size, query_offset, query_seq_lengths, key_value_seq_lengths)
     builder.add_modifiers(modifiers)
@@ -268,10 +275,8 @@ def _checked_arrays(query: Any, key: Any, value: Any, value_size: Any) -> tuple[
             f"got {checks.seen(value_size)} and {checks.seen(value)}"
         )
     query = query.dequantize() if isinstance(query, QuantizedArray) else query
-    query = as_array("query", query, "f", "floating [..., T, N, H]")
-    key = as_columns("key", key, "floating [..., S, K, H]")
-    value = as_columns("value", value, "floating [..., S, K, V]")
-    checks.fits("query", query, query.ndim >= 3, "[..., T, N, H]")
+    query = as_columns("query", query, "[..., T, N, H]")
+    key, value = as_columns("key", key, "[..., S, K, H]"), as_columns("value", value, "[..., S, K, V]")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not all(isinstance(d, numbers.Integral) for d in x.shape[-3:]):
             raise NotImplementedError(
@@ -296,26 +301,20 @@ def _checked_arrays(query: Any, key: Any, value: Any, value_size: Any) -> tuple[
     return query, key, value
 
 
-@dataclasses.dataclass
 class _Builder:
     """The sizes of a problem, and the fields of its `Specification` and `Operands` as arguments are checked."""
 
-    lead: tuple[int, ...]  # the batch axes
-    t: int
-    s: int
-    n: int
-    all_t: int  # of sequences in parts, the length of all of them
-    all_s: int
-    acc: Any  # the dtype of accumulation
-    spec: dict[str, Any] = dataclasses.field(default_factory=dict)
-    operands: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, query: Any, key: Any, parts: int) -> _Builder:
-        (*lead, t, n, _), s = query.shape, key.shape[-3]
-        if parts * max(t, s) > MAX_POSITION:
-            raise ValueError(f"query and key must be at most {MAX_POSITION} long, got T = {parts * t}, S = {parts * s}")
-        return cls(tuple(lead), t, s, n, parts * t, parts * s, accumulation_dtype(query.dtype))
+    def __init__(self, query: Any, key: Any, parts: int) -> None:
+        (*lead, self.t, self.n, _), self.s = query.shape, key.shape[-3]
+        self.lead = tuple(lead)  # the batch axes
+        self.all_t, self.all_s = parts * self.t, parts * self.s  # of sequences in parts, the length of all of them
+        if max(self.all_t, self.all_s) > MAX_POSITION:
+            raise ValueError(
+                f"query and key must be at most {MAX_POSITION} long, got T = {self.all_t}, S = {self.all_s}"
+            )
+        self.acc = accumulation_dtype(query.dtype)
+        self.spec: dict[str, Any] = {}
+        self.operands: dict[str, Any] = {}
 
     def add_scores(self, bias: Any, scale: Any, head_size: int, soft_cap: Any, alibi_slopes: Any, sinks: Any) -> None:
         """Whatever changes scores."""
@@ -332,15 +331,12 @@ class _Builder:
             self.operands["scale"] = scale.reshape(1).astype(self.acc)
         if soft_cap is not None:
             soft_cap = checks.number("logits_soft_cap", soft_cap, "a positive static number or None", self.acc)
-            if soft_cap <= 0:
-                raise ValueError(f"logits_soft_cap must be positive or None, got {soft_cap}")
             # below, the cap is flushed to zero, and so are, above, scores over the cap that still count
             low = float(jnp.finfo(self.acc).tiny)
             high = float(jnp.finfo(self.acc).eps) / low
             if not low <= soft_cap <= high:
-                raise ValueError(
-                    f"logits_soft_cap must lie in {low:.2g}..{high:.2g} in {self.acc.name} or be None, got {soft_cap}"
-                )
+                expected = f"positive, in {low:.2g}..{high:.2g} of {self.acc.name}, or None"
+                raise ValueError(f"logits_soft_cap must be {expected}, got {soft_cap}")
             self.spec["logits_soft_cap"] = soft_cap
         for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
             if x is not None:
@@ -351,10 +347,10 @@ class _Builder:
         """Where queries stand, how far they see, and where sequences end."""
         self.spec["window"] = as_window(window)
         if query_lengths is not None:
-            x = known_lengths("query_seq_lengths", query_lengths, self.all_t)
+            x = known_integers("query_seq_lengths", query_lengths, 0, self.all_t, "integers [B]")
             self.operands["query_lengths"] = self._integers("query_seq_lengths", x, 0, self.all_t)
         if key_lengths is not None:
-            x = known_lengths("key_value_seq_lengths", key_lengths, self.all_s)
+            x = known_integers("key_value_seq_lengths", key_lengths, 0, self.all_s, "integers [B]")
             self.operands["key_lengths"] = self._integers("key_value_seq_lengths", x, 0, self.all_s)
         farthest = MAX_POSITION - self.all_t
         if checks.is_integer(offset):

@@ -21,14 +21,6 @@ def seen(x: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({type(x).__name__})"
 
 
-def shape(x: Any) -> tuple[int, ...]:
-    """The shape of an array, or of a list that would be one; that of a number for anything else."""
-    try:
-        return tuple(np.shape(x))
-    except (TypeError, ValueError):
-        return ()
-
-
 def fits(name: str, x: Any, right: bool, expected: str) -> None:
     """Raises `ValueError` for an array whose shape is not `right`, in the words of what was `expected`."""
     if not right:

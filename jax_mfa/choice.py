@@ -144,12 +144,8 @@ def _warned(why_not: str) -> str:
 
 
 def why_not_metal(spec: Specification, o: Operands, other_platform: str = "", small_too: bool = False) -> str:
-    """Why Metal does not take a problem; empty where it does.
-
-    Args:
-      other_platform: why Metal cannot run what is compiled for a device, where that is so.
-      small_too: whether problems go to Metal that blockwise is expected to do faster.
-    """
+    """Why Metal does not take a problem, which may be the `other_platform` of its arrays; empty where it does, with
+    `small_too` also where blockwise is expected to be faster."""
     return refusal(spec, o) or other_platform or ("" if small_too else _too_small(spec, o))
 
 

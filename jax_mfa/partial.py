@@ -109,11 +109,8 @@ def sink_gradient(spec: Specification, operands: Operands, row_max: Array, row_s
 
 
 def weighed(out: Array, row_max: Array, row_sum: Array, acc: Any) -> tuple[Array, Array, Array]:
-    """A partial result as sums: of weighted values, the maximum, −∞ where no score is above that, and of weights.
-
-    A row that sees scores of −∞ alone keeps the sum NaN, as `sees_nothing` says; other columns may yet define its
-    softmax.
-    """
+    """A partial result as sums: of weighted values, the maximum, −∞ where no score is above that, and of weights. A row
+    that sees scores of −∞ alone keeps the sum NaN, as `sees_nothing` says: other columns may yet define its softmax."""
     lost = sees_nothing(row_sum) | (jnp.isnan(row_sum) & (row_max < np.inf))
     sums = jnp.where(lost[..., None], acc.type(0), out.astype(acc) * row_sum[..., None])
     return sums, jnp.where(lost, acc.type(-np.inf), row_max), row_sum

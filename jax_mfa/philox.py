@@ -29,12 +29,7 @@ def _multiply(a: int, x: Any) -> tuple[Any, Any]:
 
 
 def philox(key: Any, counter: Any) -> tuple[Any, Any, Any, Any]:
-    """Four uint32 words for each counter.
-
-    Args:
-      key: two uint32 arrays.
-      counter: four uint32 arrays; all six broadcast together.
-    """
+    """Four uint32 words for each counter, of four uint32 arrays, by a key of two; all six broadcast together."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(_ROUNDS):
@@ -51,18 +46,10 @@ def drop_below(rate: float) -> int:
 
 
 def keep_mask(rate: float, seed: Any, batch: Any, head: Any, row: Any, first_column: Any, columns: int) -> Any:
-    """Which scores of a tile dropout keeps, each with probability 1 − rate.
+    """Which scores of a tile dropout keeps, each with probability 1 − rate: bool `[..., columns]`.
 
-    Args:
-      rate: probability of dropping a score, in [0, 1).
-      seed: two uint32 arrays.
-      batch, head, row: uint32 arrays. They and the seed broadcast together and end in an axis of size 1, which becomes
-        the columns.
-      first_column: index of the tile's first column, a Python or traced integer, or uint32 that broadcasts like row.
-      columns: static number of columns.
-
-    Returns:
-      bool array of the broadcast shape, last axis `columns`.
+    The two words of the seed, batch, head and row are uint32 arrays that broadcast together and end in an axis of size
+    1, which becomes the columns; first_column, the index of the tile's first, is an integer or broadcasts like row.
     """
     rank = max(x.ndim for x in (*seed, batch, head, row))
     column = jnp.arange(columns, dtype=jnp.uint32).reshape((1,) * (rank - 1) + (columns,))

@@ -52,23 +52,14 @@ _ORIGINALS = {"key_original": "key", "value_original": "value"}
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static facts of a call.
-
-    Attributes:
-      spec: of the problem.
-      names: of the operands that there are.
-      implementation: what the caller named, None where the choice is left open.
-      wrt: the operands whose cotangents are asked for, or that have tangents.
-      tangent_names: in forward mode of the backward pass, the arrays that have tangents.
-      differentiated: whether a backward pass follows in the same program.
-    """
+    """The static facts of a call."""
 
     spec: Specification
-    names: tuple[str, ...]
-    implementation: str | None = None
-    wrt: tuple[str, ...] = ()
-    tangent_names: tuple[str, ...] = ()
-    differentiated: bool = False
+    names: tuple[str, ...]  # of the operands that there are
+    implementation: str | None = None  # what the caller named, None where the choice is left open
+    wrt: tuple[str, ...] = ()  # operands whose cotangents are asked for, or that have tangents
+    tangent_names: tuple[str, ...] = ()  # in forward mode of the backward pass, the arrays that have tangents
+    differentiated: bool = False  # whether a backward pass follows in the same program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +106,16 @@ def _bwd(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, ...]
 
 def _bwd_on_metal(*arrays: Array, call: Call) -> tuple[Any, ...]:
     """Cotangents by kernels; that of the arrays that a `score_mod` reads by `blockwise` where MSL has not all of it."""
-    of = lambda module, *wrt: dict(zip(wrt, _bwd(*arrays, call=dataclasses.replace(call, wrt=wrt), module=module)))
-    all_of = metal.differentiates(call.spec)
-    by_kernels = [x for x in call.wrt if all_of or x != "captured_floats"]
-    cotangents = of(metal, *by_kernels) if by_kernels else {}
-    if "captured_floats" in call.wrt and not all_of:
-        if call.implementation == "metal":
-            raise NotImplementedError(
-                "implementation='metal' has no gradient of the arrays that this score_mod reads; "
-                "leave the choice open, or use implementation='blockwise' or 'reference'"
-            )
-        cotangents |= of(blockwise, "captured_floats")
+    of = lambda module, *wrt: dict(
+        zip(wrt, _bwd(*arrays, call=dataclasses.replace(call, wrt=wrt), module=module) if wrt else ())
+    )
+    by_tiles = set() if metal.differentiates(call.spec) else {"captured_floats"} & {*call.wrt}
+    if by_tiles and call.implementation == "metal":
+        raise NotImplementedError(
+            "implementation='metal' has no gradient of the arrays that this score_mod reads; "
+            "leave the choice open, or use implementation='blockwise' or 'reference'"
+        )
+    cotangents = of(metal, *(x for x in call.wrt if x not in by_tiles)) | of(blockwise, *by_tiles)
     return tuple(cotangents[x] for x in call.wrt)
 
 
@@ -473,11 +463,9 @@ def attention(spec: Specification, operands: Operands, implementation: str | Non
 def attention_bwd(
     spec: Specification, operands: Operands, rows: Any, wrt: tuple[str, ...], implementation: str | None = None
 ) -> Any:
-    """Cotangents of the operands `wrt` (see `blockwise.backward`).
-
-    `rows` are out, row_max, row_sum, d_out and d_lse. Where rows see more keys than the operands hold, they are those
-    of all keys, and the cotangents the part that these keys have.
-    """
+    """Cotangents of the operands `wrt` (see `blockwise.backward`), of `rows`: out, row_max, row_sum, d_out and d_lse.
+    Where rows see more keys than the operands hold, they are those of all keys, and the cotangents the part that these
+    keys have."""
     arrays, names = pack(operands)
     return attention_bwd_p.bind(*compat.vary_alike((*arrays, *rows)), call=Call(spec, names, implementation, wrt))
 
@@ -490,11 +478,8 @@ def attention_jvp(
     tangents: Any,
     implementation: str | None = None,
 ) -> Any:
-    """What output and log-sum-exp change by (see `blockwise.tangent`).
-
-    `results` are out, row_max and row_sum. Where rows see more keys than the operands hold, they are those of all keys,
-    and what is found is the part that these keys have.
-    """
+    """What output and log-sum-exp change by (see `blockwise.tangent`), of `results`: out, row_max and row_sum, of all
+    keys as those of `attention_bwd`."""
     arrays, names = pack(operands)
     arrays = compat.vary_alike((*arrays, *results, *tangents))
     return attention_jvp_p.bind(*arrays, call=Call(spec, names, implementation, wrt))

@@ -37,9 +37,8 @@ class Operands(NamedTuple):
     value: Any = None  # [entries, S, K, V]; None where the specification has a value_size
     bias: Any = None  # [entries, 1|N, 1|T, 1|S], floating
     mask: Any = None  # [entries, 1|N, 1|T, 1|S], bool
-    block_mask: Any = (
-        None  # [entries, 1|N, ceil(T/block), ceil(S/block)], bool; or uint8, 2 where mask_mod holds for all
-    )
+    # [entries, 1|N, ceil(T/block), ceil(S/block)], bool; or uint8, 2 where mask_mod holds for all
+    block_mask: Any = None
     scale: Any = None  # [entries], float
     query_offset: Any = None  # [entries], int32
     query_lengths: Any = None  # [entries], int32
@@ -139,10 +138,6 @@ def storage_of(x: Any) -> Storage | None:
     return Storage(x.scheme, x.head_size) if isinstance(x, QuantizedArray) else None
 
 
-def page_size_of(x: Any) -> int | None:
-    return x.pages.shape[1] if isinstance(x, PagedArray) else None
-
-
 def as_operands(name: str, x: Any, batch: int) -> dict[str, Any]:
     """`x`, the plain, quantised or paged "key" or "value" of a batch, as fields of `Operands`."""
     if isinstance(x, PagedArray):
@@ -159,24 +154,15 @@ def as_operands(name: str, x: Any, batch: int) -> dict[str, Any]:
 @dataclasses.dataclass(frozen=True)
 class KeyValueView:
     """The keys or values among the operands of a problem where they are quantised, in pages or both: the shape and
-    dtype of the plain array that they stand for, and its parts.
+    dtype of the plain array that they stand for, and its parts."""
 
-    Attributes:
-      name: "key" or "value".
-      parts: what there is of "data", "scales", "zeros", "means": `[entries, groups of tokens, 1|K, …]`, or
-        of pages `[P, groups of tokens, 1|K, …]`.
-      storage: None where the data are plain.
-      page_size, tables: None where tokens lie one after another; else tables are int32 `[entries, pages]`.
-      size: how many of the stored channels there are, from the first on; None for all.
-    """
-
-    name: str
-    parts: dict[str, Any]
-    storage: Storage | None
-    page_size: int | None
-    tables: Any
+    name: str  # "key" or "value"
+    parts: dict[str, Any]  # those of `PARTS` that there are, [entries or pages, groups of tokens, 1|K, …]
+    storage: Storage | None  # None where the data are plain
+    page_size: int | None  # None where tokens lie one after another
+    tables: Any  # [entries, pages], int32; None without pages
     dtype: Any
-    size: int | None = None
+    size: int | None = None  # how many of the stored channels there are, from the first on; None for all
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -353,13 +339,6 @@ def reduce_entries(x: Any, repeat: int, entries: int) -> Any:
     if x.shape[0] == entries and repeat == 1:
         return x
     return x.reshape(-1, entries, repeat, *x.shape[1:]).sum((0, 2), dtype=x.dtype)
-
-
-def expand(spec: Specification, operands: Operands) -> tuple[Specification, Operands]:
-    """The same problem with every operand expanded to one entry for each of the batch (or one for all)."""
-    batch = operands.query.shape[0]
-    full = Operands(*(expand_entries(x, r, batch) for x, r in zip(operands, spec.repeats)))
-    return dataclasses.replace(spec, repeats=(1,) * len(Operands._fields)), full
 
 
 def pack(operands: Operands) -> tuple[tuple[Any, ...], tuple[str, ...]]:

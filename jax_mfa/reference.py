@@ -35,7 +35,7 @@ from jax import Array, lax
 
 from jax_mfa.kv_cache.storage import straight_through
 from jax_mfa.philox import keep_mask
-from jax_mfa.problem import KeyValueView, Operands, Specification, accumulation_dtype, expand, is_part
+from jax_mfa.problem import KeyValueView, Operands, Specification, accumulation_dtype, expand_entries, is_part
 
 
 @jax.custom_jvp
@@ -102,19 +102,13 @@ def _places(spec: Specification, o: Operands) -> tuple[Array, Array]:
     return position, jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
 
 
-def _distance(spec: Specification, o: Operands) -> Array:
-    """How far column s stands behind the position of row t, s − position(t): [B|1, 1, T, S]."""
-    position, s = _places(spec, o)
-    return s - position
-
-
 def visible(spec: Specification, operands: Operands) -> Array:
     """Which columns each row may see: bool [B|1, N|1, T, S]."""
     o = operands
     t = jnp.arange(o.query.shape[1], dtype=jnp.int32).reshape(1, 1, -1, 1)
-    s = jnp.arange(o.key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
+    position, s = _places(spec, o)
+    distance = s - position
     per_entry = lambda x: x.reshape(-1, 1, 1, 1)
-    distance = _distance(spec, o)
     left, right = spec.window
     see = jnp.ones((1, 1, t.size, s.size), bool)
     if o.mask is not None:
@@ -176,14 +170,10 @@ def _product(see: Array | None, a: Array, b: Array, axis: int) -> Array:
 
 
 def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
-    """Attention and its log-sum-exp.
-
-    Returns:
-      out: [B, T, N, V] of the query's dtype.
-      lse: [B, T, N] float32 (float64 for float64 inputs); −inf for a row that sees nothing.
-    """
-    spec, o = expand(*plain(spec, operands))
+    """Attention, [B, T, N, V] of the query's dtype, and its log-sum-exp, [B, T, N] float32 (float64 for float64)."""
+    spec, o = plain(spec, operands)
     batch, t, n, _ = o.query.shape
+    o = Operands(*(expand_entries(x, repeat, batch) for x, repeat in zip(o, spec.repeats)))
     group = n // o.key.shape[2]
     acc = accumulation_dtype(o.query.dtype)
     q, k, v = (x.astype(acc) for x in (o.query, o.key, o.value))
@@ -202,7 +192,8 @@ def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
     if o.bias is not None:
         x = x + o.bias.astype(acc)
     if o.alibi_slopes is not None:
-        x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * _distance(spec, o).astype(acc)
+        position, s = _places(spec, o)
+        x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * (s - position).astype(acc)
     x = hidden(x)
     if spec.score_mod is not None:
         given, over = x, functools.partial(spec.score_mod.over, (x, *_indices(spec, o)))

@@ -214,12 +214,9 @@ def partitioned(
 ) -> Callable[..., Any]:
     """`fun`, computed by each device for its own batch entries and heads, and rows of a query that is split along them.
 
-    Args:
-      fun: takes arrays and returns a tuple of arrays; of their batch entries and heads any share may come.
-      pair: the same for some rows and some columns, as `attend` of `ring.forward` or `transpose` of `ring.backward`.
-      names: what each array is: a field of `Operands`, out, row_max, row_sum, d_out or d_lse.
-      results: the same of each result; one named like an operand is its gradient.
-      mesh: of the devices.
+    `names` says what each array is, a field of `Operands`, out, row_max, row_sum, d_out or d_lse, and `results` the
+    same of each result, where one named like an operand is its gradient. `pair` does the same for some rows and some
+    columns, as `attend` of `ring.forward` or `transpose` of `ring.backward`.
     """
 
     def shaped(arrays: Any, found: Any) -> _Arrays:

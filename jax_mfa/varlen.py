@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.api import Columns, flash_attention
-from jax_mfa.arguments import as_array, as_columns, as_window, clipped, known_integers, sequence_bounds
+from jax_mfa.arguments import as_columns, as_window, clipped, known_integers, sequence_bounds
 from jax_mfa.choice import Implementation
 from jax_mfa.kv_cache.storage import QuantizedArray
 from jax_mfa.problem import MAX_POSITION, Specification
@@ -71,7 +71,7 @@ def flash_attention_varlen(
       NotImplementedError: where a named implementation cannot run the call.
     """
     query = query.dequantize() if isinstance(query, QuantizedArray) else query
-    q, k = as_array("query", query, "f", "floating [T, N, H]"), as_columns("key", key, "floating [S, K, H]")
+    q, k = as_columns("query", query, "[T, N, H]"), as_columns("key", key, "[S, K, H]")
     checks.fits("query", q, q.ndim == 3, "[T, N, H]")
     checks.fits("key", k, k.ndim == 3, "[S, K, H]")
     rows, columns = q.shape[0], k.shape[0]

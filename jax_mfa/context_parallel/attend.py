@@ -29,10 +29,8 @@ from jax_mfa.problem import AXES, DIFFERENTIABLE, Operands, accumulation_dtype, 
 def attention(ring: Ring, heads_axis: Any, operands: Operands) -> tuple[Array, Array]:
     """A device's rows of attention over the whole sequence: output [B, T, N, V], and log-sum-exp [B, T, N].
 
-    Args:
-      ring: over its axis the sequence is split; with a heads_axis, each part once more along that.
-      heads_axis: mesh axis over which rows are exchanged for heads; None for no exchange.
-      operands: as in `ring.forward`.
+    The sequence is split over the ring's axis; with a heads_axis each part once more along that, over which rows are
+    exchanged for heads. Operands are as in `ring.forward`.
     """
     axes = compat.varying_of(operands) | compat.varying_along(ring.axis, heads_axis)
     o = compat.vary(operands, axes)

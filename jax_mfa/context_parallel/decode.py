@@ -6,14 +6,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal, Required, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import api, checks, choice, compat, partial, primitives
-from jax_mfa.arguments import as_array, known_lengths, specify
+from jax_mfa.arguments import as_columns, known_lengths, specify
 from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel.api import decided
 from jax_mfa.context_parallel.layout import axis_size, refuse_quantised
@@ -88,20 +87,16 @@ def sharded_decode_attention(
     refuse_quantised("sharded_decode_attention", given)
     checks.boolean("return_residual", return_residual)
     choice.names_of(implementation)
-    query, key, value = (as_array(name, x, "f", "floating [..., length, heads, size]") for name, x in given.items())
-    if min(x.ndim for x in (query, key, value)) < 3:
-        specify(query, key, value)  # names the array without length, heads and size
-    columns, devices = key.shape[-3], axis_size(axis_name, "axis_name", mesh)
-    filled = known_lengths("lengths", lengths, columns * devices if mesh is None else columns)
-    lead = query.shape[:-3]
-    checks.fits("lengths", filled, filled.shape in ((), lead), f"[B] = {list(lead)}")
+    q, k, v = (as_columns(name, x, "[..., length, heads, size]") for name, x in given.items())
+    columns, devices = k.shape[-3], axis_size(axis_name, "axis_name", mesh)
+    filled = known_lengths("lengths", lengths, columns * devices if mesh is None else columns, q.shape[:-3])
     arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
     run: Any = functools.partial(_of_own_columns, axis_name, implementation, static)
     if mesh is not None:
-        split, whole = _split_columns("key", key, axis_name, devices), PartitionSpec()
+        split, whole = _split_columns("key", k, axis_name, devices), PartitionSpec()
         run = compat.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))
-    out, lse = run(query, key, value, jnp.asarray(filled, jnp.int32), arrays)
+    out, lse = run(q, k, v, jnp.asarray(filled, jnp.int32), arrays)
     return (out, lse) if return_residual else out
 
 
@@ -167,10 +162,9 @@ def sharded_append(
       as `cache.append`; also ValueError for an axis that is not there, and a cache that does not divide.
     """
     arrays = cache.checked_arrays(key_cache, value_cache, key, value)
-    columns, devices = arrays[0].shape[-3], axis_size(axis_name, "axis_name", mesh)
+    (*lead, columns, _, _), devices = arrays[0].shape, axis_size(axis_name, "axis_name", mesh)
     parts = devices if mesh is None else 1
-    caches = [jax.ShapeDtypeStruct((*x.shape[:-3], parts * columns, *x.shape[-2:]), x.dtype) for x in arrays[:2]]
-    start, count = cache.checked_counts(caches[0], caches[1], arrays[2], arrays[3], lengths, None, False)
+    start, count = cache.checked_counts(lead, parts * columns, arrays[2].shape[-3], lengths, None, False)
 
     def run(key_cache: Array, value_cache: Array, key: Any, value: Any, start: Any, count: Any) -> tuple[Any, ...]:
         first = lax.axis_index(axis_name) * key_cache.shape[-3]

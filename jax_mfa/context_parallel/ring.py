@@ -232,10 +232,8 @@ def _around(
 def forward(ring: Ring, operands: Operands, attend: Callable[..., Any]) -> tuple[Array, Array, Array]:
     """Attention of a device's rows over the columns of all devices, and maximum and sum of each row.
 
-    Args:
-      operands: a device's own; of bias and mask its rows with all columns, in the order in which the columns are
-        stored; lengths, ranges and offsets count the whole sequence.
-      attend: `(spec, operands)` to what `blockwise.forward` returns, as this does.
+    Operands are a device's own; of bias and mask its rows with all columns, in the order in which these are stored;
+    lengths, ranges and offsets count the whole sequence. `attend(spec, operands)` is like `blockwise.forward`.
     """
     o = operands
     b, t, n, _ = o.query.shape
@@ -259,12 +257,8 @@ def backward(
     ring: Ring, operands: Operands, results: Any, wrt: tuple[str, ...], cotangents: Any, transpose: Callable[..., Any]
 ) -> tuple[Any, ...]:
     """Cotangents of the operands `wrt`: of what a device holds of them, or for arrays that serve all rows its own
-    rows' part.
-
-    Args:
-      operands: as in `forward`; results: out, row_max and row_sum as it gave them; cotangents: d_out and d_lse.
-      transpose: `(spec, operands, (*results, *cotangents), wrt)` to what `blockwise.backward` returns.
-    """
+    rows' part. Of the `results` of `forward` and d_out and d_lse, `transpose(spec, operands, (*results, *cotangents),
+    wrt)` gives what `blockwise.backward` does."""
     o, rows = operands, (*results, *cotangents)
     acc = accumulation_dtype(o.query.dtype)
     parts = tuple(name for name in wrt if name != "sinks")
@@ -288,11 +282,8 @@ def tangent(
 ) -> tuple[Any, Any]:
     """The changes of output and log-sum-exp where the operands `wrt` change by `tangents`.
 
-    Both are sums over the columns once the maxima and sums of whole rows are known, so each part adds its share.
-
-    Args:
-      operands, results: as in `backward`.
-      differentiate: `(spec, operands, results, wrt, tangents)` to what `blockwise.tangent` returns.
+    Both are sums over the columns once the maxima and sums of whole rows, of `results`, are known: each part adds its
+    share, which `differentiate(spec, operands, results, wrt, tangents)` gives as `blockwise.tangent` does.
     """
     o, moving = operands, dict(zip(wrt, tangents))
     acc = accumulation_dtype(o.query.dtype)

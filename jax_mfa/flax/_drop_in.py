@@ -36,11 +36,7 @@ def as_bool(mask: ArrayLike) -> Array:
 
 
 def promotable(query: Any, key: Any, value: Any, dtype: Any) -> tuple[Array, Array, Array]:
-    """What flax may promote: arrays of numbers, and a dtype that is one.
-
-    Raises:
-      TypeError: naming the argument.
-    """
+    """What flax may promote, as arrays of numbers. Raises `TypeError` for others, and for a dtype that is none."""
     try:
         jnp.dtype(jnp.float32 if dtype is None else dtype)
     except TypeError:
@@ -108,18 +104,9 @@ def attention(
     functions: Mapping[str, Any],
     **replaced: Any,
 ) -> Array:
-    """Attention with flax's conventions: by jax_mfa, or by flax's own function where only that can run the call.
-
-    Args:
-      stock: flax's own function.
-      query, key, value, bias, mask, dropout, precision, module: as flax's function takes them, after promotion.
-      is_causal, implementation, sequence_axis: as `attention_fn` takes them.
-      functions: its score_mod and mask_mod, by name.
-      **replaced: flax's arguments that replace the arithmetic, by name.
-
-    Raises:
-      NotImplementedError: where only flax's own function can run a call and an implementation, mesh axis or function of
-        scores is named.
+    """Attention with flax's conventions: by jax_mfa, or by `stock`, flax's own function, where only that can run the
+    call. Arguments are as `attention_fn` takes them, after promotion: `functions` are its score_mod and mask_mod, and
+    `replaced` those that replace the arithmetic, by name.
     """
     given = refuse_split(functions, sequence_axis)
     mask = None if mask is None else as_bool(mask)

@@ -33,12 +33,8 @@ if TYPE_CHECKING:
 
 
 def head_sizes(module: Module, features: int) -> tuple[int, int]:
-    """K and H of a module, from what its user said about them, for inputs of so many features.
-
-    Raises:
-      TypeError: where a number is no integer.
-      ValueError: where heads do not divide, or two arguments contradict each other.
-    """
+    """K and H of a module, from what its user said about them, for inputs of so many features. Raises `TypeError` where
+    a number is no integer, `ValueError` where heads do not divide, or two arguments contradict each other."""
     for name in ("num_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "qkv_features"):
         if (x := getattr(module, name)) is not None or name == "num_heads":
             checks.integer(name, x)
@@ -217,21 +213,12 @@ def attend(
     functions: dict[str, Any],
     **keywords: Any,
 ) -> tuple[Array, Cache | None]:
-    """Rotary embedding, cache and attention, as a module's attributes say.
+    """Rotary embedding, cache and attention, as a module's attributes say: the output `[..., T, N, H]`, and the cache
+    with the new tokens, or None.
 
-    Args:
-      query: `[..., T, N, H]`.
-      key, value: `[..., S, K, H]`; with a cache those of the T new tokens.
-      decode: whether the module decodes, with a cache or, while one is made, without.
-      cache: what came before, or None.
-      mask: as flax means it, of any dtype.
-      key_value_seq_lengths: with a cache, how many of the T new tokens count.
-      functions: score_mod and mask_mod, by name, which go before those of the module.
-      **keywords: for `jax_mfa.flex_attention`, as are the others.
-
-    Returns:
-      out: `[..., T, N, H]`.
-      cache: the cache with the new tokens, or None.
+    With a cache, key, value and key_value_seq_lengths are of the T new tokens; while one is made, `decode` is set
+    without. `mask` is as flax means it, of any dtype, and `functions`, score_mod and mask_mod, go before those of the
+    module; the other arguments are as `flex_attention` takes them.
     """
     dtype = jnp.result_type(query, key, value)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
@@ -284,5 +271,4 @@ def _check_decoding(
             f"or be one for all, got {list(jnp.shape(cache.index))}"
         )
     if key_value_seq_lengths is not None:
-        lengths = known_lengths("key_value_seq_lengths", key_value_seq_lengths, tokens)
-        checks.fits("key_value_seq_lengths", lengths, lengths.shape in ((), lead), f"[...] = {list(lead)}")
+        known_lengths("key_value_seq_lengths", key_value_seq_lengths, tokens, lead)

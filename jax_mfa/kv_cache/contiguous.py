@@ -11,7 +11,7 @@ heads, H head size of queries and keys, V of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, compat
-from jax_mfa.arguments import as_array, as_window, clipped, concrete, known_lengths
+from jax_mfa.arguments import as_columns, as_window, clipped, concrete, known_lengths
 from jax_mfa.choice import Implementation
 from jax_mfa.flex.api import flex_attention
 from jax_mfa.flex.program import MaskMod, ScoreMod
@@ -77,7 +77,8 @@ def append(
         to come than a plain cache holds. Values are known where they are not traced.
     """
     arrays = checked_arrays(key_cache, value_cache, key, value)
-    return write(*arrays, *checked_counts(*arrays, lengths, new_lengths, ring), ring)
+    *lead, columns, _, _ = arrays[0].shape
+    return write(*arrays, *checked_counts(lead, columns, arrays[2].shape[-3], lengths, new_lengths, ring), ring)
 
 
 def write(
@@ -164,13 +165,13 @@ def attend(
     given = locals()
     query = _floating("query", query, "[..., T, N, H]")
     arrays = key_cache, value_cache, key, value = checked_arrays(key_cache, value_cache, key, value)
-    start, count = checked_counts(*arrays, lengths, new_lengths, ring)
-    columns, tokens = key_cache.shape[-3], key.shape[-3]
+    (*lead, columns, _, _), tokens = key_cache.shape, key.shape[-3]
+    start, count = checked_counts(lead, columns, tokens, lengths, new_lengths, ring)
     if query.shape[-3] != tokens:
         raise ValueError(f"query must be as long as key, [..., T = {tokens}, N, H], got {list(query.shape)}")
     if query_seq_lengths is not None:
-        query_seq_lengths = known_lengths("query_seq_lengths", query_seq_lengths, tokens)
-        query_seq_lengths = jnp.minimum(_per_row("query_seq_lengths", query_seq_lengths, start.shape, tokens), count)
+        query_seq_lengths = known_lengths("query_seq_lengths", query_seq_lengths, tokens, start.shape)
+        query_seq_lengths = jnp.minimum(clipped(query_seq_lengths, 0, tokens), count)
     elif new_lengths is not None:
         query_seq_lengths = count  # padding sees nothing
     left = ring_columns(local_window_size) - 1 if ring else 0
@@ -245,9 +246,7 @@ def _floating(name: str, x: Any, shape: str) -> Array:
             f"{name} must be floating {shape}, got a QuantizedArray: tokens are quantised as they come by a "
             "PagedKVCache, and not in a plain cache or a ring"
         )
-    x = as_array(name, x, "f", f"floating {shape}")
-    checks.fits(name, x, x.ndim >= 3, shape)
-    return x
+    return as_columns(name, x, shape)
 
 
 def checked_arrays(
@@ -266,14 +265,14 @@ def checked_arrays(
 
 
 def checked_counts(
-    key_cache: Any, value_cache: Any, key: Array, value: Array, lengths: Any, new_lengths: Any, ring: bool
+    lead: Sequence[int], columns: int, tokens: int, lengths: Any, new_lengths: Any, ring: bool
 ) -> tuple[Array, Array]:
     """How many tokens each batch entry has and how many come, int32 with the leading axes of the cache."""
-    lead, columns, tokens = key_cache.shape[:-3], key_cache.shape[-3], key.shape[-3]
-    checks.boolean("ring", ring)
-    lengths = known_lengths("lengths", lengths, MAX_POSITION if ring else columns)
-    new_lengths = np.int32(tokens) if new_lengths is None else known_lengths("new_lengths", new_lengths, tokens)
-    start, count = _per_row("lengths", lengths, lead, MAX_POSITION), _per_row("new_lengths", new_lengths, lead, tokens)
+    lead, limit = tuple(lead), MAX_POSITION if checks.boolean("ring", ring) else columns
+    lengths = known_lengths("lengths", lengths, limit, lead)
+    new_lengths = np.int32(tokens) if new_lengths is None else known_lengths("new_lengths", new_lengths, tokens, lead)
+    by_row = lambda x, most: jnp.broadcast_to(clipped(x, 0, most), lead)
+    start, count = by_row(lengths, MAX_POSITION), by_row(new_lengths, tokens)
     # integers that are traced or live on other hosts are taken for 0
     known = lambda x: np.int64(0) if (values := concrete(x)) is None else values.astype(np.int64)
     written, coming = np.broadcast_arrays(known(lengths), known(new_lengths))
@@ -284,9 +283,3 @@ def checked_counts(
             f"it cannot take {coming.flat[row]} more of key"
         )
     return start, count
-
-
-def _per_row(name: str, x: Any, lead: tuple[int, ...], most: int) -> Array:
-    """Integers of the shape `lead`, or one for all, as int32 of the shape `lead`, brought within 0..most."""
-    checks.fits(name, x, x.shape in ((), lead), f"[B] = {list(lead)}")
-    return jnp.broadcast_to(clipped(x, 0, most), lead)

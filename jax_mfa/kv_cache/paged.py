@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks, sharding
 from jax_mfa.api import Columns, attend_by_name, with_modifiers
-from jax_mfa.arguments import as_array, clipped, concrete, known_integers, known_lengths, sequence_bounds
+from jax_mfa.arguments import as_array, clipped, concrete, known_integers, sequence_bounds
 from jax_mfa.choice import Implementation
 from jax_mfa.flex.program import MaskMod, ScoreMod
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray, dtype_of
@@ -144,7 +144,7 @@ def paged_attention(
     letters = "[B, pages]" if ragged else f"[B, pages] with B = {new.shape[0]}"
     checks.fits("block_tables", tables, tables.ndim == 2 and (ragged or tables.shape[0] == new.shape[0]), letters)
     batch, width = tables.shape
-    lengths = known_lengths("context_lens", context_lens, width * page)
+    lengths = known_integers("context_lens", context_lens, 0, width * page, "integers [B]")
     checks.fits("context_lens", lengths, lengths.shape == (batch,), f"[B] = [{batch}]")
     _refuse_outside(tables, lengths, count, page)
     tables = jnp.asarray(clipped(tables, -(2**31), 2**31 - 1))
