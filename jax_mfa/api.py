@@ -239,8 +239,7 @@ def dot_product_attention(
       NotImplementedError: where a named implementation cannot run the call.
     """
     given = locals()
-    arguments = {name: given[name] for name in ("query", "key", "value", "bias", "mask", *_SPECIFIED)}
-    found = attend_by_name(arguments, implementation, return_residual)
+    found = attend_by_name({name: given[name] for name in _SPECIFIED}, implementation, return_residual)
     return (found[0], jax.lax.stop_gradient(found[1].astype(found[0].dtype))) if return_residual else found
 
 
@@ -396,4 +395,4 @@ def explain(
     return explained(implementation, *specify_abstract(**with_modifiers(arguments)), platform)
 
 
-_SPECIFIED = tuple(sorted(Keywords.__optional_keys__))
+_SPECIFIED = ("query", "key", "value", "bias", "mask", *sorted(Keywords.__optional_keys__))

@@ -85,16 +85,6 @@ def _with_columns(x: Any) -> Any:
     return x if x.shape[-1] or isinstance(x, QuantizedArray) else jnp.zeros((*x.shape[:-1], 1), x.dtype)
 
 
-def _in_range(name: str, x: Any, low: int, high: int) -> None:
-    """Refuses integers outside low..high where their values are known; as given, for JAX would narrow numpy's."""
-    info = jnp.iinfo(x.dtype)
-    values = None if low <= info.min and info.max <= high else concrete(x)
-    if values is not None and values.size:
-        least, most = int(values.min()), int(values.max())
-        if least < low or most > high:
-            raise ValueError(f"{name} must lie in {low}..{high}, got {least if least < low else most}")
-
-
 def _widened(x: Any) -> Any:
     """Integers of 32 bits or more."""
     return x.astype(np.int32) if x.dtype.itemsize < 4 else x
@@ -143,9 +133,14 @@ def _scores_like(name: str, x: Any, lead: tuple[int, ...], n: int, t: int, s: in
 
 
 def known_integers(name: str, x: Any, low: int, high: int, expected: str) -> Any:
-    """Integers as they were given; within low..high where their values are known."""
+    """Integers as they were given, for JAX would narrow numpy's; within low..high where their values are known."""
     x = _as_given(name, x, "i", expected)
-    _in_range(name, x, low, high)
+    info = jnp.iinfo(x.dtype)
+    values = None if low <= info.min and info.max <= high else concrete(x)
+    if values is not None and values.size:
+        least, most = int(values.min()), int(values.max())
+        if least < low or most > high:
+            raise ValueError(f"{name} must lie in {low}..{high}, got {least if least < low else most}")
     return x
 
 
@@ -201,8 +196,7 @@ def _seed(x: Any) -> Array:
         half = x.dtype.type(16)  # twice, for the high word of 32 bits is their sign
         return jnp.asarray(numpy.stack([x, x >> half >> half]).astype(np.uint32))
     checks.fits("dropout_seed", x, x.shape == (2,), "[] or [2]")
-    _in_range("dropout_seed", x, -(2**31), 2**32 - 1)
-    return jnp.asarray(x.astype(np.uint32))
+    return jnp.asarray(known_integers("dropout_seed", x, -(2**31), 2**32 - 1, "integers [2]").astype(np.uint32))
 
 
 def specify(
@@ -242,13 +236,10 @@ def specify(
     """
     query, key, value = _checked_arrays(query, key, value, value_size)
     builder = _Builder(query, key, parts)
-    builder.spec |= {
-        "is_causal": checks.boolean("is_causal", is_causal),
-        "value_size": None if value_size is None else int(value_size),
-        "page_size": key.pages.shape[1] if isinstance(key, PagedArray) else None,
-        "key_storage": storage_of(key),
-        "value_storage": storage_of(value),
-    }
+    builder.spec["is_causal"] = checks.boolean("is_causal", is_causal)
+    builder.spec["value_size"] = None if value_size is None else int(value_size)
+    builder.spec["page_size"] = key.pages.shape[1] if isinstance(key, PagedArray) else None
+    builder.spec |= {"key_storage": storage_of(key), "value_storage": storage_of(value)}
     builder.add_scores(bias, scale, query.shape[-1], logits_soft_cap, alibi_slopes, sinks)
     builder.add_positions(local_window_size, query_offset, query_seq_lengths, key_value_seq_lengths)
     builder.add_modifiers(modifiers)

@@ -75,12 +75,8 @@ def explained(
 ) -> Explanation:
     """The implementation that a problem takes on a platform, and why. Raises `NotImplementedError` where none can."""
     choices = names_of(implementation)
-    elsewhere = ""
-    if platform != "cpu":
-        elsewhere = (
-            f"it runs on JAX's platform cpu, and the arrays or the default backend are on {platform}: {HOW_TO_STAY}"
-        )
-    refused = why_not_metal(spec, o, elsewhere, small_too=choices[:2] != _OPEN)
+    elsewhere = f"it runs on JAX's platform cpu, and the arrays or the default backend are on {platform}: {HOW_TO_STAY}"
+    refused = why_not_metal(spec, o, "" if platform == "cpu" else elsewhere, small_too=choices[:2] != _OPEN)
     reasons = {
         "metal": refused or _expected_of_metal(spec, o),
         "blockwise": "jnp in tiles, O(T + S) memory; any platform of JAX",

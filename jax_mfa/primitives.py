@@ -194,13 +194,6 @@ def _fold(x: Any, size: int, batch: int, repeat: int) -> tuple[Any, int]:
     return x.reshape(size * x.shape[1], *x.shape[2:]), repeat
 
 
-def _parts_of_mapped(names: tuple[str, ...], dims: Any) -> set[str]:
-    """The operands that belong to a quantised key or value of which something is mapped: all get the same entries."""
-    groups = [{field_of(name, part) for part in PARTS} for name in ("key", "value")]
-    moving = {name for name, dim in zip(names, dims) if dim is not None}
-    return {name for group in groups if group & moving for name in group}
-
-
 def _fold_operands(
     arrays: Any, dims: Any, size: int, spec: Specification, names: tuple[str, ...], mapped: Any = ()
 ) -> tuple[list[Any], Specification, int]:
@@ -210,16 +203,20 @@ def _fold_operands(
     """
     query = names.index("query")
     batch = _entries(arrays[query], dims[query])
-    mapped = {*mapped, *_parts_of_mapped(names, dims)}
+    moving = {name for name, dim in zip(names, dims) if dim is not None}
+    mapped = {*mapped, *moving, "query"}
+    for name in ("key", "value"):
+        parts = {field_of(name, part) for part in PARTS}
+        mapped |= parts if parts & moving else set()  # all of a quantised array get the same entries
     repeats = dict(zip(Operands._fields, spec.repeats))
     folded = []
-    pools, pages = pool_fields(names), 0
-    if any(dim is not None for name, dim in zip(names, dims) if name in pools):  # they then follow one another
+    pools, pages = {*pool_fields(names)}, 0
+    if pools & moving:  # they then follow one another
         mapped |= {*pools, "block_tables"}
         key = names.index("key")
         pages = _entries(arrays[key], dims[key])
     for name, x, dim in zip(names, arrays, dims):
-        if dim is not None or name == "query" or name in mapped:
+        if name in mapped:
             x = mapped_in_front(x, dim, size)
             if name in pools:
                 x = x.reshape(-1, *x.shape[2:])

@@ -163,7 +163,7 @@ def _difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         return {}
     names = ("calls", "failures", *(f"bytes_{route}" for route in _ROUTES))
     found: dict[str, Any] = {name: now["statistics"][name] - before["statistics"][name] for name in names}
-    kernels = {name: n - before["kernels"].get(name, 0) for name, n in now["kernels"].items()}
+    kernels = collections.Counter(now["kernels"]) - collections.Counter(before["kernels"])  # those that ran
     bounds = [*(f"{bound:g}" for bound in now["bounds"]), "+Inf"]
     none = {"calls": 0, "seconds": 0.0, "buckets": [0] * len(bounds)}
     plans = {}
@@ -173,7 +173,7 @@ def _difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         if calls:
             cumulated = itertools.accumulate(n - m for n, m in zip(plan["buckets"], old["buckets"]))
             plans[name] = {"calls": calls, "seconds": seconds, "histogram": dict(zip(bounds, cumulated))}
-    return found | {"kernels": {name: n for name, n in kernels.items() if n}, "plans": plans}
+    return found | {"kernels": dict(kernels), "plans": plans}
 
 
 # --- who listens

@@ -281,8 +281,7 @@ class SequenceSharding:
 
 
 def _call(layout: Layout, implementation: Any, positions: Any, arguments: dict[str, Any], return_residual: bool) -> Any:
-    arrays = ("query", "key", "value", "bias", "mask")
-    api.refuse_unknown(layout.function, {name: x for name, x in arguments.items() if name not in arrays}, {})
+    api.refuse_unknown(layout.function, arguments, {})
     choice.names_of(implementation)  # reject unknown names before checking arrays
     layouts.refuse_quantised(layout.function, arguments)
     checks.boolean("return_residual", return_residual)

@@ -147,8 +147,7 @@ class FlashMultiHeadAttention(nn.Module):
         tokens), the first key 0.
       rotary_fraction: the part of the H features that is turned.
       is_causal: row t sees columns s ≤ t + query_offset.
-      local_window_size: `(left, right)` or one number, as in `jax_mfa.dot_product_attention`.
-      logits_soft_cap: scores become `cap · tanh(score / cap)`.
+      local_window_size, logits_soft_cap, implementation: as in `jax_mfa.dot_product_attention`.
       use_sinks: one learnt logit per head for a column without a value (arXiv:2309.17453).
       normalize_qk: layer normalisation of each head's queries and keys before the rotary embedding (arXiv:2302.05442).
       dropout_rate: probability of dropping a weight; a mask of its own for every batch and head.
@@ -162,7 +161,6 @@ class FlashMultiHeadAttention(nn.Module):
       kernel_init, bias_init: initialisers of the projections.
       out_kernel_init, out_bias_init: of the last; default kernel_init and bias_init.
       sinks_init: initialiser of the sinks.
-      implementation: as in `jax_mfa.dot_product_attention`.
       sequence_axis: the mesh axis over whose devices sequences are split, within `shard_map`; or a
         `jax_mfa.SequenceSharding`. Rotary positions follow; not while decoding.
       score_mod, mask_mod: as in `jax_mfa.flex_attention`; those of a call go before them.

@@ -273,13 +273,8 @@ def _taken(x: Any, at: Any) -> Array:
 
 class _Rows:
     """Rows of sequences of unequal lengths in lots of one size, each of one sequence: as many lots as the worst lengths
-    need, one for each sequence more than without padding.
-
-    Attributes:
-      sequence: which sequence each lot belongs to, [lots].
-      counts: how many rows it has, [lots]; the others are padding.
-      after: how many rows of its sequence there are from its first on, [lots].
-    """
+    need, one for each sequence more than without padding. Of each lot, `sequence` is the one that it belongs to,
+    `counts` its rows that are no padding, and `after` the rows of its sequence from its first on: all [lots]."""
 
     def __init__(self, total: int, starts: Any, batch: int) -> None:
         # as many rows as sequences have on average; up to a power of two, for few shapes of programs

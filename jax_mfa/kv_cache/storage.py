@@ -258,16 +258,10 @@ def spread(x: Any, per: int | None, length: int, axis: int) -> Any:
 
 class PagedArray(NamedTuple):
     """Keys or values that lie in pages of a pool, as `paged_attention` hands them on: a pytree with the shape and dtype
-    of the array `[..., S, K, H]` that they stand for.
+    of the array `[..., S, K, H]` that they stand for, S = pages · page."""
 
-    Attributes:
-      pages: `[P, page, K, H]`, a plain array or a `QuantizedArray`.
-      tables: int32 `[..., pages]`, S = pages · page: which page holds the tokens from each multiple of a page on. All
-        of its entries are pages of the pool.
-    """
-
-    pages: Any
-    tables: Any
+    pages: Any  # `[P, page, K, H]`, a plain array or a `QuantizedArray`
+    tables: Any  # int32 `[..., pages]`: which page of the pool holds the tokens from each multiple of a page on
 
     @property
     def shape(self) -> tuple[int, ...]:
