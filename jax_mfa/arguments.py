@@ -265,8 +265,8 @@ def _checked_arrays(query: Any, key: Any, value: Any, value_size: Any) -> tuple[
             f"value_size says how many channels of key are the values, and value must then be None, "
             f"got {checks.seen(value_size)} and {checks.seen(value)}"
         )
-    query = query.dequantize() if isinstance(query, QuantizedArray) else query
     query = as_columns("query", query, "[..., T, N, H]")
+    query = query.dequantize() if isinstance(query, QuantizedArray) else query
     key, value = as_columns("key", key, "[..., S, K, H]"), as_columns("value", value, "[..., S, K, V]")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not all(isinstance(d, numbers.Integral) for d in x.shape[-3:]):

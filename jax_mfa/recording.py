@@ -96,12 +96,9 @@ class Recorder:
         lines += [f"  {metal[f'bytes_{route}']} bytes {how}" for route, how in _ROUTES.items()]
         for name, plan in sorted(metal["plans"].items()):
             lines.append(f"  {plan['calls']} x {name}, {plan['seconds'] / plan['calls'] * 1e3:.3f} ms each")
-            shown, before = [], 0
-            for bound, calls in plan["histogram"].items():
-                if calls > before:
-                    shown.append(f"{calls - before} <= {bound} s")
-                before = calls
-            lines.append(f"    {', '.join(shown)}")
+            histogram = plan["histogram"]  # cumulated
+            alone = (n - before for before, n in itertools.pairwise((0, *histogram.values())))
+            lines.append("    " + ", ".join(f"{n} <= {bound} s" for bound, n in zip(histogram, alone) if n))
         lines += [f"  {n} x {name}" for name, n in sorted(metal["kernels"].items())]
         return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, compat
-from jax_mfa.arguments import as_array, concrete, known_integers
+from jax_mfa.arguments import as_array, concrete, known_integers, unwrapped
 from jax_mfa.kv_cache.storage import QuantizedArray
 
 if TYPE_CHECKING:
@@ -241,5 +241,5 @@ def refuse_quantised(function: str, arguments: Mapping[str, Any]) -> None:
     if arguments.get("value_size") is not None:
         raise NotImplementedError(f"{function} takes no value_size: pass value = key[..., :value_size]")
     for name, x in arguments.items():
-        if isinstance(x, QuantizedArray):
+        if isinstance(unwrapped(x), QuantizedArray):
             raise NotImplementedError(f"{function} takes no QuantizedArray, got one as {name}: pass an array")

@@ -161,8 +161,7 @@ class FlashMultiHeadAttention(nn.Module):
       kernel_init, bias_init: initialisers of the projections.
       out_kernel_init, out_bias_init: of the last; default kernel_init and bias_init.
       sinks_init: initialiser of the sinks.
-      sequence_axis: the mesh axis over whose devices sequences are split, within `shard_map`; or a
-        `jax_mfa.SequenceSharding`. Rotary positions follow; not while decoding.
+      sequence_axis: as `attention_fn` takes it; rotary positions follow. Not while decoding.
       score_mod, mask_mod: as in `jax_mfa.flex_attention`; those of a call go before them.
     """
 

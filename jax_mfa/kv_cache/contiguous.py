@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, compat
-from jax_mfa.arguments import as_columns, as_window, clipped, concrete, known_lengths
+from jax_mfa.arguments import as_columns, as_window, clipped, concrete, known_lengths, unwrapped
 from jax_mfa.choice import Implementation
 from jax_mfa.flex.api import flex_attention
 from jax_mfa.flex.program import MaskMod, ScoreMod
@@ -241,7 +241,7 @@ def _in_order(cache: Array, new: Array, start: Array, count: int) -> Array:
 
 
 def _floating(name: str, x: Any, shape: str) -> Array:
-    if isinstance(x, QuantizedArray):
+    if isinstance(unwrapped(x), QuantizedArray):
         raise TypeError(
             f"{name} must be floating {shape}, got a QuantizedArray: tokens are quantised as they come by a "
             "PagedKVCache, and not in a plain cache or a ring"
