@@ -59,7 +59,7 @@ class Keywords(Features[_Array], total=False):
 
 
 def _attend(
-    query: Any, key: Any, value: Any, bias: Any, mask: Any, implementation: Implementation | None, **keywords: Any
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, implementation: Any = None, **keywords: Any
 ) -> tuple[Array, Any]:
     """The output and, as a function that computes it, the log-sum-exp; both in the caller's shape."""
     names_of(implementation)  # reject unknown names before checking arrays

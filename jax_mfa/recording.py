@@ -17,13 +17,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.monitoring
 
 LOG = "JAX_MFA_LOG"
 _XLA = "/jax/core/compile/backend_compile_duration"  # JAX's own name for the time that XLA takes
 _ROUTES = {"no_copy": "without copy", "staged": "staged"}
+_Samples: TypeAlias = list[tuple[str, dict[str, str], float]]  # the end of each one's name, its labels and its value
 _logger = logging.getLogger("jax_mfa")
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
@@ -112,18 +113,15 @@ class Recorder:
         by = lambda label, values: [("", {label: key}, x) for key, x in values.items()]
         of_compilers = lambda fact: by("compiler", {name: x[fact] for name, x in compilations.items()})
         labels = ("call", "implementation", "reason")
-        families: list[tuple[str, str, list[tuple[str, dict[str, str], float]]]] = [
-            (
-                "programs_total",
-                "Attentions in compiled programs.",
-                [("", dict(zip(labels, key)), n) for key, n in programs.items()],
-            ),
+        attentions: _Samples = [("", dict(zip(labels, key)), n) for key, n in programs.items()]
+        families: list[tuple[str, str, _Samples]] = [
+            ("programs_total", "Attentions in compiled programs.", attentions),
             ("compilations_total", "Compilations.", of_compilers("count")),
             ("compile_seconds_total", "Time of compilations.", of_compilers("seconds")),
         ]
         if metal:
             routes = by("route", {route: metal[f"bytes_{route}"] for route in _ROUTES})
-            calls: list[tuple[str, dict[str, str], float]] = []
+            calls: _Samples = []
             for name, plan in metal["plans"].items():
                 calls += [("_bucket", {"plan": name, "le": bound}, n) for bound, n in plan["histogram"].items()]
                 calls += [("_sum", {"plan": name}, plan["seconds"]), ("_count", {"plan": name}, plan["calls"])]
@@ -137,8 +135,8 @@ class Recorder:
         return "".join(f"{line}\n" for family in families for line in _lines(*family))
 
 
-def _lines(name: str, text: str, samples: list[tuple[str, dict[str, str], float]]) -> Iterator[str]:
-    """Prometheus' text for a counter or a histogram: the end of each sample's name, its labels and its value."""
+def _lines(name: str, text: str, samples: _Samples) -> Iterator[str]:
+    """Prometheus' text for a counter or a histogram."""
     yield f"# HELP jax_mfa_{name} {text}"
     yield f"# TYPE jax_mfa_{name} {'counter' if name.endswith('_total') else 'histogram'}"
     for end, labels, value in samples:

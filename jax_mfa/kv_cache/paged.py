@@ -182,7 +182,6 @@ def _specified(
     query: Array, keys: Any, values: Any, tables: Array, lengths: Array, starts: Array | None = None, **features: Any
 ) -> tuple[_Rows | None, dict[str, Any]]:
     """Arguments of `attend_by_name`, and how ragged rows (where there are `starts`) were put together for it."""
-    features |= {"bias": None, "mask": None}
     rows = None
     if starts is None:
         features["query_offset"] = lengths - query.shape[1]
