@@ -66,14 +66,9 @@ def head_sizes(module: Module, features: int) -> tuple[int, int]:
 
 def projection_keywords(module: Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keywords of flax's layers for the projections of the inputs, and for the last projection."""
-    common = {name: getattr(module, name) for name in ("use_bias", "dtype", "param_dtype", "precision")}
-    inner = {**common, "kernel_init": module.kernel_init, "bias_init": module.bias_init}
-    outer = {
-        **common,
-        "kernel_init": module.out_kernel_init or module.kernel_init,
-        "bias_init": module.out_bias_init or module.bias_init,
-    }
-    return inner, outer
+    inits = "kernel_init", "bias_init"
+    inner = {name: getattr(module, name) for name in ("use_bias", "dtype", "param_dtype", "precision", *inits)}
+    return inner, inner | {name: getattr(module, f"out_{name}") or inner[name] for name in inits}
 
 
 def module_inputs(
