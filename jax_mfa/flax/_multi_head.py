@@ -18,7 +18,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks
-from jax_mfa.arguments import as_array, known_lengths
+from jax_mfa.arguments import as_array, known_integers
 from jax_mfa.context_parallel.api import SequenceSharding
 from jax_mfa.flax._drop_in import as_bool, refuse_split, seed_of, sharding_of
 from jax_mfa.flex.api import flex_attention
@@ -266,4 +266,5 @@ def _check_decoding(
             f"or be one for all, got {list(jnp.shape(cache.index))}"
         )
     if key_value_seq_lengths is not None:
-        known_lengths("key_value_seq_lengths", key_value_seq_lengths, tokens, lead)
+        lengths = known_integers("key_value_seq_lengths", key_value_seq_lengths, 0, tokens, "integers [...]")
+        checks.fits("key_value_seq_lengths", lengths, lengths.shape in ((), lead), f"[...] = {list(lead)}")
