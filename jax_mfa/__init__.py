@@ -7,20 +7,9 @@ import sys
 
 from jax.export import DisabledSafetyCheck
 
-from jax_mfa.api import (
-    decode_attention,
-    dot_product_attention,
-    explain,
-    flash_attention,
-    record,
-)
+from jax_mfa.api import decode_attention, dot_product_attention, explain, flash_attention, record
 from jax_mfa.choice import Explanation
-from jax_mfa.context_parallel.api import (
-    SequenceSharding,
-    context_parallel_attention,
-    ring_attention,
-    ulysses_attention,
-)
+from jax_mfa.context_parallel.api import SequenceSharding, context_parallel_attention, ring_attention, ulysses_attention
 from jax_mfa.context_parallel.costs import explain_context_parallel
 from jax_mfa.context_parallel.decode import sharded_append, sharded_decode_attention
 from jax_mfa.context_parallel.layout import unzigzag, zigzag

@@ -346,19 +346,9 @@ def decode_attention(
     refuse_unknown("decode_attention", keywords, {})
     q, k = as_columns("query", query, "[..., T, N, H]"), as_columns("key", key, "[..., S, K, H]")
     filled = known_lengths("lengths", lengths, k.shape[-3], q.shape[:-3])
-    arguments = {
-        "query": q,
-        "key": k,
-        "value": value,
-        "score_mod": score_mod,
-        "mask_mod": mask_mod,
-        "bias": bias,
-        "mask": mask,
-        "is_causal": True,
-        "query_offset": jnp.asarray(filled, jnp.int32) - q.shape[-3],
-        "key_value_seq_lengths": filled,
-        **keywords,
-    }
+    arguments: dict[str, Any] = {"query": q, "key": k, "value": value, "bias": bias, "mask": mask, **keywords}
+    arguments |= {"score_mod": score_mod, "mask_mod": mask_mod, "is_causal": True, "key_value_seq_lengths": filled}
+    arguments["query_offset"] = jnp.asarray(filled, jnp.int32) - q.shape[-3]
     return attend_by_name(arguments, implementation, return_residual)
 
 

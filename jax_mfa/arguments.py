@@ -19,15 +19,7 @@ from jax_mfa import checks
 from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.flex.program import Modifiers
 from jax_mfa.kv_cache.storage import PagedArray, QuantizedArray
-from jax_mfa.problem import (
-    DTYPES,
-    MAX_POSITION,
-    Operands,
-    Specification,
-    accumulation_dtype,
-    as_operands,
-    storage_of,
-)
+from jax_mfa.problem import DTYPES, MAX_POSITION, Operands, Specification, accumulation_dtype, as_operands, storage_of
 
 _KINDS: dict[str, Any] = {"f": jnp.floating, "i": jnp.integer, "b": np.bool_, "c": jnp.complexfloating}
 

@@ -27,14 +27,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_mfa import compat
 from jax_mfa.context_parallel import ring as rings
-from jax_mfa.context_parallel.ring import Ring
+from jax_mfa.context_parallel.ring import TRAVELLING, Ring
 from jax_mfa.problem import AXES, Operands, Specification, counted_from, is_part, pool_fields
 
 _HEAD_AXIS = {name: i for name, letters in AXES.items() for i, x in enumerate(letters) if x in "NK"}
 # of tokens, of queries but where an array is of keys
 _TOKEN_AXIS = {name: min(map(x.find, tokens)) for name, x in AXES.items() if (tokens := {*"TtS"} & {*x})}
 _OF_KEYS = tuple(name for name, letters in AXES.items() if "K" in letters)
-_OF_COLUMNS = ("key", "value", "key_segment_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ class _Arrays:
             axes["batch"] = 0
         if name in _HEAD_AXIS and shape[_HEAD_AXIS[name]] > 1:
             axes["heads"] = _HEAD_AXIS[name]
-        if name in _TOKEN_AXIS and (shape[_TOKEN_AXIS[name]] > 1 or name in _OF_COLUMNS):
+        if name in _TOKEN_AXIS and (shape[_TOKEN_AXIS[name]] > 1 or name in TRAVELLING):
             axes["length"] = _TOKEN_AXIS[name]
         return axes
 
@@ -118,7 +117,7 @@ class _Arrays:
             if "batch" in axes and self.shapes[name][0] == self.batch:
                 found[0] = "b"
             if parts > 1 and "length" in axes and name != "block_mask":
-                size, letter = tokens[name in _OF_COLUMNS]
+                size, letter = tokens[name in TRAVELLING]
                 found[axes["length"]] = f"(p {letter})" if size > 1 else "p"
             if "heads" in axes:
                 found[axes["heads"]] = "k" if name in _OF_KEYS or k == n else "(k g)" if grouped else "g"

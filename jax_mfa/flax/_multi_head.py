@@ -218,12 +218,8 @@ def attend(
     dtype = jnp.result_type(query, key, value)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     functions = {name: getattr(module, name) if x is None else x for name, x in functions.items()}
-    keywords |= refuse_split(functions, module.sequence_axis) | {
-        "mask": None if mask is None else as_bool(mask),
-        "local_window_size": module.local_window_size,
-        "logits_soft_cap": module.logits_soft_cap,
-        "implementation": module.implementation,
-    }
+    keywords |= refuse_split(functions, module.sequence_axis) | {"mask": None if mask is None else as_bool(mask)}
+    keywords |= {name: getattr(module, name) for name in ("local_window_size", "logits_soft_cap", "implementation")}
     key_offset: Any = 0
     if cache is not None:
         _check_decoding(module, cache, query, key, query_offset, key_value_seq_lengths)

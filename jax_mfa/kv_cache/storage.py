@@ -97,9 +97,7 @@ PARTS = ("data", "scales", "zeros", "means")
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[*PARTS, "original"],
-    meta_fields=["scheme", "head_size", "dtype"],
+    jax.tree_util.register_dataclass, data_fields=[*PARTS, "original"], meta_fields=["scheme", "head_size", "dtype"]
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)  # arrays have no one answer to ==
 class QuantizedArray:
