@@ -238,7 +238,7 @@ def _decoding(variant: str) -> Iterator[Problem]:
         few = next(size for size in sizes if size[0] == 2)  # takes tiles without the matrix unit
         features = ("everything", "functions", "dense", *(kept[1:] if dtype == DTYPES[0] else kept[-1:]))
         each = [*itertools.product((sizes[0], few), features), *itertools.product(sizes, ["causal"])]
-        if dtype == "float16":  # rows that are paired
+        if dtype != "float32":  # rows that are paired
             each += itertools.product([(2, 64, 64)], kept)
         for (t, h, v), feature in each:
             yield Problem(variant, dtype, h, v, feature, t, tiles.DECODE_KEYS + 18)

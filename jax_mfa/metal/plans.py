@@ -90,7 +90,7 @@ def decoding(x: LaunchProblem) -> tuple[LaunchProblem, Decoder] | None:
     wide = dataclasses.replace(x, decoded=True)  # alike on all chips: what waits for memory has time to decode
     key, value = x.spec.key_storage, x.spec.value_storage if x.spec.value_size is None else x.spec.key_storage
     bits_of = lambda storage: (4 if storage.scheme.kind == "int4" else 8) if storage else 0
-    halves = x.dtype == "float16" and _has_units(key, x.h) and _has_units(value, x.v)
+    halves = x.dtype != "float32" and _has_units(key, x.h) and _has_units(value, x.v)
     operand = "float16" if halves else wide.operand
     bits = bits_of(key), bits_of(value)
     tile = tiles.decode(x.n // x.k * x.t, x.h, x.v, ITEM_SIZES[operand], bits, paired=halves)

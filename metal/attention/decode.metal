@@ -23,11 +23,13 @@ struct GroupRow {
 };
 
 // The rows of a simdgroup as fragments [channel, row] in registers, a lane's two columns of each; those outside are zero, and are not
-// stored. Where keys are units, their sums over the channels of each span too.
+// stored. Each is divided by its unit, a power of two, so that bfloat becomes half; of other types it is 1. Where keys are units, the sums
+// of rows over the channels of each span too.
 template <typename Types, typename Operand, int BLOCKS, int SPANS>
 struct GroupRows {
   static constant constexpr int count = padded(Types::H) / 8;
   Fragment<Operand> kept[BLOCKS][count];
+  float units[BLOCKS][2];
   float sums[BLOCKS][SPANS][2];
   bool finite;  // all
   typename Types::Query::Tile rows[BLOCKS][2];
@@ -50,7 +52,7 @@ struct GroupRows {
           for (int i = 0; i < count / SPANS; ++i) {
             sum += float(kept[block][s * (count / SPANS) + i].thread_elements()[e]);
           }
-          sums[block][s][e] = sum_along_column(sum);
+          sums[block][s][e] = sum_along_column(sum) * units[block][e];
           finite = finite && is_finite(sums[block][s][e]);
         }
       }
@@ -204,10 +206,18 @@ template <typename Types, int BLOCKS, int SIMDGROUPS, int KEYS, int SLICES, bool
       rules.score[block][e] = typename Types::Score(features, batch, own.head, all.offset);
       q.rows[block][e] = queries_of<Types>(features, query, batch, own.head, p.queries).tile(own.row);
       q.inside[block][e] = own.inside;
+      float row[q.count];
+      float largest = 0;
       UNROLLED
       for (int i = 0; i < q.count; ++i) {
-        const bool read = lane.column < in_block;
-        q.kept[block][i].thread_elements()[e] = Operand(read ? q.element(block, e, KeyTile::channel(i, lane.row)) : 0.0f);
+        row[i] = q.element(block, e, KeyTile::channel(i, lane.row));
+        largest = max(largest, fabs(row[i]));
+      }
+      const float parts = RowsInLanes<typename Types::T, Operand>::parts(largest);
+      q.units[block][e] = as_type<float>(0x7F000000u - as_type<uint>(parts));  // 1 / parts
+      UNROLLED
+      for (int i = 0; i < q.count; ++i) {
+        q.kept[block][i].thread_elements()[e] = Operand(row[i] * parts);
       }
     }
     UNROLLED

@@ -40,7 +40,7 @@ struct WeightsInLanes<true> {
   using Element = half;
   static constant constexpr float low_unit = 2048.0f;
 
-  // The first columns, which alone were read, and what the last ones have of them.
+  // As the first columns have them: both of a lane from one register, where a compiler might keep them in two.
   INLINED static Fragment<half> rows(Fragment<half> x, ushort lane_index) {
     vec<half, 2> pair;
     pair[0] = x.thread_elements()[0];
@@ -54,6 +54,12 @@ struct WeightsInLanes<true> {
     return lane.column < 4 ? high : half((weight - float(high)) * low_unit);
   }
 };
+
+// Whether half has 0 or all its bits for a number of this size: between 2^-14 and 65504, without a branch.
+INLINED bool fits_half(float x) {
+  const uint from_least = (as_type<uint>(x) & 0x7FFFFFFFu) - 0x38800000u;
+  return (uint(from_least <= 0x477FE000u - 0x38800000u) | uint(x == 0)) != 0;
+}
 
 // The elements of one row that are dealt to PARTS lanes, span by span.
 template <typename Source, typename Of, int PARTS>
@@ -139,7 +145,7 @@ struct UnitTile {
   }
 
   // When all has arrived, of which `bad` is 0 if elements are finite: whether none has to be held within its type. Where rows are paired,
-  // weights times scales are halves.
+  // weights times scales are halves, of which small ones have few bits.
   INLINED bool distribute(uint bad) {
     bool bounded = bad == 0;
     float own_scales[rounds];
@@ -148,7 +154,7 @@ struct UnitTile {
     for (int i = 0; i < rounds; ++i) {
       const float stored_scale = float(stored_scales[i]);
       const Scaling<Encoding> own(stored_scale, float(stored_zeros[i]));
-      bounded = bounded && own.bounded && (!PAIRED || fabs(own.scale) <= largest_number(half(0.0f)));
+      bounded = bounded && own.bounded && (!PAIRED || fits_half(own.scale));
       own_scales[i] = own.scale;
       own_zeros[i] = own.zero;
     }
@@ -338,7 +344,8 @@ INLINED void multiply_keys(
       for (int c = 0; c < COLUMNS; ++c) {
         UNROLLED
         for (int e = 0; e < 2; ++e) {
-          const float x = fma(sums[block][c].thread_elements()[e], keys.scales[s][c], result[block][c].thread_elements()[e]);
+          const float sum = sums[block][c].thread_elements()[e] * own.units[block][e];
+          const float x = fma(sum, keys.scales[s][c], result[block][c].thread_elements()[e]);
           result[block][c].thread_elements()[e] = fma(own.sums[block][s][e], keys.zeros[s][c], x);
         }
       }
@@ -410,15 +417,32 @@ INLINED void accumulate_zeros(
 template <typename Zeros, typename Weights, typename Values>
 INLINED void accumulate_zeros(thread Zeros&, const thread Weights&, const thread Values&) {}
 
-// The operand that units become: what queries of 16 bits are multiplied with as they are, else float32.
+// The operand that units become: half for queries of 16 bits, else float32.
 template <typename T>
 struct OperandOf {
-  using Type = float;
+  using Type = half;
 };
 
 template <>
-struct OperandOf<half> {
-  using Type = half;
+struct OperandOf<float> {
+  using Type = float;
+};
+
+// By what a row of queries is multiplied to become one of operands, where `largest` is the lane's largest number of it.
+template <typename T, typename Operand>
+struct RowsInLanes {
+  INLINED static float parts(float) {
+    return 1;
+  }
+};
+
+// The row's largest number comes to 2^14 or more: what half has no bits for is 2^-28 of it or less.
+template <>
+struct RowsInLanes<bfloat, half> {
+  INLINED static float parts(float largest) {
+    const int exponent = int(as_type<uint>(max_along_column(largest)) >> 23);
+    return as_type<float>(uint(min(268 - exponent, 253)) << 23);
+  }
 };
 
 // Keys and values of a simdgroup whose rows nobody shares: decoded as they are loaded, or as units. COUNT fragments of values are summed.

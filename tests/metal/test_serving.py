@@ -54,12 +54,14 @@ FEW_ROWS = [
 ]
 
 
-# three and four rows of float16 that stand twice in a fragment, over units
+# three and four rows of 16 bits that stand twice in a fragment, over units
 PAIRED_ROWS = [
     Serving(T=1, N=4, K=1, schemes=(Scheme("int8"), Scheme("int4")), H=128, dtype="float16", **EVERYTHING),
     Serving(T=2, schemes=(Scheme("fp8"), Scheme("int8", True, channels=None)), page=16, H=64, dtype="float16"),
     Serving(T=3, N=2, schemes=(Scheme("int4", True, channels=32), Scheme("fp8", True)), H=96, V=32, dtype="float16"),
     Serving(T=1, N=3, K=1, schemes=(Scheme("int4", channels=32), Scheme("int4", tokens=8)), H=192, dtype="float16"),
+    Serving(T=2, schemes=(Scheme("int4"), Scheme("fp8")), page=16, H=128, dtype="bfloat16", **EVERYTHING),
+    Serving(T=1, N=4, K=1, schemes=(Scheme("int8", True), Scheme("int8")), H=64, V=32, dtype="bfloat16"),
 ]
 
 
@@ -117,6 +119,24 @@ def test_values_that_would_leave_their_type_are_held_within_it(rows):
     stored["value"] = dataclasses.replace(stored["value"], scales=scales)
     meant["value"] = np.asarray(stored["value"].dequantize(np.float32))
     assert np.abs(meant["value"]).max() == 65504
+    problem.assert_right(problem.run())
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("T", [2, 5])
+def test_rows_and_scales_of_bfloat_that_no_half_holds(T):
+    """Queries of 2^-100 to 2^-60 beside keys of 2^60 and more, and values of 2^-60."""
+    schemes = Scheme("int8"), Scheme("int4")
+    problem = Serving(T=T, key_value_seq_lengths=(600, 520), schemes=schemes, H=64, dtype="bfloat16")
+    stored, meant = problem.both
+    query = np.array(stored["query"], np.float32) * 2.0 ** np.array([-60, -64, -62, -100])[:, None]
+    stored["query"] = query.astype(stored["query"].dtype)
+    meant["query"] = stored["query"].astype(meant["query"].dtype)
+    for name, power in (("key", 60), ("value", -60)):
+        x = stored[name]
+        times = lambda y, power=power: (np.asarray(y, np.float32) * 2.0**power).astype(np.asarray(y).dtype)
+        stored[name] = dataclasses.replace(x, scales=times(x.scales), zeros=times(x.zeros))
+        meant[name] = np.asarray(stored[name].dequantize(np.float32))
     problem.assert_right(problem.run())
 
 
