@@ -165,7 +165,7 @@ class Kernels:
     """Compiles the kernels of problems one by one, each once."""
 
     def __init__(self) -> None:
-        self.compiled: dict[tuple[Any, ...], Compiled] = {}
+        self.compiled: dict[Kernel, Compiled] = {}
         self.most, self.longest = 0, 0.0  # kernels, and seconds, that a first call of both passes needs
 
     def prepare(self, problem: Problem) -> list[Compiled]:
@@ -177,16 +177,15 @@ class Kernels:
 
     def _one(self, plan: Plan, dispatch: Dispatch) -> Compiled:
         kernel = dispatch.kernel
-        key = (kernel.name, kernel.constants)
-        if key not in self.compiled:
+        if kernel not in self.compiled:
             alone = dataclasses.replace(plan, dispatches=(dispatch,))
             start, limits, failure = time.perf_counter(), {}, ""
             try:
                 limits = dict(runtime.get().module.prepare(alone.json)[kernel.name])
             except Exception as error:  # list Metal's words
                 failure = named(error)
-            self.compiled[key] = Compiled(kernel, time.perf_counter() - start, limits, failure)
-        return self.compiled[key]
+            self.compiled[kernel] = Compiled(kernel, time.perf_counter() - start, limits, failure)
+        return self.compiled[kernel]
 
     def report(self) -> list[str]:
         """A line for each kernel: in how many sets of constants, and of these the slowest and the tightest; and where

@@ -36,6 +36,10 @@ SPILLS = 14  # field of the metadata (see above)
 _VALUES = {"bool": "ConstantBool", "int": "ConstantInt", "uint": "ConstantUInt", "float": "ConstantFloat"}
 
 
+def _digest(*x: Any) -> str:
+    return hashlib.sha256(repr(x).encode()).hexdigest()[:8]
+
+
 @dataclasses.dataclass(frozen=True)
 class Native:
     """What became of a kernel with a set of constants, for a GPU family."""
@@ -49,15 +53,13 @@ class Native:
 
     @property
     def label(self) -> str:
-        constants = hashlib.sha256(repr(self.kernel.constants).encode()).hexdigest()[:8]
-        return f"{self.family}-{self.kernel.name}-{constants}"
+        return f"{self.family}-{self.kernel.name}-{_digest(self.kernel.instantiation, self.kernel.constants)}"
 
 
 def kernels(family: str, only_quick: bool) -> list[Kernel]:
-    """All that chips of a family may launch, once with each set of constants."""
+    """All that chips of a family may launch, once with each set of constants and functions."""
     plans = (plan for p in problems((FAMILIES[family],)) if quick(p) or not only_quick for plan in p.plans())
-    found = {(d.kernel.name, d.kernel.constants): d.kernel for plan in plans for d in plan.dispatches}
-    return list(found.values())
+    return list(dict.fromkeys(d.kernel for plan in plans for d in plan.dispatches))
 
 
 def script(kernel: Kernel) -> dict[str, Any]:
@@ -83,8 +85,13 @@ def _ran(*command: object) -> tuple[str, bool]:
     return (done.stdout + done.stderr).strip(), done.returncode != 0
 
 
+def library_name(kernel: Kernel) -> str:
+    """The same for all constants, another one for other functions."""
+    return f"{kernel.name}-{_digest(kernel.instantiation)}"
+
+
 def _library(kernel: Kernel, work: pathlib.Path) -> tuple[str, bool]:
-    text, library = work / f"{kernel.name}.metal", work / f"{kernel.name}.metallib"
+    text, library = (work / f"{library_name(kernel)}.{suffix}" for suffix in ("metal", "metallib"))
     base = source.texts()[source.digest_for([kernel])]
     text.write_text(base + "\n" + kernel.instantiation, encoding="utf-8")
     return _ran(*METAL, text, "-o", library)
@@ -97,7 +104,8 @@ def _native(family: str, kernel: Kernel, work: pathlib.Path, folder: pathlib.Pat
         return blank
     pipelines, out = work / f"{blank.label}.mtlp-json", folder / f"{blank.label}.gpubin"
     pipelines.write_text(json.dumps(script(kernel)), encoding="utf-8")
-    more, failed = _ran(*TRANSLATE, "-gpu-family", family, "-o", out, work / f"{kernel.name}.metallib", pipelines)
+    given = work / f"{library_name(kernel)}.metallib", pipelines
+    more, failed = _ran(*TRANSLATE, "-gpu-family", family, "-o", out, *given)
     found = Native(family, kernel, f"{said}\n{more}".strip(), failed)
     try:
         code, metadata = (None, {}) if failed else inspected(out.read_bytes())
@@ -154,9 +162,9 @@ def compiled(family: str, chosen: Sequence[Kernel], folder: pathlib.Path) -> Ite
     """Each kernel translated, as many at once as there are processors."""
     with tempfile.TemporaryDirectory() as name, futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         work = pathlib.Path(name)
-        by_name = {kernel.name: kernel for kernel in chosen}
+        by_name = {library_name(kernel): kernel for kernel in chosen}
         libraries = {name: threads.submit(_library, kernel, work) for name, kernel in by_name.items()}
-        one = lambda kernel: _native(family, kernel, work, folder, libraries[kernel.name].result())
+        one = lambda kernel: _native(family, kernel, work, folder, libraries[library_name(kernel)].result())
         yield from threads.map(one, chosen)
 
 

@@ -96,13 +96,21 @@ def test_each_kernel_is_compiled_once_and_translated_for_its_family(stand_in, tm
     for call in translated:
         assert call[3:7] == ["-platform_version", "macos", "26.0", "26.0"] and call[7] == "-gpu-family"
         assert call[9] == "-o" and call[10].endswith(".gpubin") and call[11].endswith(".metallib")
-        (kernel,) = [k for k in wanted[call[8]] if call[11].endswith(f"/{k.name}.metallib")]
+        (kernel,) = [k for k in wanted[call[8]] if call[11].endswith(f"/{check_compile.library_name(k)}.metallib")]
         assert check_compile.Native(call[8], kernel).label in call[10]
     said = capsys.readouterr().out
     assert said.count("FAIL error: too many registers") == 2 and "| 1234 | 56 | ok |" in said
     assert "FAILED: 2 of 8 were not compiled" in said
     assert (tmp_path / "out" / "report.md").read_text() == said
     assert len(json.loads((tmp_path / "out" / "report.json").read_text())) == 8
+
+
+def test_kernels_that_differ_in_their_functions_alone_are_all_compiled():
+    family = next(iter(check_compile.FAMILIES))
+    kernels = check_compile.kernels(family, False)
+    assert len({(k.name, k.constants) for k in kernels}) < len(kernels)
+    assert len({check_compile.Native(family, k).label for k in kernels}) == len(kernels)
+    assert len(set(map(check_compile.library_name, kernels))) == len({k.instantiation for k in kernels})
 
 
 def test_a_script_has_the_constants_of_the_kernel():
