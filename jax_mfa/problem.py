@@ -223,6 +223,19 @@ class Specification:
             right = 0 if right is None else min(right, 0)
         return left, right
 
+    def pairs_within(self, t: int, s: int, offset: int) -> int:
+        """How many of T · S pairs window and causality leave, where the first row stands at `offset`."""
+
+        def before(shift: int) -> int:  # columns before row + shift, of all rows: the first have none, the last all
+            full = min(max(s - shift, 0), t)
+            first = min(max(-shift, 0), full)
+            count = full - first
+            return count * (first + shift) + count * (count - 1) // 2 + (t - full) * s
+
+        left, right = self.band
+        until = t * s if right is None else before(offset + right + 1)
+        return max(until - (0 if left is None else before(offset - left)), 0)
+
     def viewed(self, operands: Operands, kind: type[KeyValueView] = KeyValueView) -> Operands:
         """The operands, with a view of this kind in place of a key or value that is not a plain array."""
 

@@ -42,18 +42,7 @@ class Sizes:
     @property
     def visible(self) -> float:
         """The part of all scores that causality and window leave, without an offset."""
-        (left, right), t, s = self.spec.band, self.rows, self.columns
-        before = 0 if left is None else _sum_of_minima(t, s, -left)
-        until = t * s if right is None else _sum_of_minima(t, s, right + 1)
-        return max(until - before, 0) / max(t * s, 1)
-
-
-def _sum_of_minima(rows: int, columns: int, shift: int) -> int:
-    """Σ over t < rows of t + shift, kept within 0..columns: the columns before position t + shift, over all rows."""
-    first = min(max(-shift, 0), rows)  # rows before see none
-    full = min(max(columns - shift, first), rows)  # rows from there on see all
-    count = full - first
-    return count * (first + shift) + count * (count - 1) // 2 + (rows - full) * columns
+        return self.spec.pairs_within(self.rows, self.columns, 0) / max(self.rows * self.columns, 1)
 
 
 @dataclasses.dataclass(frozen=True)

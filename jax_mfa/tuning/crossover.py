@@ -68,24 +68,6 @@ def _figures(entry: Any) -> Figures:
 MEASURED = facts.Kind("crossover.json", _figures, "`python -m jax_mfa check --calibrate` writes it anew")
 
 
-def _clipped_sum(last: int, most: int) -> int:
-    """Sum of y, at most `most`, over y = 1 … last."""
-    inside = max(min(last, most), 0)
-    return inside * (inside + 1) // 2 + max(last - most, 0) * most
-
-
-def _visible(spec: Specification, o: Operands) -> int:
-    """Scores of one head of one batch entry that static positions leave visible."""
-    t, s = o.query.shape[1], spec.viewed(o).key.shape[1]
-    left, right = spec.band
-    if o.query_offset is not None or (left is None and right is None):
-        return t * s
-    # row r sees the columns below r + offset + right + 1, but for those below r + offset - left
-    below = lambda bound: _clipped_sum(t - 1 + bound, s) - _clipped_sum(bound - 1, s)
-    seen = t * s if right is None else below(spec.query_offset + right + 1)
-    return max(seen - (0 if left is None else below(spec.query_offset - left)), 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """What a forward pass is expected to take: seconds on either side, and from what."""
@@ -109,8 +91,9 @@ class Estimate:
 def work(spec: Specification, o: Operands) -> tuple[int, int]:
     """Floating-point operations of a forward pass, two for each multiply-add, and bytes that it reads and writes."""
     b, t, n, h = o.query.shape
-    v = spec.viewed(o).value.shape[-1]
-    flops = 2 * b * n * _visible(spec, o) * (h + v)
+    _, s, _, v = spec.viewed(o).value.shape
+    pairs = t * s if o.query_offset is not None else spec.pairs_within(t, s, spec.query_offset)
+    flops = 2 * b * n * pairs * (h + v)
     sizes = [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in o if x is not None]
     return flops, sum(sizes) + b * t * n * v * np.dtype(o.query.dtype).itemsize
 
