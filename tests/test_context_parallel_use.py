@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 from typing import Any
 
 import jax
@@ -233,9 +234,12 @@ def test_the_axis_is_looked_for_where_it_is_traced():
     assert layout.axis_size(("ring", "heads"), "axis_name", mesh_of(2, 4)) == 8
 
 
-def test_quantised_arrays_do_not_travel():
+@pytest.mark.parametrize("held", [False, True])
+def test_quantised_arrays_do_not_travel(held):
+    """Nor do parameters that hold one, as some libraries have them."""
     query, key, value = qkv(B=1, T=8, S=8, N=4, K=4, H=32)
     stored = jax_mfa.quantize(key, jax_mfa.Scheme("int8"))
+    stored = types.SimpleNamespace(__jax_array__=lambda x=stored: x) if held else stored
     place = {"mesh": mesh_of(4), "axis_name": "ring"}
     calls = {
         "ring_attention": lambda: jax_mfa.ring_attention(query, stored, value, **place),

@@ -77,6 +77,9 @@ EXACT = {
     "uint rem": lambda x, y, i, j: bits(lax.rem(as_uint(i), as_uint(j))),
     "uint max": lambda x, y, i, j: bits(jnp.maximum(as_uint(i), as_uint(j)) - jnp.uint32(3)),
     "and": lambda x, y, i, j: bits(i & j),
+    "and of none": lambda x, y, i, j: bits(
+        as_uint(i) & lax.reduce(as_uint(jnp.stack([i, j]))[:0], np.uint32(2**32 - 1), lax.bitwise_and, (0,))
+    ),
     "or": lambda x, y, i, j: bits(i | j),
     "xor": lambda x, y, i, j: bits(i ^ j),
     "not": lambda x, y, i, j: bits(~i),
