@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.mlir import ir
+from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
 
 ffi: Any = jax.ffi if hasattr(jax, "ffi") else importlib.import_module("jax.extend.ffi")  # before 0.5
@@ -22,6 +23,7 @@ HAS_TYPES = hasattr(jax, "typeof")  # with what varies along which axis of a mes
 # keywords of slices whose indices are not counted from the end, where JAX knows that there are others
 NOT_NEGATIVE = {x: False for x in inspect.signature(lax.dynamic_slice).parameters if x == "allow_negative_indices"}
 HAS_EXPLICIT_SHARDING = hasattr(jax.sharding, "auto_axes")
+BARRIERS_HAVE_DERIVATIVES = lax.optimization_barrier_p in ad.primitive_jvps
 
 
 def x64() -> contextlib.AbstractContextManager[Any]:
