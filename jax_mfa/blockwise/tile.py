@@ -254,8 +254,9 @@ class Tile:
         the weights are probabilities. Hidden NaN and infinities are mended: only what is visible of them counts."""
         hides = self.own or self.spec.has_mask(self.operands)  # keys that do not count may be met
         if hides and not self.few and compat.BARRIERS_HAVE_DERIVATIVES:  # made once, for products and for mending
-            weights = lax.optimization_barrier([w for _, w, _, _ in factors])
-            factors = tuple((f, w, b, p) for w, (f, _, b, p) in zip(weights, factors))
+            weights = {id(w): w for _, w, _, _ in factors}
+            weights = dict(zip(weights, lax.optimization_barrier([*weights.values()])))
+            factors = tuple((f, weights[id(w)], b, p) for f, w, b, p in factors)
         found = [product(w, b()) for product, w, b, _ in factors]
         return mended(found, lambda: [self._again(f, w, b(), p) for f, w, b, p in factors]) if hides else found
 
