@@ -183,17 +183,16 @@ def decode(
         needed = tile.fragment_bytes(h, v, item) + tile.stored_bytes(h, v, bits)
         return needed <= FRAGMENT_BUDGET and (tile.slices == 1 or padded(v) % (8 * tile.slices) == 0)
 
+    sizes = (32, 16, 8) if any(bits) else (16,)  # in keys
     if paired and rows in (3, 4):
-        for keys in (32, 16, 8):
+        for keys in sizes:
             if fits(tile := DecodeTiles(1, 4, keys, 1, True)):
                 return tile
     lanes = next((x for x in (8, 16) if max(h, v) <= x * 8), 32)
     few = DecodeRows(1 if rows == 1 else 2 if rows == 2 else 4, 4, 16 if rows <= 2 or lanes == 8 else 8, lanes)
     if rows <= few.rows and few.fragment_bytes(h, v, item) <= FRAGMENT_BUDGET:
         return few
-    for slices, blocks, keys in itertools.product(
-        (1, 2, 4), (2, 1) if rows > 8 else (1,), (32, 16, 8) if any(bits) else (16,)
-    ):
+    for slices, blocks, keys in itertools.product((1, 2, 4), (2, 1) if rows > 8 else (1,), sizes):
         if fits(tile := DecodeTiles(blocks, 4, keys, slices)):
             return tile
     return None
