@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, choice, partial, primitives, recording, reference, sharding
-from jax_mfa.arguments import as_columns, known_lengths, specify, specify_abstract, unwrapped
+from jax_mfa.arguments import as_columns, as_rows, known_lengths, specify, specify_abstract, unwrapped
 from jax_mfa.choice import Explanation, Implementation, explained, names_of
 from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.flex.program import MaskMod, ScoreMod, modifiers
@@ -344,7 +344,7 @@ def decode_attention(
     if taken:
         raise ValueError(f"{sorted(taken)[0]} must not be given: decode_attention derives it from lengths")
     refuse_unknown("decode_attention", keywords, {})
-    q, k = as_columns("query", query, "[..., T, N, H]"), as_columns("key", key, "[..., S, K, H]")
+    q, k = as_rows("query", query, "[..., T, N, H]"), as_columns("key", key, "[..., S, K, H]")
     filled = known_lengths("lengths", lengths, k.shape[-3], q.shape[:-3])
     arguments: dict[str, Any] = {"query": q, "key": k, "value": value, "bias": bias, "mask": mask, **keywords}
     arguments |= {"score_mod": score_mod, "mask_mod": mask_mod, "is_causal": True, "key_value_seq_lengths": filled}

@@ -62,10 +62,19 @@ def as_array(name: str, x: Any, kinds: str, expected: str) -> Array:
     return jnp.asarray(x)
 
 
-def as_columns(name: str, x: Any, letters: str) -> Any:
-    """A floating array of three axes or more, quantised, in pages or neither."""
+def as_rows(name: str, x: Any, letters: str) -> Array:
+    """A floating array of three axes or more; a quantised one is dequantised."""
     x = unwrapped(x)
-    x = x if isinstance(x, (QuantizedArray, PagedArray)) else as_array(name, x, "f", f"floating {letters}")
+    x = as_array(name, x.dequantize() if isinstance(x, QuantizedArray) else x, "f", f"floating {letters}")
+    checks.fits(name, x, x.ndim >= 3, letters)
+    return x
+
+
+def as_columns(name: str, x: Any, letters: str) -> Any:
+    """The same, but that what is quantised or in pages stays so."""
+    x = unwrapped(x)
+    if not isinstance(x, (QuantizedArray, PagedArray)):
+        return as_rows(name, x, letters)
     checks.fits(name, x, x.ndim >= 3, letters)
     return x
 
@@ -257,8 +266,7 @@ def _checked_arrays(query: Any, key: Any, value: Any, value_size: Any) -> tuple[
             f"value_size says how many channels of key are the values, and value must then be None, "
             f"got {checks.seen(value_size)} and {checks.seen(value)}"
         )
-    query = as_columns("query", query, "[..., T, N, H]")
-    query = query.dequantize() if isinstance(query, QuantizedArray) else query
+    query = as_rows("query", query, "[..., T, N, H]")
     key, value = as_columns("key", key, "[..., S, K, H]"), as_columns("value", value, "[..., S, K, V]")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not all(isinstance(d, numbers.Integral) for d in x.shape[-3:]):

@@ -10,9 +10,8 @@ from jax.typing import ArrayLike
 
 from jax_mfa import checks
 from jax_mfa.api import Columns, flash_attention
-from jax_mfa.arguments import as_columns, as_window, clipped, known_integers, sequence_bounds
+from jax_mfa.arguments import as_columns, as_rows, as_window, clipped, known_integers, sequence_bounds
 from jax_mfa.choice import Implementation
-from jax_mfa.kv_cache.storage import QuantizedArray
 from jax_mfa.problem import MAX_POSITION, Specification
 
 if TYPE_CHECKING:
@@ -70,8 +69,7 @@ def flash_attention_varlen(
         checked: they are clipped to what is there.
       NotImplementedError: where a named implementation cannot run the call.
     """
-    query = query.dequantize() if isinstance(query, QuantizedArray) else query
-    q, k = as_columns("query", query, "[T, N, H]"), as_columns("key", key, "[S, K, H]")
+    q, k = as_rows("query", query, "[T, N, H]"), as_columns("key", key, "[S, K, H]")
     checks.fits("query", q, q.ndim == 3, "[T, N, H]")
     checks.fits("key", k, k.ndim == 3, "[S, K, H]")
     rows, columns = q.shape[0], k.shape[0]

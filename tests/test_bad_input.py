@@ -10,6 +10,7 @@ from harness import AVAILABLE, assert_allclose, qkv, types_of, x64
 
 import jax_mfa
 from jax_mfa import BlockMask
+from jax_mfa.kv_cache.storage import PagedArray
 
 pytestmark = pytest.mark.first_tier
 
@@ -255,6 +256,15 @@ def test_a_shape_in_place_of_an_array_is_named_with_what_to_do(function, name):
     query, key, value = (call.pop(x) for x in ("query", "key", "value"))
     with pytest.raises(TypeError, match=rf"^{name} must be an array .* got a jax.ShapeDtypeStruct: .*explain"):
         function(query, key, value, **call)
+
+
+@pytest.mark.parametrize("function", ["flash_attention", "decode_attention", "flash_attention_varlen"])
+def test_queries_do_not_lie_in_pages(function):
+    query, key, value = qkv(B=1, T=8, S=8)
+    pages = PagedArray(query.reshape(2, 4, *query.shape[2:]), jnp.arange(2)[None])
+    lengths = {"decode_attention": [8], "flash_attention_varlen": [np.array([0, 8])]}.get(function, [])
+    with pytest.raises(ValueError, match=r"query must be an array \(floating .*\), got a PagedArray"):
+        getattr(jax_mfa, function)(pages, key, value, *lengths)
 
 
 @pytest.mark.parametrize("value", [True, False])

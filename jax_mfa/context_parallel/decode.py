@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import api, checks, choice, compat, partial, primitives
-from jax_mfa.arguments import as_columns, known_lengths, specify
+from jax_mfa.arguments import as_rows, known_lengths, specify
 from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel.api import decided
 from jax_mfa.context_parallel.layout import axis_size, refuse_quantised
@@ -87,7 +87,7 @@ def sharded_decode_attention(
     refuse_quantised("sharded_decode_attention", given)
     checks.boolean("return_residual", return_residual)
     choice.names_of(implementation)
-    q, k, v = (as_columns(name, x, "[..., length, heads, size]") for name, x in given.items())
+    q, k, v = (as_rows(name, x, "[..., length, heads, size]") for name, x in given.items())
     columns, devices = k.shape[-3], axis_size(axis_name, "axis_name", mesh)
     filled = known_lengths("lengths", lengths, columns * devices if mesh is None else columns, q.shape[:-3])
     arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}

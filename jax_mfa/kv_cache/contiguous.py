@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, compat
-from jax_mfa.arguments import as_columns, as_window, clipped, concrete, known_lengths, unwrapped
+from jax_mfa.arguments import as_rows, as_window, clipped, concrete, known_lengths, unwrapped
 from jax_mfa.choice import Implementation
 from jax_mfa.flex.api import flex_attention
 from jax_mfa.flex.program import MaskMod, ScoreMod
@@ -246,7 +246,7 @@ def _floating(name: str, x: Any, shape: str) -> Array:
             f"{name} must be floating {shape}, got a QuantizedArray: tokens are quantised as they come by a "
             "PagedKVCache, and not in a plain cache or a ring"
         )
-    return as_columns(name, x, shape)
+    return as_rows(name, x, shape)
 
 
 def checked_arrays(
