@@ -40,7 +40,8 @@ def backward(
     of_keys = "key" in wrt or "value" in wrt
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
-        q, do = tile.operand("query").astype(acc), tile.operand("out", d_out).astype(acc)
+        again = [lambda: tile.operand("query").astype(acc), lambda: tile.operand("out", d_out).astype(acc)]
+        q, do = (cut() for cut in again)
         row_max_i, inverse_i, delta_i = jnp.split(tile.operand("rows", rows), 3, axis=-1)
 
         def of_tile(tile: Tile) -> Any:
@@ -56,7 +57,7 @@ def backward(
             p_kept, dp = (p, dp) if kept is None else (p * kept, dp * kept)
             ds, d_terms = pullback(p * (dp - delta_i))
             # what is not finite and visible makes scores NaN, or has a weight of 0: NaN in either case
-            of_rows = (tile.weights_by_rows, ds, lambda: q, False), (tile.weights_by_rows, p_kept, lambda: do, True)
+            of_rows = (tile.weights_by_rows, ds, again[0], False), (tile.weights_by_rows, p_kept, again[1], True)
             return d_terms, tile.products((tile.weights_by_keys, ds, k, False), *(of_rows if of_keys else ()))
 
         def keys(tile: Tile, carry: Any) -> Any:
@@ -64,7 +65,7 @@ def backward(
             d_terms, (dq_j, *d_keys) = tile.trusted(of_tile)
             found = {name: tile.add(name, x, d_terms[name]) if name in terms else x for name, x in found.items()}
             for name, d_name, x in zip(("key", "value"), ("dk", "dv"), d_keys):
-                found[name] = tile.add(d_name, found[name], x)
+                found[name] = tile.add(d_name, found[name], tile.like_keys(x))
             return dq + dq_j, found
 
         dq, found = results

@@ -244,10 +244,14 @@ class Tile:
         return jnp.einsum("retgs,rsex->retgx", w, b)
 
     def weights_by_rows(self, w: Array, a: Array) -> Array:
-        """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x]: [R, S, E, x]."""
+        """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x], for `like_keys`: as the product has it."""
         if self.few:  # weights are transposed, and not what they give
-            return jnp.einsum("retgs,retgx->resx", w, a).transpose(0, 2, 1, 3)
-        return jnp.einsum("retgx,retgs->rexs", a, w).transpose(0, 3, 1, 2)
+            return jnp.einsum("retgs,retgx->resx", w, a)
+        return jnp.einsum("retgx,retgs->rexs", a, w)
+
+    def like_keys(self, x: Array) -> Array:
+        """A result of `weights_by_rows` in the order of keys, [R, S, E, x]."""
+        return x.transpose(0, 2, 1, 3) if self.few else x.transpose(0, 3, 1, 2)
 
     def products(self, *factors: tuple[Callable[..., Array], Array, Callable[[], Array], bool]) -> Sequence[Array]:
         """Products of weights, 0 where hidden, and what they weigh: each the function, its two factors, and whether
