@@ -72,13 +72,12 @@ def backward(
         dq_i, found = loop.over_keys(tile, place, keys, (jnp.zeros(q.shape, acc), found))
         return tile.add("query", dq, tile.natural("query", dq_i)), found
 
-    batch, (s, k) = operands.query.shape[0], operands.value.shape[1:3]
     found = {name: jnp.zeros(getattr(operands, name).shape, acc) for name in terms}
     for name in ("key", "value") if of_keys else ():
         x = getattr(operands, name)
         # of sums over tiles of queries, or over batch entries, the dtype of accumulation
         at_once = loop.tiles_of_queries <= 1 and spec.has_own_entries(operands, name)
-        found[name] = jnp.zeros((batch, s, k, x.shape[-1]), x.dtype if at_once else acc)
+        found[name] = jnp.zeros((operands.query.shape[0], *x.shape[1:]), x.dtype if at_once else acc)
     dq, found = loop.over_queries(queries, (jnp.zeros_like(operands.query), found))
     found["query"] = dq
     if "sinks" in wrt:

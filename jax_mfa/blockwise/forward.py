@@ -52,7 +52,6 @@ def forward(spec: Specification, operands: Operands, differentiated: bool = Fals
         none = jnp.zeros((*q.shape[:-1], 1), acc)
         start = jnp.zeros((*q.shape[:-1], v), acc), jnp.full(none.shape, -jnp.inf, acc), none
         whole = tile.trusted(lambda tile: loop.over_keys(tile, place, keys, None if at_once else start))
-
         sums, row_max, row_sum = (tile.natural(name, x) for name, x in zip(names, whole))
         undefined = (row_sum == 0) & (all_see or row_max != -jnp.inf)  # rows whose scores are −∞ all
         row_max = jnp.where(jnp.isnan(row_sum), jnp.nan, row_max)  # XLA's maxima may pass over NaN

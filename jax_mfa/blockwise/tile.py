@@ -251,7 +251,8 @@ class Tile:
 
     def like_keys(self, x: Array) -> Array:
         """A result of `weights_by_rows` in the order of keys, [R, S, E, x]."""
-        return x.transpose(0, 2, 1, 3) if self.few else x.transpose(0, 3, 1, 2)
+        x = x[..., None]  # XLA's CPU backend copies twice where all that it transposes is a product
+        return (x.transpose(0, 2, 1, 3, 4) if self.few else x.transpose(0, 3, 1, 2, 4))[..., 0]
 
     def products(self, *factors: tuple[Callable[..., Array], Array, Callable[[], Array], bool]) -> Sequence[Array]:
         """Products of weights, 0 where hidden, and what they weigh: each the function, its two factors, and whether
