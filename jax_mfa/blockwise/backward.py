@@ -40,8 +40,8 @@ def backward(
     of_keys = "key" in wrt or "value" in wrt
 
     def queries(tile: Tile, place: Any, results: Any) -> Any:
-        again = [lambda: tile.operand("query").astype(acc), lambda: tile.operand("out", d_out).astype(acc)]
-        q, do = (cut() for cut in again)
+        cut_q, cut_do = lambda: tile.operand("query").astype(acc), lambda: tile.operand("out", d_out).astype(acc)
+        q, do = cut_q(), cut_do()
         row_max_i, inverse_i, delta_i = jnp.split(tile.operand("rows", rows), 3, axis=-1)
 
         def of_tile(tile: Tile) -> Any:
@@ -57,7 +57,7 @@ def backward(
             p_kept, dp = (p, dp) if kept is None else (p * kept, dp * kept)
             ds, d_terms = pullback(p * (dp - delta_i))
             # what is not finite and visible makes scores NaN, or has a weight of 0: NaN in either case
-            of_rows = (tile.weights_by_rows, ds, again[0], False), (tile.weights_by_rows, p_kept, again[1], True)
+            of_rows = (tile.weights_by_rows, ds, cut_q, False), (tile.weights_by_rows, p_kept, cut_do, True)
             return d_terms, tile.products((tile.weights_by_keys, ds, k, False), *(of_rows if of_keys else ()))
 
         def keys(tile: Tile, carry: Any) -> Any:

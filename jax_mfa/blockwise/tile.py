@@ -102,8 +102,7 @@ class Tile:
         return self.aligned(name, self.cut(name, x))
 
     def keys(self, name: str, x: Any = None) -> Callable[[], Array]:
-        """What cuts the tile's part of the "key" or "value", or of an array like it, as wide as sums: [R|1, S, E, H|V].
-        Where results are mended it is cut again: XLA's CPU backend would else cut it twice each time."""
+        """What cuts the tile's part of "key" or "value", or of an array like it, as wide as sums: [R|1, S, E, H|V]."""
         x = getattr(self.operands, name) if x is None else x
         if not isinstance(x, jax.Array):
             return lambda: x.tile(self).astype(self.acc)
@@ -244,19 +243,20 @@ class Tile:
         return jnp.einsum("retgs,rsex->retgx", w, b)
 
     def weights_by_rows(self, w: Array, a: Array) -> Array:
-        """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x], for `like_keys`: as the product has it."""
+        """Σ over queries of [R, E, T, G, S] and [R, E, T, G, x], as it comes; `like_keys` transposes it."""
         if self.few:  # weights are transposed, and not what they give
             return jnp.einsum("retgs,retgx->resx", w, a)
         return jnp.einsum("retgx,retgs->rexs", a, w)
 
     def like_keys(self, x: Array) -> Array:
         """A result of `weights_by_rows` in the order of keys, [R, S, E, x]."""
-        x = x[..., None]  # XLA's CPU backend copies twice where all that it transposes is a product
-        return (x.transpose(0, 2, 1, 3, 4) if self.few else x.transpose(0, 3, 1, 2, 4))[..., 0]
+        order = (0, 2, 1, 3) if self.few else (0, 3, 1, 2)
+        return x[..., None].transpose(*order, 4)[..., 0]  # with an axis more XLA's CPU backend copies once, not twice
 
     def products(self, *factors: tuple[Callable[..., Array], Array, Callable[[], Array], bool]) -> Sequence[Array]:
-        """Products of weights, 0 where hidden, and what they weigh: each the function, its two factors, and whether
-        the weights are probabilities. Hidden NaN and infinities are mended: only what is visible of them counts."""
+        """Products of weights, 0 where hidden, and what they weigh: each the function, the weights, what cuts the other
+        factor, and whether the weights are probabilities. Hidden NaN and infinities are mended: only what is visible of
+        them counts. The factor is cut again for that: XLA's CPU backend would copy once more what a loop carries."""
         hides = self.own or self.spec.has_mask(self.operands)  # keys that do not count may be met
         if hides and not self.few and compat.BARRIERS_HAVE_DERIVATIVES:  # made once, for products and for mending
             weights = {id(w): w for _, w, _, _ in factors}
