@@ -282,6 +282,18 @@ def _attention_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[tuple[An
     return results, (t_out, t_lse, ad.Zero(t_lse.aval))
 
 
+def _attention_transpose(cotangents: Any, *arrays: Any, call: Call) -> list[Any]:
+    """The output is linear in values, for `jax.linear_transpose`; nothing else is."""
+    linear = [name for name, x in zip(call.names, arrays) if ad.is_undefined_primal(x)]
+    if linear != ["value"] or call.spec.page_size is not None:
+        raise NotImplementedError(f"attention is not linear in {', '.join(linear)}: it has a transpose in value alone")
+    known = [jnp.zeros(x.aval.shape, x.aval.dtype) if ad.is_undefined_primal(x) else x for x in arrays]
+    out, row_max, row_sum = attention_p.bind(*known, call=dataclasses.replace(call, differentiated=True))
+    rows = (out, row_max, row_sum, ad.instantiate_zeros(cotangents[0]), jnp.zeros_like(row_sum))
+    (found,) = attention_bwd_p.bind(*known, *rows, call=dataclasses.replace(call, wrt=("value",)))
+    return [found if name == "value" else None for name in call.names]
+
+
 def _jvp_transpose(cotangents: Any, *arrays: Array, call: Call) -> list[Any]:
     n = len(call.names) + len(RESULTS)
     known, tangents = arrays[:n], arrays[n:]
@@ -440,6 +452,7 @@ attention_bwd_p = _primitive(BWD, _bwd, _cotangent_shapes, _bwd_on_metal)
 attention_jvp_p = _primitive(JVP, _jvp, _tangent_shapes)
 attention_bwd_jvp_p = _primitive(BWD_JVP, _bwd_jvp, _cotangent_shapes)
 ad.primitive_jvps[attention_p] = _attention_jvp
+ad.primitive_transposes[attention_p] = _attention_transpose
 ad.primitive_transposes[attention_jvp_p] = _jvp_transpose
 ad.primitive_jvps[attention_jvp_p] = jvp_by_jax(functools.partial(_jvp, module=reference))
 ad.primitive_jvps[attention_bwd_p] = _bwd_jvp_rule

@@ -691,6 +691,17 @@ def test_jvp_and_linearize_are_the_transpose_of_the_gradient(implementation):
         assert_allclose(batched, np.stack([d_out, 2 * d_out]), rtol=1e-12, atol=1e-12)
 
 
+def test_the_output_has_a_linear_transpose_in_values_alone(implementation):
+    arrays_, static = split(BY_NAME["everything"].arguments("float32"))
+    fun = lambda **moving: implementation.flash(**{**arrays_, **moving}, **static)[0]
+    out, pullback = jax.vjp(lambda x: fun(value=x), arrays_["value"])
+    d_out = jnp.asarray(np.random.default_rng(3).standard_normal(out.shape), out.dtype)
+    (transposed,) = quick_jit(jax.linear_transpose(lambda x: fun(value=x), arrays_["value"]))(d_out)
+    assert_allclose(transposed, pullback(d_out)[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="not linear in query"):
+        jax.linear_transpose(lambda x: fun(query=x), arrays_["query"])(d_out)
+
+
 def test_gradients_of_integers_are_float0(implementation):
     q, k, v = qkv()
     lengths = jnp.array([9, 4])
