@@ -25,7 +25,6 @@ all, make the row's softmax, and so its output and its log-sum-exp, NaN.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -188,19 +187,25 @@ def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
     # invisible ones may be infinite, and so would derivatives: they are hidden from every product and function
     hidden = lambda x: jnp.where(see, x, jnp.zeros_like(x))
     scale = spec.scale if o.scale is None else o.scale.astype(acc).reshape(-1, 1, 1, 1)
-    x = scale * hidden(product(q[:, :, :, None], k[:, :, None], 4))
-    if o.bias is not None:
-        x = x + o.bias.astype(acc)
-    if o.alibi_slopes is not None:
-        position, s = _places(spec, o)
-        x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * (s - position).astype(acc)
-    x = hidden(x)
+
+    def scores() -> Array:
+        x = scale * hidden(product(q[:, :, :, None], k[:, :, None], 4))
+        if o.bias is not None:
+            x = x + o.bias.astype(acc)
+        if o.alibi_slopes is not None:
+            position, s = _places(spec, o)
+            x = x + o.alibi_slopes.astype(acc)[:, :, None, None] * (s - position).astype(acc)
+        return hidden(x)
+
+    x = scores()
     if spec.score_mod is not None:
-        given, over = x, functools.partial(spec.score_mod.over, (x, *_indices(spec, o)))
-        modified = lambda see: over(o.captured_floats, o.captured_integers, see)
-        if spec.score_hides:  # before derivatives, which pass where its result is visible
-            see = see & ((modified(None) != -jnp.inf) | (given == -jnp.inf))
-        x = hidden(modified(see).astype(acc))
+        modified = lambda x, see: spec.score_mod.over(
+            (x, *_indices(spec, o)), o.captured_floats, o.captured_integers, see
+        )
+        if spec.score_hides:
+            see = see & ((modified(x, None) != -jnp.inf) | (x == -jnp.inf))
+            x = scores()  # once more, whose derivatives pass where its result is visible
+        x = hidden(modified(x, see).astype(acc))
     if spec.logits_soft_cap is not None:
         x = spec.logits_soft_cap * tanh(x / spec.logits_soft_cap)
 

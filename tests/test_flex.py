@@ -160,6 +160,20 @@ def test_hidden_pairs_reach_no_gradient_whatever_is_infinite_or_nan_there(implem
     assert np.abs(found[1][0]).max() > 0
 
 
+@in_jnp
+@pytest.mark.parametrize("what", [jnp.inf, jnp.nan])
+def test_keys_and_values_that_the_function_hides_reach_no_gradient(implementation, what):
+    query, key, value = (jnp.asarray(x) for x in qkv(B=1, T=6, S=8, N=2, K=1))
+    hide = lambda x, b, n, t, s: jnp.where(s == 5, -jnp.inf, x)
+
+    def gradients(what):
+        loss = lambda *x: (attend(implementation, *x, score_mod=hide) ** 2).sum()
+        return quick_jit(jax.grad(loss, range(3)))(query, key.at[0, 5].set(what), value.at[0, 5].set(what))
+
+    for got, wanted in zip(gradients(what), gradients(0)):
+        np.testing.assert_array_equal(got, wanted)
+
+
 # --- transformations
 
 

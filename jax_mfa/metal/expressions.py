@@ -330,6 +330,8 @@ class Text:
         dtypes = [x.dtype for x in given]
         if name in self.shaped:
             found = self.shaped[name](self, params, given, outputs)
+        elif name == "bitcast_convert_type" and given[0].shape != outputs[0].shape:
+            found = [self.unknown("bitcast_convert_type between numbers of different widths")]
         elif name in ELEMENTWISE or name in _SPECIAL:
             found = [lambda i: self.elementwise(name, params, [x.at(i if x.shape else ()) for x in given], dtypes)]
         elif name in _KEPT:

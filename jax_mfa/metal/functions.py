@@ -130,13 +130,15 @@ def _body_by_reads(program: Program, floats: int) -> tuple[int, str]:
     """How many floats a program reads, and statements: where each lies, and the derivative of the result by it."""
     first = program.arguments
     views: set[Any] = {first + i for i, x in enumerate(program.captured) if x.kind == "floats"}
-    read = {program.result} & views if isinstance(program.result, int) else set()
+    read: set[Any] = set()
     for x in program.equations:
         of = {i for i in x.inputs if isinstance(i, int)} & views
         if x.primitive.name in VIEWS and of == {x.inputs[0]}:
             views.update(x.outputs)
         else:
             read |= of
+    if isinstance(program.result, int):
+        read |= {program.result} & views
     text, arguments, vectors = _scalars(program, floats)
     values = text.program(program, arguments, vectors)
     known = [values[i] for i in sorted(read)]

@@ -6,12 +6,14 @@
 
 #include "core/fragment.h"
 
+constant constexpr int LARGEST_TILE = 128;  // rows
+
 // Where a tile lies of a dense array.
 template <typename T, int SIZE>
 struct DenseTile {
   device const T* rows;  // the first
   uint stride;
-  int last;
+  int last;  // below LARGEST_TILE, so that 32 bits hold how far it is
 
   INLINED device const T* row(int i) const {
     return rows + min(uint(i) * stride, uint(last) * stride);
@@ -87,7 +89,7 @@ struct Dense {
       : Dense(x, row, length, heads, head, count) {}
 
   INLINED Tile tile(int first) const {
-    return {rows + ulong(uint(first)) * ulong(stride), stride, count - 1 - first};
+    return {rows + ulong(uint(first)) * ulong(stride), stride, min(count - 1 - first, LARGEST_TILE - 1)};
   }
 
   INLINED void turn_by(int heads) {
@@ -134,6 +136,7 @@ INLINED void load_dealt(
 // A tile of ROWS rows as fragments, from wherever it lies.
 template <typename Tile, typename Operand, int SIZE, int ROWS, bool STAGED>
 struct TileReader {
+  static_assert(ROWS <= LARGEST_TILE);
   using Element = Operand;
   static constant constexpr int fragments = padded(SIZE) / 8;  // side by side
   static constant constexpr int together = fragments_at_once(SIZE);

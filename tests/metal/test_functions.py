@@ -221,6 +221,11 @@ def test_what_metal_lacks_is_refused_by_its_name_and_the_line_that_asks_for_it()
     x = jnp.ones(shape.shape)
     with pytest.raises(NotImplementedError, match=expected):
         jax_mfa.flex_attention(x, x, x, score_mod=unknown, implementation="metal")
+    for wide in (
+        lambda score, b, n, t, s: score + lax.bitcast_convert_type(jnp.stack([s, t]).astype(jnp.uint16), jnp.float32),
+        lambda score, b, n, t, s: score + lax.bitcast_convert_type(s, jnp.float16)[1],
+    ):
+        assert "numbers of different widths" in jax_mfa.explain(shape, shape, shape, score_mod=wide).reasons["metal"]
     long = lambda b, n, t, s: (jnp.arange(65) < t).any()
     with pytest.raises(NotImplementedError, match="mask_mod: an intermediate of 65 elements"):
         jax_mfa.flex_attention(x, x, x, mask_mod=long, implementation="metal")
@@ -381,6 +386,17 @@ def test_reads_beyond_an_array_and_of_hidden_pairs_have_no_gradient():
     arguments = problem_of("relative")[0] | {"modifiers": modifiers(read, visible, np.float32)}
     got, wanted = table_gradient(arguments)
     assert np.isfinite(wanted).all()
+    terms = 2 * 4 * 37 + harness.terms_of(arguments)
+    harness.assert_close(got, wanted, np.float32, terms=terms, gradient=True, size=float(np.abs(wanted).max()))
+
+
+def test_a_score_that_is_nothing_but_a_read_has_a_gradient():
+    table = jnp.asarray(rng.random((4, 5)), jnp.float32)
+    arguments = problem_of("relative")[0] | {
+        "modifiers": modifiers(lambda x, b, n, t, s: table[n, s % 5], None, np.float32)
+    }
+    got, wanted = table_gradient(arguments)
+    assert np.abs(wanted).min() > 0
     terms = 2 * 4 * 37 + harness.terms_of(arguments)
     harness.assert_close(got, wanted, np.float32, terms=terms, gradient=True, size=float(np.abs(wanted).max()))
 

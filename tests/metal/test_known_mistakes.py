@@ -223,6 +223,7 @@ OFFSETS = """
   Dense<half, 512> rows(base, 0, p.keys, 40, 0, p.keys);
   out[0] = head_offset(3, p.keys, 40, 7, 512);
   out[1] = ulong(rows.tile(p.keys - 1).rows - base);
+  out[4] = ulong(rows.tile(p.keys - 2 - int(0xFFFFFFFF / (40 * 512))).row(3) - base);
   rows.turn_by(39);
   out[2] = ulong(rows.tile(p.keys - 1).rows - base);
   out[3] = broadcast_offset(p.bias, 2, 1) + broadcast_index(p.bias, p.bias.queries - 1, 5);
@@ -240,7 +241,8 @@ OFFSETS = """
             "ulong((row * length * heads + head) * size)",
             (0,),
         ),
-        ("ulong(uint(first)) * ulong(stride)", "first * int(stride)", (1, 2)),
+        ("ulong(uint(first)) * ulong(stride)", "first * int(stride)", (1, 2, 4)),
+        ("min(count - 1 - first, LARGEST_TILE - 1)", "count - 1 - first", (4,)),
         ("plane * ulong(x.queries) * ulong(x.keys)", "uint(plane) * uint(x.queries) * uint(x.keys)", (3,)),
         (
             "ulong(x.queries > 1 ? row : 0) * ulong(x.keys)",
@@ -260,10 +262,11 @@ def test_offsets_of_more_than_2_to_the_31_elements(old, new, at):
         (keys - 1) * 40 * 512,
         (keys - 1) * 40 * 512 + 39 * 512,
         (2 * 3 + 1) * rows * rows + (rows - 1) * rows + 5,
+        (keys - 2 - (2**32 - 1) // (40 * 512) + 3) * 40 * 512,
     ]
     assert min(wanted) > 2**32
     text = planted(old, new)
-    got = np.zeros(4, np.uint64)
+    got = np.zeros(5, np.uint64)
     kernel = emulator.compile(text + OFFSETS, fast_math=False).kernel("offsets")
     assert not kernel([np.zeros(1, np.float16), got, packed], threads=1, outputs=[1]).reports
     for i, (x, y) in enumerate(zip(got.tolist(), wanted)):
