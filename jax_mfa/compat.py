@@ -65,6 +65,7 @@ def register_with_shard_map(*primitives: Any) -> None:
 
 def bind(primitive: Any, arguments: Any, params: dict[str, Any]) -> list[Any]:
     """The results of a primitive with the parameters of an equation of it."""
+    arguments = vary_alike(list(arguments))
     if primitive.name == "custom_vjp_call_jaxpr":  # before 0.6, of which a mapped equation has no derivative
         return list(_custom_vjp(params)(*arguments))
     found = primitive.get_bind_params(params)

@@ -129,8 +129,8 @@ def _bwd_jvp(*arrays: Array, call: Call, module: Any = blockwise) -> tuple[Any, 
     """The derivative of `_bwd`. Loops have one in forward mode, in the memory that they have."""
     _refuse_metal(call)
     known = BWD.arrays(call)
-    # 16-bit numbers are integers somewhere in the loops, and integers have no tangent
-    wide = lambda x: x.astype(np.float32) if x.dtype.itemsize == 2 else x
+    # floats of 16 bits are integers somewhere in the loops, and integers have no tangent
+    wide = lambda x: x.astype(np.float32) if x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating) else x
     given = {name: wide(x) for name, x in zip(known, arrays)}
     tangents = tuple(wide(x) for x in arrays[len(known) :])
 
@@ -207,7 +207,7 @@ def _fold_operands(
     mapped = {*mapped, *moving, "query"}
     for name in ("key", "value"):
         parts = {field_of(name, part) for part in PARTS}
-        mapped |= parts if parts & moving else set()  # all of a quantised array get the same entries
+        mapped |= parts if parts & mapped else set()  # all of a quantised array get the same entries
     repeats = dict(zip(Operands._fields, spec.repeats))
     folded = []
     pools, pages = {*pool_fields(names)}, 0
@@ -320,6 +320,7 @@ def _bwd_jvp_transpose(cotangents: Any, *arrays: Array, call: Call) -> list[Any]
         return _bwd_jvp(*known, *now.values(), call=call, module=reference)
 
     zeros = [jnp.zeros(tangents[i].aval.shape, tangents[i].aval.dtype) for i in linear]
+    zeros = compat.vary(zeros, compat.varying_of(known))
     # linear in them, so that its derivative anywhere is itself
     cotangents = tuple(ad.instantiate_zeros(ct) for ct in cotangents)
     found = dict(zip(linear, jax.vjp(fun, *zeros)[1](cotangents)))

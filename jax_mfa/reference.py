@@ -244,8 +244,13 @@ def attention(spec: Specification, operands: Operands) -> tuple[Array, Array]:
 
 def _of(spec: Specification, operands: Operands, wrt: tuple[str, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Attention as a function of the operands `wrt`, and these."""
+    value_size = spec.value_size
     spec, operands = plain(spec, operands)
-    fun = lambda *moving: attention(spec, operands._replace(**dict(zip(wrt, moving))))
+
+    def fun(*moving: Array) -> Any:
+        now = operands._replace(**dict(zip(wrt, moving)))
+        return attention(spec, now if value_size is None else now._replace(value=now.key[..., :value_size]))
+
     return fun, tuple(getattr(operands, name) for name in wrt)
 
 

@@ -109,7 +109,7 @@ def _chunk(program: Program, grid: Grid, vectors: Any, start: Array) -> Array:
     def indices(axis: int, length: int) -> Array:  # [blocks, piece]
         block = jnp.minimum(start[2 + axis] + jnp.arange(grid.chunk[axis]), grid.blocks[axis] - 1)
         place = jnp.minimum(start[4 + axis] + jnp.arange(grid.piece[axis]), grid.sizes[axis] - 1)
-        return jnp.minimum(block[:, None] * grid.sizes[axis] + place, length - 1).astype(np.int32)
+        return jnp.minimum(block[:, None] * grid.sizes[axis] + place[None], length - 1).astype(np.int32)
 
     t, s = indices(0, grid.queries)[None, :, None, :, None], indices(1, grid.keys)[None, None, :, None]
     b, n = (start[i].reshape(1, 1, 1, 1, 1) for i in (0, 1))

@@ -383,10 +383,27 @@ def _param_keys(eqn: Any) -> Iterator[Hashable]:
     for name, x in sorted(eqn.params.items()):
         if any(hasattr(leaf, "eqns") for leaf in jax.tree.leaves(x)):
             yield name, _text(x)
+            yield from () if _is_ruled(eqn) else map(_rule_key, _ruled_within(x))
         elif not _is_ruled(eqn) or isinstance(x, (bool, int, str)):
             yield name, x if isinstance(x, Hashable) else str(x)
     if _is_ruled(eqn):
-        yield _text(_derivative_of(eqn))
+        yield _rule_key(eqn)
+
+
+def _ruled_within(x: Any) -> Iterator[Any]:
+    """Equations with rules of their own in the jaxprs of a parameter, as in the body of a loop: text has no rules."""
+    for eqn in (eqn for leaf in jax.tree.leaves(x) for eqn in getattr(leaf, "eqns", ())):
+        if _is_ruled(eqn):
+            yield eqn
+        for inner in eqn.params.values():
+            yield from _ruled_within(inner)
+
+
+def _rule_key(eqn: Any) -> Hashable:
+    """What a rule computes, and of what arrays that it closes over."""
+    rule = _derivative_of(eqn)
+    arrays = lambda x: id(x) if isinstance(x, jax.core.Tracer) else (str(x.dtype), x.shape, np.asarray(x).tobytes())
+    return _text(rule), tuple(map(arrays, rule.consts))
 
 
 def _text(jaxpr: Any) -> str:
