@@ -253,8 +253,8 @@ def perplexity(decoder: Decoder, tokens: Sequence[int], kind: CacheKind, page_si
     for start in starts:
         chunk = list(tokens[start : start + WINDOW])
         number = runner.book.allocate()
-        slots = runner.book.reserve([number], [len(chunk)]).slots
-        found.append(runner.log_probabilities([Piece(number, chunk, 0, slots)]))
+        where = runner.book.reserve([number], [len(chunk)])
+        found.append(runner.log_probabilities([Piece(number, chunk, 0, where)]))
         runner.book.free(number)
     return float(np.exp(-np.concatenate(found).mean()))
 

@@ -13,13 +13,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_mfa import checks, choice, partial, primitives, recording, reference, sharding
-from jax_mfa.arguments import as_columns, as_rows, known_lengths, specify, specify_abstract, unwrapped
+from jax_mfa.arguments import as_columns, as_rows, clipped, known_lengths, specify, specify_abstract, unwrapped
 from jax_mfa.choice import Explanation, Implementation, explained, names_of
 from jax_mfa.flex.block_mask import BlockMask
 from jax_mfa.flex.program import MaskMod, ScoreMod, modifiers
 from jax_mfa.kv_cache.storage import QuantizedArray
 from jax_mfa.metal import runtime
-from jax_mfa.problem import accumulation_dtype
+from jax_mfa.problem import MAX_POSITION, accumulation_dtype
 
 if TYPE_CHECKING:
     from jax_mfa.typing import Bias, Float, Integer, Key, Lists, Mask
@@ -348,7 +348,7 @@ def decode_attention(
     filled = known_lengths("lengths", lengths, k.shape[-3], q.shape[:-3])
     arguments: dict[str, Any] = {"query": q, "key": k, "value": value, "bias": bias, "mask": mask, **keywords}
     arguments |= {"score_mod": score_mod, "mask_mod": mask_mod, "is_causal": True, "key_value_seq_lengths": filled}
-    arguments["query_offset"] = jnp.asarray(filled, jnp.int32) - q.shape[-3]
+    arguments["query_offset"] = clipped(filled, 0, MAX_POSITION) - q.shape[-3]
     return attend_by_name(arguments, implementation, return_residual)
 
 

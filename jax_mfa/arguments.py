@@ -181,7 +181,7 @@ def as_window(x: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _seed(x: Any) -> Array:
+def seed_words(x: Any) -> Array:
     """A dropout seed as uint32[2]: low and high word of an integer, integers of shape [2], or a `jax.random` key."""
     if checks.is_integer(x):
         x = np.asarray(int(x) & (2**64 - 1), np.uint64)
@@ -407,7 +407,7 @@ class _Builder:
         rate = checks.number("dropout_rate", rate, "a static number in [0, 1)")
         if not 0 <= rate < 1:
             raise ValueError(f"dropout_rate must lie in [0, 1), got {rate}")
-        seed = None if seed is None else _seed(seed)
+        seed = None if seed is None else seed_words(seed)
         if rate == 0:
             return
         if seed is None:

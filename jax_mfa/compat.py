@@ -41,9 +41,14 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
 
 
 def shard_map(fun: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`jax.shard_map` without its checks of what varies over devices."""
+    """`jax.shard_map` without its checks of what varies over devices. Splits arrays on explicit meshes too."""
     if hasattr(jax, "shard_map"):
-        return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        mapped = jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        if not HAS_EXPLICIT_SHARDING or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+            return mapped
+        of = lambda spec, tree: jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, spec)), tree)
+        is_spec = lambda x: isinstance(x, PartitionSpec)
+        return lambda *arrays: mapped(*jax.tree.map(of, in_specs, arrays, is_leaf=is_spec))
     old: Any = importlib.import_module("jax.experimental.shard_map")
     return old.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False)
 

@@ -82,6 +82,12 @@ def test_masks_of_one_block_size_combine():
         a & BlockMask.causal(T, S, (4, 2))
 
 
+def test_functions_promote_no_rank():
+    with jax.numpy_rank_promotion("raise"):
+        found = BlockMask.from_function(jax_mfa.masks.causal(), 5, 7, (2, 2))
+    np.testing.assert_array_equal(found.blocks, np.tri(3, 4))
+
+
 def test_bad_input_is_named():
     with pytest.raises(TypeError, match=r"mask must be bool \[..., T, S\], got float32\[3, 4\]"):
         BlockMask.from_mask(np.ones((3, 4), np.float32), (2, 2))

@@ -158,8 +158,9 @@ def test_sharded_caches_are_not_gathered():
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("ring", [False, True], ids=["plain", "ring"])
-def test_gradients_reach_the_tokens_and_the_cache(ring):
-    query, key, value = (jnp.asarray(x) for x in tokens())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_reach_the_tokens_and_the_cache(ring, dtype):
+    query, key, value = (jnp.asarray(x, dtype) for x in tokens())
     weights = arrays((B, 4, N, V))[0]
 
     def loss(query, key, value, cached):
@@ -173,13 +174,16 @@ def test_gradients_reach_the_tokens_and_the_cache(ring):
             ring=ring,
             local_window_size=WINDOW,
         )
-        return (weights * (out if cached else whole[:, first : first + 4])).sum()
+        return (weights * (out if cached else whole[:, first : first + 4]).astype(jnp.float32)).sum()
 
     gradients = lambda cached: quick_jit(jax.grad(functools.partial(loss, cached=cached), (0, 1, 2)))
     got, wanted = (gradients(cached)(query, key, value) for cached in (True, False))
     for x, y in zip(got, wanted):
         assert np.abs(y).max() > 0.01
-        assert_allclose(x, y, atol=1e-5)
+        rounding = 0 if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps)
+        assert_allclose(
+            x.astype(jnp.float32), y.astype(jnp.float32), rtol=rounding, atol=1e-5 + rounding * np.abs(y).max()
+        )
 
 
 @pytest.mark.parametrize(("batch", "length", "columns"), [(0, 2, 4), (2, 0, 4), (2, 0, 0)])

@@ -67,6 +67,43 @@ def test_decoding_with_a_cache_that_is_split():
         assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("seed", [np.uint64(2**40 + 5), np.asarray(2**40 + 5), 2**40 + 5, [1, 2]], ids=str)
+def test_seeds_keep_their_64_bits(seed):
+    query, key, value = qkv(B=2, T=16, S=16)
+    split = {"mesh": mesh_of(4), "axis_name": "ring"}
+    dropout = {"dropout_rate": 0.5, "dropout_seed": seed}
+    ring = jax_mfa.ring_attention(query, key, value, is_causal=True, **split, **dropout)
+    assert_allclose(ring, jax_mfa.dot_product_attention(query, key, value, is_causal=True, **dropout), atol=1e-5)
+    decoded = jax_mfa.sharded_decode_attention(query[:, :1], key, value, 9, **split, **dropout)
+    assert_allclose(decoded, jax_mfa.decode_attention(query[:, :1], key, value, 9, **dropout), atol=1e-5)
+
+
+@pytest.mark.parametrize("features", [{"local_window_size": [4, 0]}, {"logits_soft_cap": np.float32(2)}], ids=str)
+def test_static_arguments_of_decoding_may_be_arrays(features):
+    query, key, value = qkv(B=2, T=1, S=16)
+    decoded = jax_mfa.sharded_decode_attention(query, key, value, 9, mesh=mesh_of(4), axis_name="ring", **features)
+    assert_allclose(decoded, jax_mfa.decode_attention(query, key, value, 9, **features), atol=1e-5)
+
+
+@pytest.mark.skipif(not compat.HAS_EXPLICIT_SHARDING or not hasattr(jax, "shard_map"), reason="no explicit meshes")
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_whole_arrays_are_split_over_explicit_meshes(jit):
+    query, key, value = qkv(B=2, T=16, S=16)
+    new = [x[:, :1] for x in (key, value)]
+    split = {"mesh": jax.make_mesh((4,), ("ring",), axis_types=(jax.sharding.AxisType.Explicit,)), "axis_name": "ring"}
+    ring = lambda q, k, v: jax_mfa.ring_attention(q, k, v, is_causal=True, **split)
+    decode = lambda q, k, v: jax_mfa.sharded_decode_attention(q, k, v, [3, 9], **split)
+    write = lambda q, k, v: jax_mfa.sharded_append(k, v, [3, 9], *new, **split)[0]
+    placed = [jax.device_put(x, NamedSharding(split["mesh"], P(None, "ring"))) for x in (query, key, value)]
+    for fun, wanted in (
+        (ring, jax_mfa.dot_product_attention(query, key, value, is_causal=True)),
+        (lambda q, k, v: decode(query[:, :1], k, v), jax_mfa.decode_attention(query[:, :1], key, value, [3, 9])),
+        (write, jax_mfa.cache.append(key, value, [3, 9], *new)[0]),
+    ):
+        for arrays_ in ([query, key, value], placed):
+            assert_allclose((quick_jit(fun) if jit else fun)(*arrays_), wanted, atol=1e-5)
+
+
 def test_errors_of_decoding():
     mesh = mesh_of(4)
     query, key, value = qkv(B=3, T=1, S=12)

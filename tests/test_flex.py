@@ -473,6 +473,29 @@ def test_derivative_rules_that_close_over_arrays_are_each_their_own(implementati
     same(of(functools.partial(attend, implementation)), of(dense))
 
 
+@in_jnp
+@pytest.mark.parametrize("as_array", [False, True])
+def test_derivative_rules_within_loops_are_each_their_own(implementation, as_array, arrays):
+    query, key, value, _ = arrays
+
+    def straight(slope):
+        @jax.custom_jvp
+        def rounded(x):
+            return jnp.round(x)
+
+        rounded.defjvp(lambda primals, tangents: (rounded(*primals), slope * tangents[0]))
+        return lambda x, b, n, t, s: lax.scan(lambda c, _: (rounded(c), None), x, None, length=1)[0]
+
+    def gradient(slope):
+        mod = straight(jnp.asarray(slope) if as_array else slope)
+        return jax.grad(lambda q: (attend(implementation, q, key, value, score_mod=mod) ** 2).sum())(query)
+
+    whole, none, half = (gradient(slope) for slope in (1.0, 0.0, 0.5))
+    assert np.abs(whole).max() > 0
+    same(half, whole / 2)
+    np.testing.assert_array_equal(none, 0)
+
+
 def test_memory_grows_with_the_lengths_and_the_arrays_that_are_read():
     def temporary(t, gradient):
         x = jax.ShapeDtypeStruct((1, t, 2, 16), jnp.float32)

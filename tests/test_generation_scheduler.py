@@ -35,7 +35,7 @@ class Pool:
     """What the device would hold, and what a step would compute from it."""
 
     def __init__(self, pages, page_size):
-        self.tokens = np.full(pages * page_size, -1)
+        self.tokens = np.full((pages, page_size), -1)
 
     def step(self, scheduler):
         """A planned step; the requests that ended."""
@@ -44,11 +44,14 @@ class Pool:
         assert sum(len(x.tokens) for x in parts) <= scheduler.most_tokens
         assert len({id(x.request) for x in parts}) == len(parts) <= scheduler.most_requests
         assert [x.request.arrival for x in parts] == sorted(x.request.arrival for x in parts)
+        copies = [(source, target) for x in parts for source, target in zip(x.where.sources, x.where.targets)]
+        if copies:
+            sources, targets = np.transpose(copies)
+            self.tokens[targets] = self.tokens[sources]
         for part in parts:
-            self.tokens[part.slots] = part.tokens
+            self.tokens.reshape(-1)[part.where.slots] = part.tokens
         for part in parts:
-            places = np.array(book.pages_of(part.number))[:, None] * book.page_size + np.arange(book.page_size)
-            context = self.tokens[places.reshape(-1)[: book.length(part.number)]].tolist()
+            context = self.tokens[[*book.pages_of(part.number)]].reshape(-1)[: book.length(part.number)].tolist()
             known = part.request.tokens + part.request.guesses
             assert context == known[: len(context)] and len(context) == part.start + len(part.tokens)
             ends = range(len(context) - part.wanted + 1, len(context) + 1)
@@ -63,6 +66,21 @@ def made(rng, prefixes) -> Request:
     prefix = prefixes[rng.integers(len(prefixes))] if rng.random() < 0.5 else []
     prompt = [*prefix, *rng.integers(0, WORDS, rng.integers(1, 30)).tolist()]
     return Request(prompt, int(rng.integers(1, 40)), end_tokens=frozenset([END] if rng.random() < 0.3 else []))
+
+
+def test_wrong_guesses_that_another_request_has_for_a_prompt_stay_its_own():
+    """The page that they fill is shared until the first request writes to it again: it takes a copy."""
+    scheduler, pool = Scheduler(jax_mfa.PageBook(24, 8), 4, 24), Pool(24, 8)
+    first = Request([1, 2, 3, 4, 5], 20)
+    scheduler.add(first)
+    pool.step(scheduler)
+    first.guesses = [(x + 1) % WORDS for x in (following(first.tokens), 7)]
+    second = Request([*first.tokens, *first.guesses, 9], 4)
+    scheduler.add(second)
+    pool.step(scheduler)
+    assert second.shared == 8
+    (part, _), _ = pool.step(scheduler)
+    assert part.request is first and len(part.where.sources) == 1
 
 
 def simulate(count: int, seed: int, guess: bool):

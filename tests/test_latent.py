@@ -100,6 +100,18 @@ def test_forward_mode_and_second_derivatives():
     for got, wanted in zip(derivatives("blockwise", value_size=V), derivatives("reference")):
         assert_allclose(got, wanted, rtol=1e-4, atol=2e-4)
 
+    def in_reverse(*how, **size):  # of either derivative
+        fun = lambda k: loss(q, k, *how, **size)
+        along = lambda k: jax.jvp(fun, (k,), t[1:])[1]
+        return (
+            jax.grad(along)(k),
+            jax.grad(lambda k: (jax.grad(fun)(k) * t[1]).sum())(k),
+            jax.jvp(along, (k,), t[1:])[1],
+        )
+
+    for got, wanted in zip(in_reverse("blockwise", value_size=V), in_reverse("reference")):
+        assert_allclose(got, wanted, rtol=1e-4, atol=2e-4 * np.abs(wanted).max())
+
 
 @pytest.mark.share(4)
 @pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])

@@ -161,6 +161,21 @@ def test_rows_of_equal_numbers_and_bits_of_bfloat16(implementation):
             assert_close(got, wanted.out[0], p.dtype, terms=60, largest_score=wanted.largest_score)
 
 
+def test_second_derivatives_by_queries_of_bits_of_bfloat16():
+    with types_of("bfloat16"):
+        p = Problem(rows=(3, 3, 3), lengths=(40, 3, 33), dtype=jnp.bfloat16)
+        query = jnp.asarray(p.query[:9].reshape(B, 3, N, H))
+        (t,) = arrays(query.shape, dtype=jnp.bfloat16)
+
+        def product(*pages):
+            run = lambda q: (paged_attention(q, *pages, p.tables, p.lengths).astype(jnp.float32) ** 2).sum()
+            return quick_jit(lambda q: jax.jvp(jax.grad(run), (q,), (t,))[1])(query)
+
+        numbers, bits = product(p.key, p.value), product(*(x.view(np.uint16) for x in (p.key, p.value)))
+        assert np.abs(numbers).max() > 0
+        np.testing.assert_array_equal(bits, numbers)
+
+
 @own
 def test_under_vmap_pools_and_tables_may_be_mapped_or_not(implementation):
     a, b = Problem(schemes="int8"), Problem(schemes="int8", seed=1)

@@ -157,6 +157,19 @@ def test_forward_mode_and_second_derivatives(implementation):
     assert_allclose(*products, rtol=1e-4, atol=1e-4)
 
 
+def test_mapped_second_derivatives_through_what_is_stored():
+    q, k, v, _ = problem(T=3, S=9)
+
+    def fun(s):
+        stored = quantize(k * s.sum(), "int8", straight_through=True)
+        return (jax_mfa.flash_attention(q, stored, v)[0] ** 2).sum((1, 2, 3))
+
+    kinds = jax.jacfwd, jax.jacrev
+    first, *others = [quick_jit(outer(inner(fun)))(jnp.ones(2)) for outer in kinds for inner in kinds]
+    for other in others:
+        assert_allclose(other, first, rtol=1e-3, atol=1e-3 * np.abs(first).max())
+
+
 # --- centring
 
 

@@ -444,6 +444,27 @@ def test_grad_inside_shard_map_with_replicated_arguments(implementation):
     close(got, local(q, k, v))
 
 
+@pytest.mark.skipif(len(jax.devices()) < 4 or not hasattr(jax, "shard_map"), reason="one device, or old shard_map")
+@pytest.mark.parametrize("name", ["blockwise", "reference"])
+def test_second_derivatives_inside_shard_map_with_its_default_checks(name):
+    """Also of a caller's functions, of which the reference computes them."""
+    q, k, v = qkv(B=4)
+    table = jnp.asarray(np.random.default_rng(0).standard_normal(32), jnp.float32)
+    functions = {
+        "score_mod": lambda x, b, n, t, s: x * table[t - s + 16],
+        "mask_mod": lambda b, n, t, s: (s < 4) | (b == 0),
+    }
+
+    def local(q, k, v):
+        loss = lambda q: (jax_mfa.flex_attention(q, k, v, implementation=name, **functions) ** 2).sum()
+        return loss(q)[None], jax.grad(lambda q: (jax.grad(loss)(q) * q).sum())(q)
+
+    got = quick_jit(_shard_map(local, _mesh(4), (P("data"),) * 3, (P("data"), P("data"))))(q, k, v)
+    for i in range(4):
+        value, second = local(*(x[i : i + 1] for x in (q, k, v)))
+        close((got[0][i : i + 1], got[1][i : i + 1]), (value, second), terms=200)
+
+
 @pytest.mark.share(2)
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="one device")
 @pytest.mark.parametrize(

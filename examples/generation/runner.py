@@ -68,37 +68,37 @@ class Rows(NamedTuple):
     """Where the rows of a ragged call stand: a pytree of arrays, padded to a bucket.
 
     Attributes:
-      tokens, positions, slots: `[T]`; a slot of padding is negative.
+      tokens, positions: `[T]`.
+      where: slots `[T]`, and copies of pages, at most one a sequence, `[B]`; of padding negative.
       starts: `[B + 1]`, of each sequence among them.
       tables: `[B, pages]`. lengths: `[B]`.
     """
 
     tokens: Any
     positions: Any
-    slots: Any
+    where: Write
     starts: Any
     tables: Any
     lengths: Any
 
 
 class Piece(NamedTuple):
-    """Of one sequence: its new tokens, from position `start` on, and their slots. Of the last `wanted` rows what
-    follows is asked for."""
+    """Of one sequence: its new tokens, from position `start` on, and where they are written. Of the last
+    `wanted` rows what follows is asked for."""
 
     number: int
     tokens: Sequence[int]
     start: int
-    slots: np.ndarray
+    where: Write
     wanted: int = 1
     sampling: Sampling = GREEDY
 
 
 def paged(caches: list[jax_mfa.PagedKVCache], rows: Rows, dtype: str, implementation: str | None) -> Attend:
     """Attention that writes what is new into the layer's pages, and attends to all that is there; `caches` changes."""
-    where = Write(rows.slots, np.zeros(0, np.int32), np.zeros(0, np.int32))
 
     def attend(layer, q, k, v, **facts):
-        caches[layer] = cache = caches[layer].write(where, k.astype(dtype), v.astype(dtype))
+        caches[layer] = cache = caches[layer].write(rows.where, k.astype(dtype), v.astype(dtype))
         out = jax_mfa.paged_attention(
             q.astype(dtype), cache.key_pages, cache.value_pages, rows.tables, rows.lengths,
             query_start_locs=rows.starts, implementation=implementation, **facts,
@@ -202,13 +202,14 @@ class Runner:
         tables, lengths = self.book.tables([x.number for x in pieces], self.width)
         counts = [len(x.tokens) for x in pieces]
         total, missing = sum(counts), b - len(pieces)
+        where = zip(*(x.where for x in pieces)) if pieces else [()] * 3
         starts = np.full(b + 1, total, np.int32)
         starts[: len(pieces)] = np.cumsum([0, *counts])[:-1]
         padded = lambda x, n, value: np.pad(np.asarray(x, np.int32), (0, n - len(x)), constant_values=value)
         return Rows(
             tokens=padded([token for x in pieces for token in x.tokens], t, 0),
             positions=padded([x.start + i for x, n in zip(pieces, counts) for i in range(n)], t, 0),
-            slots=padded(np.concatenate([np.zeros(0), *(x.slots for x in pieces)]), t, -1),
+            where=Write(*(padded(np.concatenate([[], *of]), n, -1) for of, n in zip(where, (t, b, b)))),
             starts=starts,
             tables=np.pad(tables, ((0, missing), (0, 0))),
             lengths=padded(lengths, b, 0),

@@ -16,10 +16,9 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from generation.sampling import GREEDY, Sampling
 from jax_mfa import OutOfPages, PageBook
+from jax_mfa.kv_cache.page_book import Write
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,7 +70,7 @@ class Request:
 
 
 class Part(NamedTuple):
-    """What a step computes of a request: `tokens` from position `start` on, written to `slots`.
+    """What a step computes of a request: `tokens` from position `start` on, and `where` in the pool they are written.
 
     Of the last `wanted` rows the following tokens are asked for.
     """
@@ -80,7 +79,7 @@ class Part(NamedTuple):
     number: int
     tokens: list[int]
     start: int
-    slots: np.ndarray
+    where: Write
     wanted: int
 
 
@@ -227,7 +226,7 @@ class Scheduler:
                     chunk, wanted = chunk[:1], 1
                     continue
                 return False
-            parts.append(Part(request, request.number, chunk, start, where.slots, wanted))
+            parts.append(Part(request, request.number, chunk, start, where, wanted))
             return True
 
     def _preempt(self, request: Request) -> None:

@@ -70,10 +70,10 @@ class Draft:
             number = self._numbers[request]
             start = self.runner.book.length(number)
             try:
-                slots = self.runner.book.reserve([number], [len(chunk)], [chunk]).slots
+                where = self.runner.book.reserve([number], [len(chunk)], [chunk])
             except OutOfPages:
                 continue
-            found.append((request, Piece(number, chunk, start, slots, sampling=request.sampling)))
+            found.append((request, Piece(number, chunk, start, where, sampling=request.sampling)))
         return found
 
     def forget(self, request: Request) -> None:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import api, checks, choice, compat
-from jax_mfa.arguments import specify, specify_abstract, unwrapped
+from jax_mfa.arguments import seed_words, specify, specify_abstract, unwrapped
 from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel import attend
 from jax_mfa.context_parallel import layout as layouts
@@ -334,7 +334,9 @@ def _of_whole_arrays(layout: Layout, implementation: Any, positions: Any, **argu
     static: dict[str, Any] = {}
     placed: dict[str, Any] = {}
     for name, x in {**arguments, "positions": positions}.items():
-        if isinstance(x, (list, tuple)):
+        if name == "dropout_seed" and x is not None:
+            x = seed_words(x)  # 64 bits, of which `jit` would drop the high ones
+        elif isinstance(x, (list, tuple)):
             x = tuple(x) if name in _STATIC else jnp.asarray(x)
         is_array = name not in _STATIC and (hasattr(x, "dtype") or isinstance(x, BlockMask))
         (placed if is_array else static)[name] = x

@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_mfa import api, checks, choice, compat, partial, primitives
-from jax_mfa.arguments import as_rows, known_lengths, specify
+from jax_mfa.arguments import as_rows, clipped, known_lengths, seed_words, specify
 from jax_mfa.choice import Implementation
 from jax_mfa.context_parallel.api import decided
 from jax_mfa.context_parallel.layout import axis_size, refuse_quantised
 from jax_mfa.kv_cache import contiguous as cache
-from jax_mfa.problem import accumulation_dtype, counted_from
+from jax_mfa.problem import MAX_POSITION, accumulation_dtype, counted_from
 
 if TYPE_CHECKING:
     from jax_mfa.typing import Float, Int32, Integer, Lists
@@ -90,17 +90,21 @@ def sharded_decode_attention(
     q, k, v = (as_rows(name, x, "[..., length, heads, size]") for name, x in given.items())
     columns, devices = k.shape[-3], axis_size(axis_name, "axis_name", mesh)
     filled = known_lengths("lengths", lengths, columns * devices if mesh is None else columns, q.shape[:-3])
-    arrays = {name: jnp.asarray(x) for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
+    if keywords.get("dropout_seed") is not None:
+        keywords["dropout_seed"] = seed_words(keywords["dropout_seed"])
+    traced = {name: x for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
+    arrays = {name: jnp.asarray(x) for name, x in traced.items() if name not in _STATIC}
     static = {name: x for name, x in keywords.items() if name not in arrays}
     run: Any = functools.partial(_of_own_columns, axis_name, implementation, static)
     if mesh is not None:
         split, whole = _split_columns("key", k, axis_name, devices), PartitionSpec()
         run = compat.shard_map(run, mesh, (whole, split, split, whole, whole), (whole, whole))
-    out, lse = run(q, k, v, jnp.asarray(filled, jnp.int32), arrays)
+    out, lse = run(q, k, v, clipped(filled, 0, MAX_POSITION), arrays)
     return (out, lse) if return_residual else out
 
 
-_TAKEN = ("scale", "local_window_size", "logits_soft_cap", "alibi_slopes", "sinks", "dropout_rate", "dropout_seed")
+_STATIC = ("local_window_size", "logits_soft_cap", "dropout_rate")
+_TAKEN = ("scale", *_STATIC, "alibi_slopes", "sinks", "dropout_seed")
 
 
 def _split_columns(name: str, x: Array, axis: Any, devices: int) -> PartitionSpec:

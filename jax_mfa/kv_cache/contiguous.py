@@ -94,14 +94,27 @@ def write(
             column, counts = column % columns, counts & (tokens >= count - columns)
         # scatters drop column `columns`, which does not exist, and those beyond
         at = jnp.where(counts, column, columns)
-        # bits, for XLA's CPU backend would convert a whole cache of bfloat16 to float32 and back
-        return from_bits(as_bits(cache).at[at].set(as_bits(new.astype(cache.dtype)), mode="drop"))
+        return _placed(cache, new.astype(cache.dtype), at)
 
     def written(cache: Array, new: Array) -> Array:
         spec = lambda: compat.spec_of(cache)
         return _for_each_row(write_row, spec, cache=cache, new=new, start=start, count=count)
 
     return written(key_cache, key), written(value_cache, value), start + count
+
+
+@jax.custom_jvp
+def _placed(cache: Array, new: Array, at: Array) -> Array:
+    """The cache with new tokens in these columns, in a dtype with bits of its own: XLA's CPU backend would convert a
+    whole cache of bfloat16 to float32 and back. Bits have no derivative, so that it is declared."""
+    return from_bits(as_bits(cache).at[at].set(as_bits(new), mode="drop"))
+
+
+@_placed.defjvp
+def _placed_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    cache, new, at = primals
+    as_numbers = lambda cache, new: cache.at[at].set(new, mode="drop")
+    return _placed(*primals), jax.jvp(as_numbers, (cache, new), tuple(tangents[:2]))[1]
 
 
 def _for_each_row(run: Callable[..., Array], spec: Callable[[], PartitionSpec], **arrays: Array) -> Array:
