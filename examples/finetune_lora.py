@@ -38,7 +38,7 @@ try:
 
     from jax_mfa.cli.command_line import fit_output_to_the_terminal
 except ModuleNotFoundError as error:
-    sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
+    sys.exit(f"error: this example needs the package {error.name}: pip install -e '.[examples]'")
 
 import jax
 import jax.numpy as jnp

@@ -31,7 +31,7 @@ try:
 
     from jax_mfa.cli.command_line import fit_output_to_the_terminal
 except ModuleNotFoundError as error:
-    sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
+    sys.exit(f"error: this example needs the package {error.name}: pip install -e '.[examples]'")
 
 import jax
 import numpy as np
@@ -283,7 +283,7 @@ def serve(options: argparse.Namespace, folder: Path) -> None:
         from generation.server import KEY_VARIABLE, Interface, Limits, Server
         from generation.service import Service
     except ModuleNotFoundError as error:
-        raise ValueError(f"--serve needs the package {error.name}: pip install 'jax-mfa[serve]'") from None
+        raise ValueError(f"--serve needs the package {error.name}: pip install -e '.[serve]'") from None
     text, decoder = Text(folder), weights.load(folder, options.dtype)
     engine = make_engine(decoder, folder, options)
     describe(decoder, engine, options)

@@ -38,7 +38,7 @@ try:
     from jax_mfa.cli.command_line import fit_output_to_the_terminal
     from jax_mfa.tuning import timing
 except ModuleNotFoundError as error:
-    sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
+    sys.exit(f"error: this example needs the package {error.name}: pip install -e '.[examples]'")
 
 # Bond angle and torsion between alpha carbons, in degrees, that a letter gives its place in the chain: helix and strand
 # as ideal ones have them (Levitt, J. Mol. Biol. 104:59, 1976), and turns

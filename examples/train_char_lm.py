@@ -40,7 +40,7 @@ try:
     import jax_mfa
     from jax_mfa.cli.command_line import fit_output_to_the_terminal
 except ModuleNotFoundError as error:
-    sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
+    sys.exit(f"error: this example needs the package {error.name}: pip install -e '.[examples]'")
 
 HELD_OUT = 10  # one piece of the text in so many is for validation
 VALIDATION_WINDOWS = 64

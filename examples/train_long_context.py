@@ -46,7 +46,7 @@ try:
     from jax_mfa.context_parallel.costs import human
     from jax_mfa.flax import rotary_embedding
 except ModuleNotFoundError as error:
-    sys.exit(f"error: this example needs the package {error.name}: pip install 'jax-mfa[examples]'")
+    sys.exit(f"error: this example needs the package {error.name}: pip install -e '.[examples]'")
 
 # float32 numbers for each token: what a layer keeps for the backward pass and what is needed beside, in widths, and the
 # logits; fitted to what the compiler says (XLA's CPU backend, JAX 0.10)

@@ -1,4 +1,4 @@
-"""The rule that cuts a problem into tiles: three cases, eight tuned numbers, the same on every version of JAX.
+"""The rule that cuts a problem into tiles: three cases, eight tuned sizes, the same on every version of JAX.
 
 1. Few scores are one tile: the dense program.
 2. Many go by equal tiles, an outer loop over tiles of queries and an inner one over the tiles of keys that they see.

@@ -186,7 +186,7 @@ def run(options: argparse.Namespace) -> int:
         import matplotlib  # noqa: F401
         from tqdm import tqdm
     except ImportError as error:
-        print(f"bench needs the extra `bench`: pip install 'jax-mfa[bench]' ({error})", file=sys.stderr)
+        print(f"bench needs the packages of the extra `bench`: pip install matplotlib tqdm ({error})", file=sys.stderr)
         return 2
     chip = _prepare(options)
     if options.devices:

@@ -7,7 +7,7 @@ the first and `_multi_head` for the second, knows arrays and a module's attribut
 try:
     import flax as _flax  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("jax_mfa.flax needs flax: pip install 'jax-mfa[flax]'", name=error.name) from error
+    raise ModuleNotFoundError("jax_mfa.flax needs flax: pip install flax", name=error.name) from error
 
 from jax_mfa.flax import linen, nnx
 from jax_mfa.flax._multi_head import rotary_embedding
