@@ -385,6 +385,7 @@ def run(options: argparse.Namespace) -> int:
     of, checkpoint = fingerprint(folder, tokens), options.out / "lora.npz"
     if options.resume:
         trainer.load(checkpoint, of)
+    options.out.mkdir(parents=True, exist_ok=True)  # found out before the training whether it can be written to
     learnt = sum(x.size for x in jax.tree.leaves(trainer.learnt))
     print(f"{learnt} numbers learn, {sum(x.size for x in jax.tree.leaves(trainer.frozen))} stay")
     if options.compare:

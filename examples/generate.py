@@ -105,6 +105,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--step-tokens must be at least --batch, got {options.step_tokens} and {options.batch}")
     if options.page_size not in (8, 16, 32, 64, 128, 256):
         raise ValueError(f"--page-size must be a power of two from 8 to 256, got {options.page_size}")
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"--port must lie in 0..65535, got {options.port}")
     if options.draft and not options.speculative:
         raise ValueError("--draft is for --speculative")
     if options.perplexity and options.model:

@@ -356,6 +356,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in table(ours, options.lengths or lengths, settings.dtype):
             print(line, flush=True)
         return 0
+    try:  # before the training
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     trainer = Trainer(settings, ours)
     print(f"{sum(x.size for x in jax.tree.leaves(trainer.weights))} weights, chains of {settings.length} residues")
     try:

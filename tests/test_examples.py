@@ -558,6 +558,10 @@ def test_chains_have_the_geometry_of_helices_and_strands():
 
 def test_a_pair_model_learns_and_draws(tmp_path, capsys):
     small = ["--steps", "6", "--batch", "1", "--length", "16", "--blocks", "1", "--dtype", "bfloat16"]
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):  # before the training
+        pair_attention.main([*small, "--out", str(tmp_path / "file")])
+    assert "--out: " in capsys.readouterr().err
     assert pair_attention.main([*small, "--out", str(tmp_path)]) == 0
     first, last = re.search(r"loss (\S+) -> (\S+);", capsys.readouterr().out).groups()
     assert float(last) < float(first)

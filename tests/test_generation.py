@@ -527,6 +527,7 @@ def test_options_at_fault_are_named(tmp_path, folder):
     assert "--tokens must be at least 1, got 0" in refusal("--tokens", 0)
     assert "--step-tokens must be at least --batch" in refusal("--step-tokens", 4)
     assert "--page-size must be a power of two" in refusal("--page-size", 10)
+    assert "--port must lie in 0..65535" in refusal("--port", 99999)
     assert "--draft is for --speculative" in refusal("--draft", tmp_path)
     assert "leave --model out" in refusal("--perplexity", "--model", tmp_path)
     assert "prompts and --stop must not be empty" in refusal("")
