@@ -268,14 +268,18 @@ def _batching(kind: Kind, primitive: Any, shapes: Any) -> Callable[..., Any]:
 # --- derivatives
 
 
+def _refuse_pages(call: Call, names: Sequence[str]) -> None:
+    if call.spec.page_size is not None and {"key", "value"} & {*names}:
+        raise NotImplementedError("key_pages, value_pages: attention has no derivative with respect to pages")
+
+
 def _attention_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[tuple[Any, ...], tuple[Any, Any, Any]]:
     results = attention_p.bind(*primals, call=dataclasses.replace(call, differentiated=True))
     results = tuple(checkpoint_name(x, name) for x, name in zip(results, RESIDUAL_NAMES))
     # an original's tangent is that of what is stored; itself it is not kept for the backward pass
     moving = [(_ORIGINALS.get(name, name), t) for name, t in zip(call.names, tangents) if type(t) is not ad.Zero]
     wrt = tuple(name for name, _ in moving)
-    if call.spec.page_size is not None and {"key", "value"} & {*wrt}:
-        raise NotImplementedError("key_pages, value_pages: attention has no derivative with respect to pages")
+    _refuse_pages(call, wrt)
     kept = [(name, x) for name, x in zip(call.names, primals) if name not in _ORIGINALS]
     call = Call(call.spec, tuple(name for name, _ in kept), call.implementation, wrt)
     t_out, t_lse = attention_jvp_p.bind(*(x for _, x in kept), *results, *(t for _, t in moving), call=call)
@@ -285,7 +289,8 @@ def _attention_jvp(primals: Any, tangents: Any, *, call: Call) -> tuple[tuple[An
 def _attention_transpose(cotangents: Any, *arrays: Any, call: Call) -> list[Any]:
     """The output is linear in values, for `jax.linear_transpose`; nothing else is."""
     linear = [name for name, x in zip(call.names, arrays) if ad.is_undefined_primal(x)]
-    if linear != ["value"] or call.spec.page_size is not None:
+    _refuse_pages(call, linear)
+    if linear != ["value"]:
         raise NotImplementedError(f"attention is not linear in {', '.join(linear)}: it has a transpose in value alone")
     known = [jnp.zeros(x.aval.shape, x.aval.dtype) if ad.is_undefined_primal(x) else x for x in arrays]
     out, row_max, row_sum = attention_p.bind(*known, call=dataclasses.replace(call, differentiated=True))
@@ -320,10 +325,9 @@ def _bwd_jvp_transpose(cotangents: Any, *arrays: Array, call: Call) -> list[Any]
         return _bwd_jvp(*known, *now.values(), call=call, module=reference)
 
     zeros = [jnp.zeros(tangents[i].aval.shape, tangents[i].aval.dtype) for i in linear]
-    zeros = compat.vary(zeros, compat.varying_of(known))
     # linear in them, so that its derivative anywhere is itself
     cotangents = tuple(ad.instantiate_zeros(ct) for ct in cotangents)
-    found = dict(zip(linear, jax.vjp(fun, *zeros)[1](cotangents)))
+    found = dict(zip(linear, jax.vjp(fun, *compat.vary(zeros, compat.varying_of(known)))[1](cotangents)))
     return [None] * n + [found.get(i) for i in range(len(tangents))]
 
 

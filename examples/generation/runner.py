@@ -83,8 +83,8 @@ class Rows(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Of one sequence: its new tokens, from position `start` on, and where they are written. Of the last
-    `wanted` rows what follows is asked for."""
+    """Of one sequence: its new tokens, from position `start` on, and where they are written. Of the last `wanted` rows
+    what follows is asked for."""
 
     number: int
     tokens: Sequence[int]
@@ -202,14 +202,14 @@ class Runner:
         tables, lengths = self.book.tables([x.number for x in pieces], self.width)
         counts = [len(x.tokens) for x in pieces]
         total, missing = sum(counts), b - len(pieces)
-        where = zip(*(x.where for x in pieces)) if pieces else [()] * 3
+        where = zip([()] * 3, *(x.where for x in pieces))
         starts = np.full(b + 1, total, np.int32)
         starts[: len(pieces)] = np.cumsum([0, *counts])[:-1]
         padded = lambda x, n, value: np.pad(np.asarray(x, np.int32), (0, n - len(x)), constant_values=value)
         return Rows(
             tokens=padded([token for x in pieces for token in x.tokens], t, 0),
             positions=padded([x.start + i for x, n in zip(pieces, counts) for i in range(n)], t, 0),
-            where=Write(*(padded(np.concatenate([[], *of]), n, -1) for of, n in zip(where, (t, b, b)))),
+            where=Write(*(padded(np.concatenate(of), n, -1) for of, n in zip(where, (t, b, b)))),
             starts=starts,
             tables=np.pad(tables, ((0, missing), (0, 0))),
             lengths=padded(lengths, b, 0),

@@ -320,7 +320,7 @@ def decided(function: str, implementation: Any, spec: Specification, operands: O
     return taken
 
 
-_STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate")
+STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "dropout_rate")
 
 
 def _of_whole_arrays(layout: Layout, implementation: Any, positions: Any, **arguments: Any) -> tuple[Array, Array]:
@@ -337,8 +337,8 @@ def _of_whole_arrays(layout: Layout, implementation: Any, positions: Any, **argu
         if name == "dropout_seed" and x is not None:
             x = seed_words(x)  # 64 bits, of which `jit` would drop the high ones
         elif isinstance(x, (list, tuple)):
-            x = tuple(x) if name in _STATIC else jnp.asarray(x)
-        is_array = name not in _STATIC and (hasattr(x, "dtype") or isinstance(x, BlockMask))
+            x = tuple(x) if name in STATIC else jnp.asarray(x)
+        is_array = name not in STATIC and (hasattr(x, "dtype") or isinstance(x, BlockMask))
         (placed if is_array else static)[name] = x
     specs = tuple((name, _split(layout, name, lead, np.shape(getattr(x, "blocks", x)))) for name, x in placed.items())
     return _program(layout, implementation, tuple(static.items()), specs)(placed)

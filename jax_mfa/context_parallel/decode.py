@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_mfa import api, checks, choice, compat, partial, primitives
 from jax_mfa.arguments import as_rows, clipped, known_lengths, seed_words, specify
 from jax_mfa.choice import Implementation
-from jax_mfa.context_parallel.api import decided
+from jax_mfa.context_parallel.api import STATIC, decided
 from jax_mfa.context_parallel.layout import axis_size, refuse_quantised
 from jax_mfa.kv_cache import contiguous as cache
 from jax_mfa.problem import MAX_POSITION, accumulation_dtype, counted_from
@@ -92,8 +92,8 @@ def sharded_decode_attention(
     filled = known_lengths("lengths", lengths, columns * devices if mesh is None else columns, q.shape[:-3])
     if keywords.get("dropout_seed") is not None:
         keywords["dropout_seed"] = seed_words(keywords["dropout_seed"])
-    traced = {name: x for name, x in keywords.items() if hasattr(x, "dtype") or isinstance(x, list)}
-    arrays = {name: jnp.asarray(x) for name, x in traced.items() if name not in _STATIC}
+    is_array = lambda name, x: name not in STATIC and (hasattr(x, "dtype") or isinstance(x, list))
+    arrays = {name: jnp.asarray(x) for name, x in keywords.items() if is_array(name, x)}
     static = {name: x for name, x in keywords.items() if name not in arrays}
     run: Any = functools.partial(_of_own_columns, axis_name, implementation, static)
     if mesh is not None:
@@ -103,8 +103,7 @@ def sharded_decode_attention(
     return (out, lse) if return_residual else out
 
 
-_STATIC = ("local_window_size", "logits_soft_cap", "dropout_rate")
-_TAKEN = ("scale", *_STATIC, "alibi_slopes", "sinks", "dropout_seed")
+_TAKEN = ("scale", "local_window_size", "logits_soft_cap", "alibi_slopes", "sinks", "dropout_rate", "dropout_seed")
 
 
 def _split_columns(name: str, x: Array, axis: Any, devices: int) -> PartitionSpec:

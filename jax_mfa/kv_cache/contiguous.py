@@ -105,8 +105,8 @@ def write(
 
 @jax.custom_jvp
 def _placed(cache: Array, new: Array, at: Array) -> Array:
-    """The cache with new tokens in these columns, as bits: XLA's CPU backend would convert a
-    whole cache of bfloat16 to float32 and back. Bits have no derivative, so that it is declared."""
+    """The cache with new tokens in these columns, as bits: XLA's CPU backend would convert a whole cache of bfloat16 to
+    float32 and back. Bits have no derivative, so that it is declared."""
     return from_bits(as_bits(cache).at[at].set(as_bits(new), mode="drop"))
 
 
